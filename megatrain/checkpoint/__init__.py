@@ -1,1 +1,1 @@
-"""Checkpoints: committed generations of the store, with all that a run needs to go on as if it had never stopped."""
+"""Checkpoints: committed generations of the store, with everything a run needs to resume bit-identically."""

@@ -1,6 +1,6 @@
-"""Which evaluation of a run was the best one, and when a run that no longer gets better ends.
+"""The best evaluation of a run, and early stopping.
 
-Names and rules are those of transformers: ``metric_for_best_model``, ``greater_is_better``, ``load_best_model_at_end``
+Names and rules follow transformers: ``metric_for_best_model``, ``greater_is_better``, ``load_best_model_at_end``
 and its ``EarlyStoppingCallback``.
 """
 
@@ -23,7 +23,7 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        num_worse: evaluations since then, none of which was better by more than the threshold.
+        num_worse: consecutive evaluations that were not better by more than the threshold.
     """
 
     metric: str
@@ -33,7 +33,7 @@ class Best:
 
     @classmethod
     def of_state(cls, values: Mapping[str, Any] | None) -> Best | None:
-        """Return what ``to_state`` was called on."""
+        """Return the object that ``to_state`` was called on."""
         return None if values is None else cls(**values)
 
     def to_state(self) -> dict[str, Any]:
@@ -43,14 +43,14 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class BestSpec:
-    """What decides which evaluation is the best, and what follows from it.
+    """The rule for the best evaluation, and its effects.
 
     Attributes:
-        metric: a figure of an evaluation: "loss", or "NAME_loss" where there are several sets; "eval_" may precede it.
-        is_greater_better: Whether the greater one of two values is the better one.
-        is_kept: the checkpoint of the best evaluation is kept, and is the model of the run.
-        patience: evaluations in a row without an improvement that end the run; 0: none do.
-        is_average: the metric is of the averages of the weights, which then are what is best.
+        metric: metric of an evaluation: "loss", or "NAME_loss" with several sets; "eval_" may precede it.
+        is_greater_better: Whether greater values are better.
+        is_kept: Whether the checkpoint of the best evaluation is kept and becomes the model of the run.
+        patience: consecutive evaluations without improvement that end the run; 0 disables this rule.
+        is_average: Whether the metric is measured with the averaged weights, which then are the best model.
     """
 
     metric: str
@@ -62,20 +62,20 @@ class BestSpec:
 
     @property
     def described(self) -> str:
-        """The figure, and which end of it is good."""
+        """Return the metric and its better direction for messages."""
         of_average = " of the average of the weights" if self.is_average else ""
         return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{of_average}"
 
     @property
     def is_on(self) -> bool:
-        """Whether anything follows from which one is the best."""
+        """Whether the best evaluation affects the run."""
         return self.is_kept or self.patience > 0
 
     def check(self, names: Iterable[str]) -> None:
-        """Look whether the metric is one of a set.
+        """Check that the metric belongs to one of these sets.
 
         Raises:
-            ConfigError: it names none of them.
+            ConfigError: no set has it.
         """
         names = list(names)
         metric = self.metric.removeprefix("eval_")
@@ -84,20 +84,20 @@ class BestSpec:
             raise self._unknown(known)
 
     def value_of(self, evaluations: Mapping[str, EvaluationMetrics]) -> float:
-        """Return the figure that decides; without the name of a set it is the first one's.
+        """Return the metric's value; a metric without a set name is read from the first set.
 
         Args:
-            evaluations: Those of one step, by the name of the set.
+            evaluations: Evaluations of one step by set name.
 
         Raises:
-            ConfigError: there is no such figure.
+            ConfigError: there is no such metric.
         """
         metric = self.metric.removeprefix("eval_")
         known: dict[str, float] = {}
         for name, each in evaluations.items():
             figures = {"loss": each.loss, "perplexity": each.perplexity, **each.preferences}
             known |= {f"{name}_{figure}": value for figure, value in figures.items()}
-            known = {**figures, **known}  # what the first set has is not replaced
+            known = {**figures, **known}  # metrics of the first set are not replaced
         if metric not in known:
             raise self._unknown(", ".join(sorted(known)))
         return known[metric]
@@ -108,7 +108,7 @@ class BestSpec:
         return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
     def after(self, best: Best | None, step: int, value: float) -> Best:
-        """Return the best evaluation, now that there is one more. A value that is NaN is never better."""
+        """Return the best evaluation after one more. NaN is never better."""
         if best is None or best.value != best.value:
             return Best(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value
@@ -118,5 +118,5 @@ class BestSpec:
         return Best(self.metric, best.value, best.step, num_worse)
 
     def is_over(self, best: Best | None) -> bool:
-        """Return whether the run ends here, although it has steps left."""
+        """Return whether patience ends the run, although steps remain."""
         return self.patience > 0 and best is not None and best.num_worse >= self.patience

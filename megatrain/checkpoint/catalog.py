@@ -1,4 +1,4 @@
-"""The checkpoints of a run: listed, found by step, checked byte by byte, removed. No store is opened."""
+"""Lists, finds, verifies and removes the checkpoints of a run without opening a store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 def checkpoints_folder(run: Path | str) -> Path:
     """Return the folder of checkpoints for an ``output_dir``, or for that folder itself.
 
-    Falls back to the whole copies where the checkpoints themselves are gone.
+    Falls back to the whole copies if the checkpoints themselves are gone.
 
     Raises:
         CheckpointError: there is no such folder, or no checkpoint was ever saved in it.
@@ -47,12 +47,12 @@ def checkpoints_folder(run: Path | str) -> Path:
 
 
 def list_checkpoints(run: Path | str) -> list[Checkpoint]:
-    """Return all checkpoints of a run, then their copies, oldest first; damaged ones with their problem.
+    """Return all checkpoints of a run, then their copies, oldest first; damaged ones carry their problem.
 
-    Reads documents only. Works beside a living run.
+    Reads only documents, and works during a run.
 
     Raises:
-        CheckpointError: no checkpoint was ever saved there, or their document cannot be read.
+        CheckpointError: no checkpoint was ever saved there, or the document cannot be read.
     """
     found = [_scan(folder) for folder in _folders(run)]
     newest = next(iter(_tried(found)), None)
@@ -60,7 +60,7 @@ def list_checkpoints(run: Path | str) -> list[Checkpoint]:
 
 
 def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> list[str]:
-    """Return what a run would report of its checkpoints' documents and drives before it continues.
+    """Return the notices that a run would print about checkpoint documents and drives before it resumes.
 
     Raises:
         CheckpointError: no checkpoint was ever saved there.
@@ -69,15 +69,15 @@ def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> lis
     for folder in _folders(run):
         notices += folder_notices(folder)
         if not list_generations(folder) and (problem := top_problem(folder)) is not None:
-            notices.append(problem)  # with which a run would end
+            notices.append(problem)  # a run would end with this error
     return notices
 
 
 def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint that a run would continue; None: there is none.
+    """Return the checkpoint that a run would resume from, or None.
 
     Args:
-        checkpoints: the sound ones among ``list_checkpoints``, in its order.
+        checkpoints: the usable entries of ``list_checkpoints``, in its order.
     """
     usable = [each for each in reversed(checkpoints) if each.problem is None]
     own, copies = ([each for each in usable if each.is_copy == is_copy] for is_copy in (False, True))
@@ -85,14 +85,14 @@ def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint of a step, default the newest, that can be used as far as documents and names tell.
+    """Return the checkpoint of a step (default: the newest) that is usable, judged by documents and file names.
 
     Args:
         run_or_folder: ``output_dir``, its folder of checkpoints, or the folder ``snap/<generation>`` of one.
-        step: Steps done; where several checkpoints have it, the newest is taken.
+        step: Steps done; the newest checkpoint wins if several have this step.
 
     Raises:
-        CheckpointError: there is none; the message lists the steps that there are.
+            CheckpointError: there is none; the message lists the available steps.
     """
     given = Path(os.path.abspath(run_or_folder))
     if given.parent.name == SNAPSHOT_FOLDER and is_number(given.name):
@@ -121,9 +121,9 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
 def verify_checkpoints(
     run: Path | str, step: int | None = None, on_block: Callable[[int, str], None] | None = None
 ) -> Iterator[tuple[Checkpoint, list[str]]]:
-    """Read every byte of the checkpoints and yield each with its problems; none: it is sound.
+    """Read every byte of the checkpoints and yield each with its problems (empty if it is sound).
 
-    Works beside a living run. A checkpoint that the run prunes meanwhile is left out.
+    Works during a run. A checkpoint that the run prunes meanwhile is left out.
 
     Args:
         on_block: called with (number of the checkpoint, block) after each block.
@@ -133,7 +133,7 @@ def verify_checkpoints(
     """
     checkpoints = [each for each in list_checkpoints(run) if step is None or each.step == step]
     if not checkpoints:
-        find_checkpoint(run, step)  # says what there is
+        find_checkpoint(run, step)  # raises an error that lists the available steps
     for each in checkpoints:
         problems = [each.problem] if each.problem is not None else _problems(each, on_block)
         if not problems or is_there(each):
@@ -147,9 +147,9 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
         force: remove it even if it is the last usable checkpoint.
 
     Raises:
-        CheckpointError: it is the only one that can be used, or not there; or a living run has the folder.
-        LockedError: a run that has just started has it.
-        OSError: a file cannot be removed; calling it again goes on.
+        CheckpointError: it is the only usable one, or does not exist, or a live run uses the folder.
+        LockedError: a run that has just started uses it.
+        OSError: a file cannot be removed; a second call resumes the removal.
     """
     folder = checkpoint.folder
     check_not_in_use(folder)
@@ -167,7 +167,7 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise ``CheckpointError`` if a living run has the folder of checkpoints, or the ``output_dir`` above it."""
+    """Raise ``CheckpointError`` if a live run uses the folder of checkpoints, or the ``output_dir`` above it."""
     for place in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
         owner = living_owner(place)
         if owner is not None:
@@ -177,10 +177,10 @@ def check_not_in_use(folder: Path) -> None:
 
 
 def _folders(run: Path | str) -> list[Path]:
-    """Return the folder of checkpoints, and that of copies of them if a run has any and was given as a whole.
+    """Return the folder of checkpoints, and the folder of copies if ``run`` is a whole run that has any.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: neither exists.
     """
     folder = checkpoints_folder(run)
     copies = folder.parent / COPIES_NAME
@@ -201,13 +201,13 @@ def _scan(folder: Path) -> list[Checkpoint]:
 
 
 def _tried(found: list[list[Checkpoint]]) -> list[Checkpoint]:
-    """Return what a run would try of scans of checkpoints and of copies, the newest first."""
+    """Merge scans of checkpoints and of copies in the order in which a run would try them, newest first."""
     own, *copies = [[each for each in one if each.problem is None] for one in found]
     return in_order(own, copies[0]) if copies else own
 
 
 def _described(checkpoint: Checkpoint) -> str:
-    """Say why a checkpoint cannot be used."""
+    """Return why a checkpoint cannot be used."""
     if checkpoint.step is None:
         return str(checkpoint.problem)
     place = checkpoint.folder

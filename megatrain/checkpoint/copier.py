@@ -1,4 +1,4 @@
-"""Whole copies of checkpoints in ``output_dir/copies``, made by a thread while training goes on; or at a URL."""
+"""Copies whole checkpoints to ``output_dir/copies`` or to a URL, on a thread concurrent with training."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class _CancelledError(Exception):
 
 @dataclass
 class _CopyJob:
-    """One copy: its checkpoint, the thread that makes it, and what came of it."""
+    """One copy: its checkpoint, its thread and its result."""
 
     checkpoint: Checkpoint
     stays: Sequence[int] = ()
-    """The copies of this rank that are not removed."""
+    """Generations of this rank's earlier copies that are kept."""
     thread: threading.Thread | None = None
     figures: CopyFigures | None = None
     error: Exception | None = None
@@ -43,20 +43,19 @@ class _CopyJob:
 
 
 class CheckpointCopier:
-    """Copies what ``checkpoint.save_copy`` asks for. Used by the thread that trains; a context manager.
+    """Makes the copies that ``checkpoint.save_copy`` requests. Used by the training thread; a context manager.
 
-    One copy is made at a time, by a background thread with a duty cycle of one half, so that it takes at most half of
-    a drive's bandwidth; it runs at full speed once a caller waits for it. A checkpoint that is due while another is
-    being copied is queued; a later one replaces it in the queue. Training waits only where the checkpoint being
-    copied would be pruned. A failed copy is reported and costs the copy, never the run. Copies at a URL have rules of
-    their own: ``RemoteCopier``.
+    One background thread makes one copy at a time. Its duty cycle of one half leaves at least half of a drive's
+    bandwidth to training; it runs at full speed once a caller waits for it. A checkpoint that is due during a copy is
+    queued; a later one replaces it in the queue. Training waits only if the checkpoint being copied would be pruned.
+    A failed copy is reported and never ends the run. ``RemoteCopier`` has different rules for copies at a URL.
 
     Each rank copies its own part, and all call the same methods in the same order.
 
     Args:
-        drive_bytes: Bytes of one checkpoint that lie on drives and are copied, by all ranks together. 0: checkpoints
-            are whole without copies.
-        gather: returns what all ranks gave, by rank (``RankGroup.gather``); default: there is one.
+        drive_bytes: Bytes of one checkpoint that are stored on drives and get copied, summed over ranks. 0 if
+            checkpoints are whole without copies.
+        gather: all-gathers one object per rank (``RankGroup.gather``); default: one rank.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class CheckpointCopier:
             self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
             self._drives = [path / own for path in spec.drives]
         self._copies: WholeCopies | None = None
-        self._job: _CopyJob | None = None  # under way
-        self._next: _CopyJob | None = None  # due after it
+        self._job: _CopyJob | None = None  # in flight
+        self._next: _CopyJob | None = None  # due next
         self._said_slow = False
         self._hurry = threading.Event()
         self._cancelled = threading.Event()
@@ -94,15 +93,15 @@ class CheckpointCopier:
 
     @property
     def remote_save_number(self) -> int:
-        """Largest number of a save whose copy was at the URL at the start; 0 without one."""
+        """Largest save number whose copy was at the URL at the start; 0 if there was none."""
         return 0 if self._remote is None else self._remote.save_number
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
-        """Copy a checkpoint that was made, if one is due.
+        """Copy a new checkpoint, if one is due.
 
         Args:
-            checkpoint: One that the stores of these ranks hold.
-            is_last: it is the last one of this start of the run: it is copied unless it is already.
+            checkpoint: A checkpoint in the stores of these ranks.
+            is_last: Whether it is the last checkpoint of this start, which is always copied.
         """
         if self._remote is not None:
             self._remote.offer(checkpoint)
@@ -143,14 +142,14 @@ class CheckpointCopier:
             self._remote.wait_for_pruned(outgoing, should_stop)
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
-        self._pass_over_next()  # the one that is committed now takes its place, and has more time
+        self._pass_over_next()  # the checkpoint committed now replaces it in the queue
         self._wait()
 
     def finish(self) -> None:
-        """Wait for all copies that are due, without rests from now on.
+        """Wait for all copies that are due, unthrottled from now on.
 
         Raises:
-            CheckpointError: one cannot be sent to its URL.
+            CheckpointError: a copy cannot be sent to its URL.
         """
         if self._remote is not None:
             self._remote.finish()
@@ -176,15 +175,15 @@ class CheckpointCopier:
     # -- one copy ----------------------------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Whether so many checkpoints were saved since the newest copy; a copy has the number of its checkpoint."""
+        """Return whether ``copy_every`` checkpoints were saved since the newest copy. Copies keep their number."""
         if self._every is None:
             return False
         newest = self._newest()
-        # A smaller number: the checkpoints were removed, and their numbers began anew.
+        # A smaller number means that the checkpoints were removed and their numbers restarted.
         return number - newest >= self._every or number < newest
 
     def _newest(self) -> int:
-        """Return the number of the newest copy, also one that is not made yet; 0: there is none."""
+        """Return the number of the newest copy, including unfinished ones, or 0."""
         pending = [job.checkpoint.number for job in (self._job, self._next) if job is not None]
         return max(self._writer.folder.newest_number, *pending, 0)
 
@@ -195,8 +194,8 @@ class CheckpointCopier:
             self._said_slow = True
             due, going = self._next.checkpoint.step, self._job.checkpoint.step
             self._tell(
-                f"the checkpoint of step {due} is not copied: the copy of step {going} still goes on, and a newer one "
-                "is due. Save less often, or copy fewer: checkpoint.save_copy = 2"
+                f"the checkpoint of step {due} is not copied: the copy of step {going} is still running, and a newer "
+                "one is due. Save less often, or copy fewer: checkpoint.save_copy = 2"
             )
         self._next = None
 
@@ -208,7 +207,7 @@ class CheckpointCopier:
         job.thread.start()
 
     def _run(self, job: _CopyJob) -> None:
-        """Be the thread of one copy."""
+        """Run on the thread of one copy."""
         start_s = time.perf_counter()
         try:
             job.figures = self._copy(job)
@@ -222,7 +221,7 @@ class CheckpointCopier:
         if self._copies is None:
             self._copies = WholeCopies(self._path)
         copies = self._copies
-        # Before the new one is made, so that the drive never holds more than the plan says; the newest always stays.
+        # Prune first, so that the drive never holds more than the plan says. The newest copy always stays.
         copies.keep_only(job.stays)
         free, need = shutil.disk_usage(self._path).free, self._drive_bytes + self._min_free_disk
         if free < need:
@@ -235,7 +234,7 @@ class CheckpointCopier:
         return copies.copy(reader, _Pace(self._hurry, self._cancelled).rest)
 
     def _wait(self) -> None:
-        """Wait for the copy under way, and start the next one; a signal may interrupt it."""
+        """Wait for the copy in flight, and start the next one; a signal may interrupt the wait."""
         assert self._job is not None and self._job.thread is not None
         self._hurry.set()
         self._job.thread.join()
@@ -246,8 +245,8 @@ class CheckpointCopier:
         step = job.checkpoint.step
         if moved is None:
             self._tell(
-                f"the checkpoint of step {step} was not copied into '{self._folder}': {problem}. It is whole "
-                "where it lies; the next one is copied again"
+                f"the checkpoint of step {step} was not copied into '{self._folder}': {problem}. The original is "
+                "whole; the next checkpoint is copied again"
             )
             return
         copied, linked = map(format_size, moved)
@@ -256,14 +255,14 @@ class CheckpointCopier:
 
 
 class _Pace:
-    """Throttles a thread to a duty cycle of one half, until it is told to hurry."""
+    """Throttle of a thread to a duty cycle of one half, until ``hurry`` is set."""
 
     def __init__(self, hurry: threading.Event, cancelled: threading.Event) -> None:
         self._hurry, self._cancelled = hurry, cancelled
         self._since_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Sleep for the time the last piece took. Raises ``_CancelledError`` once the copy was cancelled."""
+        """Sleep for the time the last piece took. Raises ``_CancelledError`` after a cancellation."""
         if not self._hurry.is_set():
             self._hurry.wait(time.perf_counter() - self._since_s)
         if self._cancelled.is_set():

@@ -1,16 +1,16 @@
-"""What a checkpoint is: a document that names one generation of each rank's store.
+"""A checkpoint is a document that names one generation of each rank's store.
 
-    output_dir/checkpoints/RANKS.json        of several ranks: which generations belong together, the newest last
+    output_dir/checkpoints/RANKS.json        several ranks: which generations belong together, the newest last
     output_dir/checkpoints/rank00000/...     the directory of a rank's store
-    output_dir/checkpoints/snap/00000003/    of one process: a generation, whose sealed manifest is the document
+    output_dir/checkpoints/snap/00000003/    one process: a generation, whose sealed manifest is the document
 
 A save has two phases. Every rank commits a generation of its store. When all are whole, rank 0 replaces the document,
-and the checkpoint exists: before that instant no reader knows of it, and what ranks have of it is an abandoned future
-(`Generations`). So whatever rank dies when, the document names generations that are whole on all of them.
+and the checkpoint exists. Before that, no reader knows of it, and its generations count as an abandoned future
+(`Generations`). So the document names only generations that are whole on all ranks, whenever a rank dies.
 
-One process needs no second file: its store writes the manifest of a generation in the instant in which it is whole, so
-there is no time between the two phases. `_of_one_process` reads that form and `_of_document` the other one; what they
-return is alike, and nothing else asks which it was but who writes.
+One process needs no second file: its store writes the manifest of a generation at the moment when it is whole, so
+nothing happens between the phases. `_of_one_process` reads this form and `_of_document` the other. Both return the same
+type, and only the writers ask which form it was.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "write_document",
 ]
 
-#: Of ``RANKS.json``. Readers refuse newer ones.
+#: Format of ``RANKS.json``. Readers refuse newer ones.
 RANKS_FORMAT = 2
 _MANIFEST_NAME = "MANIFEST.json"  # of tiered.durable.manifest
 _CARRIED_COUNT = "num_kept_tensors"  # of megatrain.models.carried, which imports torch
@@ -60,11 +60,11 @@ _LAST = (sys.maxsize, "")  # after any save
 
 
 class Saved(Protocol):
-    """A checkpoint, here or at a URL, as far as its order among those of its run is concerned."""
+    """The order of checkpoints, local or at a URL, among the saves of their run."""
 
     @property
     def save_number(self) -> int:
-        """Number of the save; 0 where it was not counted."""
+        """Number of the save; 0 if it was not counted."""
         ...
 
     @property
@@ -75,11 +75,11 @@ class Saved(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankGeneration:
-    """What one rank has of a checkpoint.
+    """One rank's part of a checkpoint.
 
     Attributes:
-        path: directory of its store, beside the document: ``"rank00003"``; "" where one process has the folder itself.
-        xxh3_64: checksum of the generation's manifest, so that no other generation can stand for it; "" where that
+        path: directory of its store, next to the document: ``"rank00003"``; "" if one process has the folder itself.
+        xxh3_64: checksum of the generation's manifest, so that no other generation passes for it; "" if that
             manifest is the document.
     """
 
@@ -92,17 +92,17 @@ class RankGeneration:
 class Checkpoint:
     """A checkpoint, or a whole copy of one; its blocks are not read yet.
 
-    What a scan finds out about it (``scan.py``) is at the end, and as if all were well before.
+    The fields from ``nbytes`` on are results of a scan (``scan.py``). Before it, their defaults mean "no problem".
 
     Attributes:
-        number: Larger than that of any earlier checkpoint; where one process wrote it, its generation's.
-        meta: ``RunState`` as JSON; empty where it cannot be read.
-        elements: Block -> elements, without what shards have past its end; empty: blocks are as long as they say.
+        number: Larger than the number of any earlier checkpoint; the generation's number if one process wrote it.
+        meta: ``RunState`` as JSON; empty if it cannot be read.
+        elements: Elements by block, without the padding of shards; empty if blocks have their recorded length.
         outside: Drives outside a copied or moved run that hold parts of its checkpoint.
-        problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
-        is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
+        problem: why it cannot be used, judged by documents and file names; None if it looks sound.
+        is_foreign: Whether another program or a newer version wrote it. A run refuses it, and does not skip it.
         is_newest: whether a run would continue from it.
-        manifest: manifest of its only generation, where that is its document; None: not read.
+        manifest: manifest of its only generation, if that is its document and was read.
     """
 
     folder: Path
@@ -126,12 +126,12 @@ class Checkpoint:
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` names it: else the manifest of its only generation is its document."""
+        """Whether ``RANKS.json`` names it. Otherwise the manifest of its only generation is its document."""
         return self.ranks[0].path != ""
 
     @property
     def note(self) -> str | None:
-        """What an export of it needs and lacks: the model's folder, if it copies tensors from there; None: nothing."""
+        """Return a message if an export needs tensors from the model's folder and the folder is missing."""
         model = self.meta.get("model")
         if not isinstance(model, Mapping) or not model.get(_CARRIED_COUNT):
             return None
@@ -140,63 +140,63 @@ class Checkpoint:
             return None
         return (
             f"an export needs the {model[_CARRIED_COUNT]} tensors that were kept in '{folder}', which is not there. "
-            "Bring it back, or name a copy of it: megatrain-tier export --model FOLDER"
+            "Restore it, or name a copy of it: megatrain-tier export --model FOLDER"
         )
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a whole copy, which the store of the run does not know."""
+        """Whether it is a whole copy, which is unknown to the store of the run."""
         return self.folder.name == COPIES_NAME
 
     @property
     def is_gone(self) -> bool:
-        """Whether parts of it are gone for sure: drives of several ranks may be those of hosts that alone can tell."""
+        """Whether parts are certainly gone. Drives of several ranks may be on hosts that this process cannot see."""
         return bool(self.lost) and not self.is_listed
 
     @property
     def step(self) -> int | None:
-        """Steps done; None where that cannot be read."""
+        """Steps done; None if that cannot be read."""
         step = self.meta.get("step")
         return step if type(step) is int else None
 
     @property
     def saved_at(self) -> str:
-        """Date and time, ISO 8601; "" where that cannot be read."""
+        """Date and time, ISO 8601; "" if that cannot be read."""
         return str(self.meta.get("saved_at", ""))
 
     @property
     def save_number(self) -> int:
-        """Number of the save among all of the run; 0 where it was not counted (before December 2026)."""
+        """Number of the save within the run; 0 if it was not counted (before December 2026)."""
         number = self.meta.get("save_number")
         return number if type(number) is int else 0
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step; None where that cannot be read."""
+        """Loss of the last step; None if that cannot be read."""
         loss = self.meta.get("last_loss")
         return loss if isinstance(loss, float) else None
 
     @property
     def where(self) -> str:
-        """What messages about its document call it."""
+        """Return the name of its document for messages."""
         return f"{'checkpoint' if self.is_listed else 'generation'} {self.number} in '{self.folder}'"
 
     @property
     def state(self) -> RunState:
-        """Where the run stands.
+        """Return the state of the run.
 
         Raises:
-            CheckpointError: ``meta`` is no state of a run, or one of a newer version.
+            CheckpointError: ``meta`` is not the state of a run, or a newer version wrote it.
         """
         return RunState.from_meta(self.meta, where=self.where)
 
     def is_in_stores(self, output_dir: Path, size: int) -> bool:
-        """Return whether the stores of a run of so many ranks have it: they take over its files as they are."""
+        """Return whether the stores of a run of ``size`` ranks hold it, and so take over its files unchanged."""
         is_theirs = [each.path for each in self.ranks] == store_paths(size)
         return is_theirs and self.folder == output_dir / CHECKPOINTS_NAME
 
     def is_of(self, output_dir: Path) -> bool:
-        """Return whether a run has it: else it is that of a run it is to start from."""
+        """Return whether it belongs to this run, and not to another run that this one starts from."""
         return self.folder.parent == output_dir
 
     def __str__(self) -> str:
@@ -206,7 +206,7 @@ class Checkpoint:
 
     @contextmanager
     def naming(self, rank: int) -> Iterator[None]:
-        """Name the rank in what is said of its part, where there are others."""
+        """Add the rank to errors about its part, if there are several ranks."""
         try:
             yield
         except CorruptBlockError as error:
@@ -220,12 +220,12 @@ class Checkpoint:
 
 
 def rank_folder_name(rank: int) -> str:
-    """Return the name of a rank's folder in one of the run, e.g. ``rank00003``."""
+    """Return the name of a rank's folder within the folder of checkpoints, e.g. ``rank00003``."""
     return f"rank{rank:05d}"
 
 
 def store_paths(size: int) -> list[str]:
-    """Return where in a folder of checkpoints the stores of so many ranks are: that of one process is the folder."""
+    """Return the paths of ``size`` stores in a folder of checkpoints: one process uses the folder itself."""
     return [""] if size == 1 else [rank_folder_name(rank) for rank in range(size)]
 
 
@@ -233,10 +233,10 @@ def store_paths(size: int) -> list[str]:
 
 
 def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] | None = None) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, whoever wrote them, oldest first; those that cannot be read too.
+    """Return all checkpoints in a folder, oldest first, including those that cannot be read.
 
     Args:
-        on_damage: called where ``RANKS.json`` cannot be read: what it names is passed over.
+        on_damage: called if ``RANKS.json`` cannot be read: its checkpoints are skipped.
 
     Raises:
         GenerationError: ``RANKS.json`` is damaged, and there is no ``on_damage``.
@@ -253,28 +253,28 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
 
 
 def order_key(checkpoint: Saved) -> tuple[int, str]:
-    """Return what orders checkpoints: the number of the save, which only grows whatever clocks do.
+    """Return the sort key of a checkpoint: its save number, which grows whatever the clocks do.
 
-    Older versions did not count saves: theirs come before all counted ones, ordered by time.
+    Older versions did not count saves. Their checkpoints precede all counted ones and are ordered by time.
     """
     return checkpoint.save_number, "" if checkpoint.save_number else checkpoint.saved_at
 
 
 def in_order(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Merge two sequences by the numbers of their saves; of two equal ones the first sequence's comes first.
+    """Merge two sequences by save numbers; on a tie the entry of the first sequence comes first.
 
     Each sequence keeps its order. A checkpoint that cannot be read stays behind the one before it.
 
     Args:
         own: newest first.
-        others: newest first; the copies of ``own``, for example.
+        others: newest first, for example the copies of ``own``.
     """
 
     def keys(checkpoints: Sequence[Checkpoint]) -> list[tuple[int, str]]:
         found: list[tuple[int, str] | None] = []
         number = 0
         for each in reversed(checkpoints):
-            # An older version may have continued a counted run: what it saved follows the last counted save.
+            # An older version may have continued a counted run: its saves follow the last counted save.
             number = max(number, each.save_number)
             is_known = each.save_number or each.saved_at
             found.append((number, order_key(each)[1]) if is_known else None)
@@ -290,12 +290,12 @@ def in_order(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Ch
 
 
 def folder_notices(folder: Path) -> list[str]:
-    """Return what a reader of a folder of checkpoints should know: documents that are older than what they name.
+    """Return notices about documents in a folder of checkpoints that are older than the files they name.
 
     Such a folder is a copy of a live run, or a crash came before the last write.
     """
     notices = []
-    with contextlib.suppress(NewerFormatError):  # whoever reads the generations says so
+    with contextlib.suppress(NewerFormatError):  # the reader of the generations reports it
         if list_generations(folder) and (problem := top_problem(folder)) is not None:
             notices.append(f"{problem}. The checkpoints themselves decide: the newest whole one is continued")
     with contextlib.suppress(GenerationError):
@@ -307,20 +307,20 @@ def folder_notices(folder: Path) -> list[str]:
         if unnamed and not _of_document(folder):
             parts = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in unnamed.items())
             notices.append(
-                f"'{folder / RANKS_NAME}' names no checkpoint, so these generations of ranks are none: {parts}. "
-                "They stay until a run here has saved a checkpoint of its own"
+                f"'{folder / RANKS_NAME}' names no checkpoint, so these generations of ranks are not checkpoints: "
+                f"{parts}. They stay until a run here has saved a checkpoint"
             )
     return notices
 
 
 def _of_one_process(folder: Path) -> Iterator[Checkpoint]:
-    """Yield what one process wrote, oldest first: generations of a store in the folder itself."""
+    """Yield the checkpoints of one process, oldest first: generations of a store in the folder itself."""
     for number in list_generations(folder):
         ranks = (RankGeneration("", number),)
         try:
             manifest = read_manifest(folder, number)
         except GenerationError as error:
-            if number in list_generations(folder):  # else a living run has just removed it
+            if number in list_generations(folder):  # else a live run has just removed it
                 is_newer = isinstance(error, NewerFormatError)
                 yield Checkpoint(folder, number, ranks, problem=str(error), is_foreign=is_newer)
         else:
@@ -329,7 +329,7 @@ def _of_one_process(folder: Path) -> Iterator[Checkpoint]:
 
 
 def _of_document(folder: Path) -> list[Checkpoint]:
-    """Return what the folder's ``RANKS.json`` names, oldest first; nothing without one."""
+    """Return the checkpoints in the folder's ``RANKS.json``, oldest first; empty without this file."""
     path = folder / RANKS_NAME
     try:
         document = json.loads(read_document_file(path))
@@ -349,22 +349,22 @@ def _of_document(folder: Path) -> list[Checkpoint]:
 
 
 def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
-    """Return a checkpoint after checking that it is one. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
+    """Return a validated checkpoint. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
 
-    A document may come from a stranger, and generations are removed by what it says: no name of a folder may lead out.
+    The document may be untrusted, and generations are removed by it: no folder name may lead out of the folder.
     """
     ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
     for rank, each in enumerate(ranks):
         if each.path != rank_folder_name(rank):
-            raise ValueError(f"rank {rank} is said to lie in {each.path!r}, not in '{rank_folder_name(rank)}'")
+            raise ValueError(f"rank {rank} has the path {each.path!r} instead of '{rank_folder_name(rank)}'")
         is_sealed = isinstance(each.xxh3_64, str) and each.xxh3_64 != ""
         if type(each.generation) is not int or each.generation < 1 or not is_sealed:
-            raise ValueError(f"rank {rank} is said to have generation {each.generation!r}")
+            raise ValueError(f"rank {rank} lacks a checksum, or has the invalid generation {each.generation!r}")
     numbers = (fields["number"], fields["lanes"], *fields["elements"].values())
     if not ranks or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"checkpoint {fields['number']!r} has {len(ranks)} ranks, or numbers that are none")
+        raise ValueError(f"checkpoint {fields['number']!r} has {len(ranks)} ranks, or invalid numbers")
     if not isinstance(fields["meta"], dict):
-        raise TypeError(f"the state of checkpoint {fields['number']} is no object")
+        raise TypeError(f"the state of checkpoint {fields['number']} is not an object")
     return Checkpoint(folder, fields["number"], ranks, fields["meta"], fields["lanes"], fields["elements"])
 
 
@@ -372,7 +372,7 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
     """Return the manifest of each rank's generation.
 
     Raises:
-        GenerationError: a generation is not there, is another one, or lacks a block. Of several the rank is named.
+        GenerationError: a generation is missing, differs, or lacks a block. With several ranks, the rank is named.
     """
     found: list[Manifest] = []
     for rank, each in enumerate(checkpoint.ranks):
@@ -386,18 +386,18 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
             found.append(read_manifest(directory, each.generation))
             shapes = [[(block.key, block.shape) for block in manifest.blocks] for manifest in (found[0], found[-1])]
             if shapes[0] != shapes[1]:
-                raise GenerationError("its blocks are not those of rank 0")
+                raise GenerationError("its blocks differ from the blocks of rank 0")
     return found
 
 
 def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[str, BlockRecord]:
-    """Return the blocks of a checkpoint by key: the shards of all ranks together, without what is past the end.
+    """Return the blocks of a checkpoint by key: the shards of all ranks joined, without their padding.
 
     Returns:
-        Records with the shape of the whole block, and the checksums of the shards.
+        Records with the shape of the whole block and the checksums of the shards.
 
     Raises:
-        GenerationError: a block cannot have the length that the document says.
+        GenerationError: a block cannot have the length in the document.
     """
     if not checkpoint.is_listed:
         return {block.key: block for block in manifests[0].blocks}
@@ -433,7 +433,7 @@ def manifest_checksum(directory: Path, generation: int) -> str:
 
 
 def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Let ``RANKS.json`` name these checkpoints, in one step; it survives a power cut."""
+    """Atomically and durably write these checkpoints to ``RANKS.json``."""
     body = [
         {
             "number": each.number,
@@ -452,10 +452,10 @@ def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def forget_checkpoint(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint: first from its document, then the generations of its ranks that no other one has.
+    """Remove a checkpoint: first from its document, then the generations that no other checkpoint names.
 
     Raises:
-        LockedError: a run has one of the stores.
+        LockedError: a run uses one of the stores.
         OSError: a file cannot be removed.
     """
     folder = checkpoint.folder
@@ -467,19 +467,19 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
         directory = folder / rank.path
         if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
             continue
-        # Through a link only what the document is sealed with: else it may be a checkpoint of somebody else.
+        # Through a link, remove only the generation sealed in the document: others may belong to another run.
         if not directory.is_symlink() or rank.xxh3_64 in ("", manifest_checksum(directory, rank.generation)):
             _remove_generation(directory, rank.generation)
 
 
 def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
-    """Remove what belongs to no checkpoint that stays, and to no store of this run, which prunes its own.
+    """Remove generations that no kept checkpoint names, except in this run's own stores, which prune themselves.
 
     Args:
         own: paths of the stores of this run, as in ``RankGeneration``.
 
     Raises:
-        GenerationError: the document cannot be read: nobody knows what belongs to it.
+        GenerationError: the document cannot be read, so the generations in use are unknown.
         OSError: a file cannot be removed.
     """
     _of_document(folder)
@@ -496,6 +496,6 @@ def _named(checkpoints: Sequence[Checkpoint]) -> set[tuple[str, int]]:
 
 
 def _remove_generation(directory: Path, generation: int) -> None:
-    from tiered import remove_generation  # needs torch, which ``status`` does without
+    from tiered import remove_generation  # imports torch, which ``status`` must not
 
     remove_generation(directory, generation)

@@ -1,8 +1,7 @@
-"""Reads the blocks of a checkpoint as if one process had written them, whoever did.
+"""Reads the blocks of a checkpoint as if one process had written them.
 
-A block lies on the ranks in shards of equal length, one after the other; what is past its end is zeros
-(`megatrain/ranks/shards.py`). It is read as one, in ranges, so another number of ranks, an export and a single process
-read the same bytes.
+The ranks hold a block as consecutive shards of equal length, zero-padded at the end (`megatrain/ranks/shards.py`).
+It is read as one block, in ranges. So another number of ranks, an export and a single process read the same bytes.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ __all__ = ["CheckpointReader"]
 class CheckpointReader:
     """The blocks of a checkpoint.
 
-    Takes no lock. Reads whole pieces of each rank's shard, all of them verified.
+    Takes no lock. Reads and verifies whole pieces of each rank's shard.
 
     Args:
-        search: paths of file tiers, for parts that are not where they were written; default: those that the last
-            config of its run names.
+        search: paths of file tiers, for parts that have moved; default: the drives in the last config of the run.
 
     Attributes:
-        blocks: records by key, with the shape of the whole block; its checksums are those of the shards.
+        blocks: records by key, with the shape of the whole block and the checksums of its shards.
 
     Raises:
-        GenerationError: a rank's generation is not there, is another one, or lacks a block. Of several the rank is
-            named.
+        GenerationError: a generation is missing, differs, or lacks a block. With several ranks, the rank is named.
     """
 
     piece_bytes = GenerationReader.piece_bytes
@@ -53,7 +50,7 @@ class CheckpointReader:
                 self._readers.append(GenerationReader(checkpoint.folder / each.path, each.generation, own))
 
     def spec(self, key: str) -> BlockSpec:
-        """Return a block, whole."""
+        """Return the spec of a whole block."""
         if key not in self.blocks:
             raise BlockNotFoundError(key, f"the checkpoint has {len(self.blocks)} blocks")
         record = self.blocks[key]
@@ -65,7 +62,7 @@ class CheckpointReader:
         if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
             raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
         if len(self._readers) == 1 and self._shard_bytes(key) == spec.nbytes:
-            self._readers[0].read(key, out)  # straight into place
+            self._readers[0].read(key, out)  # directly into ``out``
             return
         memory = out.reshape(-1).view(torch.uint8)
         for start in range(0, spec.nbytes, self.piece_bytes):
@@ -73,15 +70,15 @@ class CheckpointReader:
             memory[start:stop] = self.read_range(key, start, stop)
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Read bytes ``start`` to ``stop`` of a block, verified, from the ranks that have them.
+        """Return bytes ``start`` to ``stop`` of a block, verified, from the ranks that hold them.
 
         Returns:
             1-D uint8 in host memory.
 
         Raises:
-            CorruptBlockError: damaged; of several the rank is named.
-            GenerationError: a part is missing; of several the rank is named.
-            TransferError: the drive refused.
+            CorruptBlockError: damaged; with several ranks, the rank is named.
+            GenerationError: a part is missing; with several ranks, the rank is named.
+            TransferError: the drive returned an error.
         """
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
@@ -101,7 +98,7 @@ class CheckpointReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Yield a sentence about every damage, of several ranks with the rank; reads all of it."""
+        """Read all blocks and yield a sentence about every damage; with several ranks, the rank is named."""
         for rank, reader in enumerate(self._readers):
             for problem in reader.problems(on_block, with_top=with_top):
                 yield f"rank {rank}: {problem}" if self.checkpoint.is_listed else problem
