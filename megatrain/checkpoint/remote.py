@@ -1,14 +1,14 @@
-"""Checkpoints at a URL: objects with checksums, the document that makes them a copy written last, and the way back.
+"""Checkpoints at a URL: upload, commit by a document that is written last, verification and download.
 
-    s3://bucket/run/RUN.json                                    whose checkpoints these are
+    s3://bucket/run/RUN.json                                    the run that owns the URL
     s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last: without it there is no copy
     s3://bucket/run/00000003-step-600/rank00000/OBJECTS.json    size and SHA-256 of each object of a rank
     s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
-    s3://bucket/run/00000003-step-600/rank00000/run/...         what goes along of the run's folder; rank 0 sends it
+    s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder; rank 0 sends them
 
-One process has no folder of a rank in between. What lies in it is of the form of ``output_dir/checkpoints``, so that
-``GenerationReader`` can read it once any tool has copied it to a drive. Of the file system that fsspec opens, this
-file uses ``ls``, ``open``, ``pipe_file``, ``cat_file``, ``rm_file`` and ``rm``.
+A run of one process has no rank folder. The layout equals ``output_dir/checkpoints``, so ``GenerationReader`` can read
+a copy that any tool has downloaded. Of the file system that fsspec opens, this file uses only ``ls``, ``open``,
+``pipe_file``, ``cat_file``, ``rm_file``, ``rm`` and ``makedirs``.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ __all__ = [
     "verify_at_url",
 ]
 
-#: Of the documents at the URL. Readers refuse newer ones.
+#: Format of the documents at the URL. Readers refuse newer ones.
 REMOTE_FORMAT = 1
 RUN_NAME, CHECKPOINT_NAME, OBJECTS_NAME = "RUN.json", "CHECKPOINT.json", "OBJECTS.json"
-#: In ``output_dir``: which run this is, for the URL.
+#: File in ``output_dir``: the run's identity at the URL.
 IDENTITY_NAME = "save_copy.json"
-#: In ``output_dir``: what is being brought back.
+#: Folder in ``output_dir``: an unfinished download.
 PART_NAME = "checkpoints.part"
-#: Objects under way at once, in either direction; each takes a piece of 16 MiB, and what fsspec holds of it.
+#: Concurrent uploads or downloads; each takes a piece of 16 MiB plus fsspec's buffers.
 NUM_WORKERS = 2
 #: Largest object of a block.
 OBJECT_BYTES = 512 * MiB
-#: Of an object, what is sent or fetched at a time: a part of an upload.
+#: Bytes per part of an upload, and per read.
 PART_BYTES = 8 * MiB
-#: How often one object is read again before it counts as damaged, or its server as out of reach.
+#: Download attempts for an object before it counts as damaged.
 NUM_TRIES = 3
 
-#: What of the run's folder goes along, as a run that continues reads it: what a reference says of preferences, which no
-#: model can tell again; the log up to then, and which runs of trackers go on.
+#: Files of the run's folder that a resumed run needs: reference log-probabilities, which no model can recompute; the
+#: log so far; the ids of tracker runs.
 BESIDE = ("reference/*", "metrics.jsonl", "trackers.json")
 _BESIDE_NAME = "run"
 
@@ -93,15 +93,15 @@ _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_KEY", "
 
 
 class RemoteError(CheckpointError):
-    """The URL cannot be reached or written, or what lies there cannot be used."""
+    """The URL cannot be reached or written, or its objects cannot be used."""
 
 
 class DamagedError(RemoteError):
-    """An object is another one than was written."""
+    """An object differs from the written one."""
 
 
 class TakenError(RemoteError):
-    """Another run, or another process of this run, has the URL."""
+    """Another run, or another process of this run, uses the URL."""
 
 
 class UploadCancelledError(Exception):
@@ -109,13 +109,13 @@ class UploadCancelledError(Exception):
 
 
 def identity(checkpoint: Checkpoint | RemoteCheckpoint) -> tuple[int | None, str]:
-    """Return what tells a checkpoint from the others of its run: its step, and when it was saved."""
+    """Return the step and the save time, which identify a checkpoint within its run."""
     return checkpoint.step, checkpoint.saved_at
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePart:
-    """What one rank has of a copy.
+    """One rank's part of a copy.
 
     Attributes:
         path: Folder of the rank, as in ``RankGeneration``.
@@ -133,8 +133,8 @@ class RemoteCheckpoint:
     """A whole copy at the URL.
 
     Attributes:
-        number: grows from one copy to the next, whichever machine makes it.
-        parts: What each rank has of it, by rank.
+        number: Grows with every copy, whichever machine makes it.
+        parts: Parts by rank.
     """
 
     number: int
@@ -156,11 +156,11 @@ class RemoteCheckpoint:
 
     @property
     def save_number(self) -> int:
-        """Number of the save among all of the run; 0 where it was not counted."""
+        """Number of the save within the run; 0 if it was not counted."""
         return self.as_checkpoint(Path()).save_number
 
     def as_checkpoint(self, folder: Path) -> Checkpoint:
-        """Return the checkpoint that it would be in a folder."""
+        """Return a description of this copy as a checkpoint in a folder."""
         ranks = tuple(RankGeneration(part.path, part.generation) for part in self.parts)
         return Checkpoint(folder, self.number, ranks, self.meta, self.lanes, dict(self.elements))
 
@@ -172,13 +172,13 @@ class RemoteCheckpoint:
 
 @dataclass
 class Upload:
-    """What of a generation has been sent, so that another try goes on from there; and how to stop it.
+    """Progress of one upload, so that a retry resumes it; and its controls.
 
     Attributes:
-        hurry: set: it does not rest.
-        cancelled: set: it ends.
-        sums: by name of an object, its size and SHA-256.
-        compared: names of the objects that were read back and are what was sent.
+        hurry: Set to disable throttling.
+        cancelled: Set to end the upload.
+        sums: Size and SHA-256 by object name.
+        compared: names of the objects that were read back and match.
     """
 
     hurry: threading.Event
@@ -187,7 +187,7 @@ class Upload:
     compared: set[str] = field(default_factory=set)
 
     def check(self) -> None:
-        """Raise ``UploadCancelledError`` once it is cancelled."""
+        """Raise ``UploadCancelledError`` after a cancellation."""
         if self.cancelled.is_set():
             raise UploadCancelledError
 
@@ -196,10 +196,10 @@ class RemoteFolder:
     """The copies at a URL. Opening it reads nothing; used by several threads.
 
     Args:
-        url: anything that fsspec opens, e.g. ``"s3://bucket/run"``; the environment has the keys.
+        url: Any URL that fsspec opens, e.g. ``"s3://bucket/run"``; credentials come from the environment.
 
     Raises:
-        RemoteError: the package for it is missing, or it is no URL of a file system.
+        RemoteError: its fsspec package is missing, or it is not the URL of a file system.
     """
 
     def __init__(self, url: str) -> None:
@@ -222,17 +222,17 @@ class RemoteFolder:
         self._root = self._root.rstrip("/")
         self._has_folders = protocol in _WITH_FOLDERS
 
-    # -- whose it is -----------------------------------------------------------------------------------------------
+    # -- ownership -------------------------------------------------------------------------------------------------
 
     def claim(self, output_dir: Path, *, is_empty: bool) -> None:
-        """Make the URL that of a run, and check that it can be written.
+        """Claim the URL for a run, and check that it is writable.
 
         Args:
-            output_dir: folder of the run, which keeps that identity.
-            is_empty: whether it holds no checkpoint: the run whose URL this is may go on here.
+            output_dir: folder of the run, which stores the identity.
+            is_empty: whether it holds no checkpoint. Then the run that owns the URL may continue here.
 
         Raises:
-            TakenError: another run has it.
+            TakenError: another run owns it.
             RemoteError: it cannot be read or written.
         """
         path, own = output_dir / IDENTITY_NAME, None
@@ -246,18 +246,18 @@ class RemoteFolder:
         run = (is_empty and there) or own or uuid.uuid4().hex
         if there not in (None, run) and self.checkpoints():
             raise TakenError(
-                f"{self._called} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, to go "
-                "on with that run, an empty output_dir"
+                f"{self._called} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, to "
+                "continue that run, an empty output_dir"
             )
         document = json.dumps({"format": REMOTE_FORMAT, "run": run})
-        self._write(RUN_NAME, document.encode())  # also where it is there: a lack of rights shows at once
+        self._write(RUN_NAME, document.encode())  # even if it exists: missing permissions show at once
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, document, durable=True)
 
-    # -- what is there ---------------------------------------------------------------------------------------------
+    # -- list --------------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[RemoteCheckpoint]:
-        """Return the whole copies, the newest first. Half ones, and those whose document is damaged, are none.
+        """Return the whole copies, newest first, without incomplete copies and copies with a damaged document.
 
         Raises:
             RemoteError: it cannot be read.
@@ -291,7 +291,7 @@ class RemoteFolder:
             step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
             paths = [part.path for part in parts]
             if not paths or paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
-                return None  # a document may come from a stranger: no name of a folder may lead out
+                return None  # the document may be untrusted: no folder name may lead out of the copy
             meta, lanes, elements = body["meta"], body["lanes"], body["elements"]
             if not isinstance(meta, dict) or not all(map(_is_count, [lanes, *elements.values()])):
                 return None
@@ -304,21 +304,21 @@ class RemoteFolder:
     def send(
         self, reader: GenerationReader, name: str, path: str, upload: Upload, beside: Mapping[str, Path] | None = None
     ) -> RemotePart:
-        """Send a generation, read it back and compare it; the same call again goes on where it was cut off.
+        """Send a generation, read it back and compare it; a repeated call resumes an interrupted one.
 
-        Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 once all are
-        there. Memory: some 110 MiB, with what s3fs holds.
+        Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 after the upload
+        of all objects. Takes about 110 MiB of memory, including s3fs's buffers.
 
         Args:
             name: folder of the copy at the URL.
-            beside: Name -> file of the run's folder that goes along.
+            beside: Files of the run's folder to send along, by name.
 
         Raises:
-            CorruptBlockError: a byte of the generation is another than was written.
+            CorruptBlockError: a byte of the generation differs from the written one.
             GenerationError: a part of the generation is missing.
-            TransferError: a drive refused.
-            RemoteError: the URL did.
-            UploadCancelledError: it was cancelled.
+            TransferError: a drive returned an error.
+            RemoteError: the URL returned an error.
+            UploadCancelledError: the upload was cancelled.
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_objects(reader, upload))
@@ -364,7 +364,7 @@ class RemoteFolder:
         upload.compared.add(name)
 
     def commit(self, made: RemoteCheckpoint) -> None:
-        """Make what was sent a copy: from now on it is there.
+        """Turn the uploaded objects into a copy by writing its document.
 
         Raises:
             TakenError: another process has made a copy since.
@@ -372,10 +372,10 @@ class RemoteFolder:
         """
         others = [each for each in self.checkpoints() if each.number >= made.number]
         if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
-            return  # an earlier try has made it, and its answer was lost
+            return  # an earlier try wrote it, and the response was lost
         if others:
             raise TakenError(
-                f"{self._called} has got copy {others[0].number} from another process meanwhile: two runs share it. "
+                f"{self._called} received copy {others[0].number} from another process meanwhile: two runs share it. "
                 "End one of them, or name another URL in checkpoint.save_copy"
             )
         body = {
@@ -390,9 +390,9 @@ class RemoteFolder:
             raise DamagedError(f"{self._called}: '{made.name}/{CHECKPOINT_NAME}' is not what was sent")
 
     def prune(self, keep: int, best_step: int | None) -> None:
-        """Remove all copies but the newest ``keep`` and that of ``best_step``, and what is left of half ones.
+        """Remove older copies and incomplete ones, except the newest ``keep`` and the copy of ``best_step``.
 
-        Only what is older than the newest copy. Raises ``RemoteError``; calling it again goes on.
+        Removes only folders older than the newest copy. Raises ``RemoteError``; a repeated call resumes the removal.
         """
         whole = self.checkpoints()
         stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
@@ -400,13 +400,13 @@ class RemoteFolder:
         for name in sorted(self._folders()):
             if name not in stay and whole and int(name[:8]) < whole[0].number:
                 with self._telling(f"'{name}' cannot be removed"):
-                    with contextlib.suppress(FileNotFoundError):  # first: a half one is none
+                    with contextlib.suppress(FileNotFoundError):  # first, so that a partly removed copy is ignored
                         self._files.rm_file(f"{self._root}/{name}/{CHECKPOINT_NAME}")
                     with contextlib.suppress(FileNotFoundError):
                         self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
-        """Yield a sentence about each object of a copy that is missing or another than was sent; reads all of it."""
+        """Read all objects of a copy and yield a sentence about each one that is missing or differs."""
         for part in checkpoint.parts:
             try:
                 objects = self._listed(checkpoint, part)
@@ -423,22 +423,22 @@ class RemoteFolder:
                     yield str(error)
                     continue
                 if digest.hexdigest() != expected:
-                    yield f"'{self.url}/{where}': its SHA-256 is {digest.hexdigest()}, and was {expected}"
+                    yield f"'{self.url}/{where}': its SHA-256 is {digest.hexdigest()}, but was {expected}"
 
-    # -- bring it back ---------------------------------------------------------------------------------------------
+    # -- download ----------------------------------------------------------------------------------------------------
 
     def fetch(self, checkpoint: RemoteCheckpoint, output_dir: Path, min_free_bytes: int) -> None:
-        """Make a copy a checkpoint of the run in ``output_dir``, as if it had been saved there.
+        """Download a copy as a checkpoint of the run in ``output_dir``, as if it had been saved there.
 
-        What was fetched before a cut is compared and not fetched again.
+        An interrupted download is resumed: files on the drive are compared and not fetched again.
 
         Args:
             output_dir: folder of the run; no process trains in it.
-            min_free_bytes: Bytes that stay free on its drive.
+            min_free_bytes: Bytes to leave free on its drive.
 
         Raises:
-            DamagedError: an object is missing, or another than was written.
-            RemoteError: the URL cannot be read, or the drive has no room.
+            DamagedError: an object is missing or differs from the written one.
+            RemoteError: the URL cannot be read, or the drive is too full.
         """
         part_dir = output_dir / PART_NAME
         root = part_dir / checkpoint.name
@@ -457,7 +457,7 @@ class RemoteFolder:
             if free < need:
                 raise RemoteError(
                     f"the drive of '{output_dir}' has {format_size(free)} free, and the checkpoint of step "
-                    f"{checkpoint.step} in '{self.url}' takes {format_size(checkpoint.nbytes)} beside "
+                    f"{checkpoint.step} in '{self.url}' takes {format_size(checkpoint.nbytes)} in addition to "
                     f"checkpoint.min_free_disk. Free {format_size(need - free)}"
                 )
             self._in_parallel(partial(self._fetch, checkpoint.name, root), objects)
@@ -470,7 +470,7 @@ class RemoteFolder:
             raise RemoteError(f"'{self.url}/{checkpoint.name}' cannot be brought back: {error}") from error
 
     def _listed(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
-        """Return the objects of a rank's part, by name, with their size and SHA-256."""
+        """Return the objects of a rank's part: size and SHA-256 by name."""
         path = "/".join(filter(None, (checkpoint.name, part.path, OBJECTS_NAME)))
         text = self._read(path)
         if text is None or hashlib.sha256(text).hexdigest() != part.sha256:
@@ -481,7 +481,7 @@ class RemoteFolder:
                 if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                     raise DamagedError(f"'{self.url}/{path}' names {name!r}, which would lie outside of the checkpoint")
                 if not _is_count(nbytes) or not isinstance(sum_, str):
-                    raise TypeError(f"{name!r} is said to have {nbytes!r:.40} bytes and the checksum {sum_!r:.80}")
+                    raise TypeError(f"{name!r} has the size {nbytes!r:.40} and the checksum {sum_!r:.80}")
                 found[name] = (nbytes, sum_)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"'{self.url}/{path}' makes no sense: {type(error).__name__}: {error}") from error
@@ -504,11 +504,11 @@ class RemoteFolder:
             if digest.hexdigest() == expected:
                 os.replace(temporary, target)
                 return
-            problem = f"its SHA-256 is {digest.hexdigest()}, and was {expected} when it was written"
+            problem = f"its SHA-256 is {digest.hexdigest()}, but was {expected} when it was written"
         raise DamagedError(f"'{self.url}/{where}' is damaged: {problem}")
 
     def _take_in(self, checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
-        """Make generations in a folder those of the stores of a run: compared, and linked where they lie."""
+        """Add downloaded generations to the run's stores: verify them, and hard-link their files."""
         known = read_checkpoints(folder, on_damage=lambda error: None)
         is_listed = checkpoint.parts[0].path != ""
         if is_listed:
@@ -532,7 +532,7 @@ class RemoteFolder:
     # -- objects ---------------------------------------------------------------------------------------------------
 
     def _read(self, name: str) -> bytes | None:
-        """Return a small object, None if it is not there."""
+        """Return a small object, or None if it does not exist."""
         with self._telling(f"'{name}' cannot be read"):
             try:
                 return bytes(self._files.cat_file(f"{self._root}/{name}"))
@@ -549,7 +549,7 @@ class RemoteFolder:
                     raise DamagedError(f"'{self.url}/{name}' is missing") from error
 
     def _write(self, name: str, contents: bytes | Iterable[memoryview | bytes]) -> None:
-        """Write an object; one that is cut off is not there, or not whole."""
+        """Write an object; an interrupted write leaves no object, or an incomplete one."""
         path = f"{self._root}/{name}"
         with self._telling(f"'{name}' cannot be written"):
             if self._has_folders:
@@ -562,7 +562,7 @@ class RemoteFolder:
                 for part in contents:
                     file.write(part)
             except BaseException:
-                # Closing would make an object of what has been sent.
+                # Closing the file would commit the partial upload as an object.
                 with contextlib.suppress(Exception):
                     file.discard()
                 with contextlib.suppress(Exception):
@@ -591,7 +591,7 @@ class RemoteFolder:
             yield
         except (RemoteError, TieredError, UploadCancelledError):
             raise
-        except Exception as error:  # of any file system that fsspec opens, and of the client below it
+        except Exception as error:  # any fsspec file system, and its client, may raise any type
             raise self._error(what, error) from error
 
     def _error(self, what: str, error: Exception) -> RemoteError:
@@ -606,7 +606,7 @@ class RemoteFolder:
         elif isinstance(error, PermissionError):
             text += ". These credentials may not do that: they need the right to list, read, write and delete there"
         elif isinstance(error, FileNotFoundError):
-            text += ". Is the name of the bucket right? It must be there"
+            text += ". Is the name of the bucket right? The bucket must exist"
         return RemoteError(f"{self._called}: {what}: {text}")
 
 
@@ -617,9 +617,9 @@ _Contents = Callable[[], Iterator["memoryview | bytes"]]
 
 
 def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _Contents]]:
-    """Yield the names and the contents of what makes a directory of one whole generation.
+    """Yield the names and contents of the objects that form a directory with one whole generation.
 
-    The manifest as in `docs/checkpoints.md`, with all blocks beside it; their arrays in files of at most 512 MiB.
+    The manifest follows `docs/checkpoints.md` and places all blocks next to it, in files of at most 512 MiB.
     """
     folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
     blocks = [{**asdict(record), "location": f"{folder}/{record.key}"} for record in reader.manifest.blocks]
@@ -650,17 +650,17 @@ def _file(path: Path) -> Iterator[bytes]:
 
 
 def files_beside(output_dir: Path) -> dict[str, Path]:
-    """Return what of a run's folder goes along with each checkpoint, by its name there."""
+    """Return the files of a run's folder that are sent with each checkpoint, by relative name."""
     found = (path for pattern in BESIDE for path in sorted(output_dir.glob(pattern)))
     return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
 
 
 def _part(values: Mapping[str, Any]) -> RemotePart:
-    """Return a rank's part of a copy. Raises ``TypeError`` or ``ValueError`` for values that none has."""
+    """Return a rank's part of a copy. Raises ``TypeError`` or ``ValueError`` for invalid values."""
     part = RemotePart(**values)
     texts, counts = (part.path, part.sha256), (part.generation, part.num_objects, part.nbytes)
     if not all(isinstance(text, str) for text in texts) or not all(map(_is_count, counts)):
-        raise TypeError(f"part of a copy with {texts} and {counts}")
+        raise TypeError(f"a part of a copy has {texts} and {counts}")
     return part
 
 
@@ -669,8 +669,8 @@ def _is_count(value: object) -> bool:
 
 
 def _put_beside(folder: Path, output_dir: Path) -> None:
-    """Put files into the folder of a run, but where it has its own."""
-    for name, file in files_beside(folder).items():  # nothing else that a stranger may have put there
+    """Move files into the folder of a run, except files that it has already."""
+    for name, file in files_beside(folder).items():  # ignores other files: the URL may be untrusted
         target = output_dir / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -680,7 +680,7 @@ def _put_beside(folder: Path, output_dir: Path) -> None:
 def _chunk(
     reader: GenerationReader, key: str, start: int, chunk_bytes: int, upload: Upload
 ) -> Iterator[memoryview | bytes]:
-    """Yield a chunk of a block's array, verified, filled up with zeros; rests as long as the drive worked."""
+    """Yield a verified chunk of a block's array, zero-padded; pauses as long as each read took."""
     import torch
 
     files, nbytes = reader.files(key), reader.spec(key).nbytes
@@ -697,14 +697,14 @@ def _chunk(
 
 
 def _chunk_bytes(nbytes: int) -> int:
-    """Return the size of the chunks of an array: all equal; no piece of 16 MiB lies in two of them."""
+    """Return the chunk size of an array: all chunks are equal, and no piece of 16 MiB spans two."""
     num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
     unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
 
 
 def _sealed(body: Mapping[str, Any]) -> bytes:
-    """Return a manifest as it lies on a drive (`docs/checkpoints.md`)."""
+    """Return a manifest in the format used on drives (`docs/checkpoints.md`)."""
     seal = checksum(json.dumps(body, sort_keys=True).encode())
     return json.dumps({"format": 1, "xxh3_64": seal, "body": body}, sort_keys=True).encode()
 
@@ -719,7 +719,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text of an error without what may be a secret in it."""
+    """Return the text of an error with possible secrets masked."""
     for name in _SECRETS:
         if value := os.environ.get(name):
             text = text.replace(value, "***")
@@ -727,11 +727,11 @@ def _plain(text: str) -> str:
     return re.sub(r"([?&][\w.-]*(?:sig|token|secret|credential|key)[\w.-]*=)[^&\s'\"]+", r"\1***", text, flags=re.I)
 
 
-# -- a run that goes on from there -----------------------------------------------------------------------------------
+# -- resume from a URL -----------------------------------------------------------------------------------------------
 
 
 def rules_at_url(url: str) -> KeptRules | None:
-    """Return the rules that the newest copy keeps; None: there is no copy. Raises ``RemoteError``."""
+    """Return the rules of the newest copy, or None without a copy. Raises ``RemoteError``."""
     found = (KeptRules.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)
 
@@ -765,14 +765,14 @@ def _shown(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
 def bring_back(
     spec: CheckpointSpec, tell: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda checkpoint: None
 ) -> None:
-    """Fetch the newest copy where it is newer than what a run's folder holds, and that of the best evaluation.
+    """Fetch the newest copy if it is newer than the local checkpoints, and the copy of the best evaluation with it.
 
     Args:
         spec: where the run saves, and the URL.
-        check: called with what is there before any of it is fetched; raises where the run cannot go on from it.
+        check: called with the newest copy before the download; raises if the run cannot resume from it.
 
     Raises:
-        RemoteError: the URL cannot be used, belongs to another run, or holds nothing that is whole.
+        RemoteError: the URL cannot be used, belongs to another run, or has no whole copy.
     """
     url = spec.table.copy_url
     assert url is not None
@@ -783,7 +783,7 @@ def bring_back(
     whole = folder.checkpoints()
     newer = [each for each in whole if order_key(each) > newest]
     if not newer:
-        shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # what an earlier start fetched, if anything
+        shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # a partial download of an earlier start
         return
     if spec.table.resume_from_checkpoint == "no":
         raise RemoteError(
@@ -803,16 +803,16 @@ def bring_back(
             return
         except DamagedError as error:
             problems.append(str(error))
-            tell(f"the copy of step {each.step} is passed over: {error}")
+            tell(f"the copy of step {each.step} is skipped: {error}")
     if not usable:
         raise RemoteError(
-            f"none of the {len(newer)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL, and "
-            "the run starts anew"
+            f"none of the {len(newer)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL to "
+            "start from scratch"
         )
 
 
 def _own(spec: CheckpointSpec) -> list[Checkpoint]:
-    """Return what the run's folder holds, and what is known of it."""
+    """Return the checkpoints and copies in the run's folder, including unusable ones."""
     folders = [spec.output_dir / name for name in (CHECKPOINTS_NAME, COPIES_NAME)]
     return [each for folder in folders for each in scan(folder, spec.drives, on_damage=lambda error: None)]
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints at a URL, made by a thread while training goes on: each one, in order, before it is removed."""
+"""Copies every checkpoint to a URL, in order, on a thread concurrent with training, before it is pruned locally."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteCopier"]
 
-#: Tries in a row that fail before the end of a run waits no longer; while training goes on there is no last one.
+#: Consecutive failed tries after which the end of a run stops waiting. During training, retries never end.
 LAST_TRY = 8
 #: Longest pause between two tries.
 MAX_DELAY_S = 60.0
@@ -43,11 +43,11 @@ class _Job:
     """One copy: first each rank sends its parts, then rank 0 writes the document and removes old copies.
 
     Attributes:
-        uploads: by part of this rank, what has been sent.
-        parts: What all ranks have sent, once they have.
-        num_failed: tries that failed since the last one that did not.
-        notice: What is told once the copy is there.
-        problem: The kind of error, and its message; None: there was none.
+        uploads: Upload progress by part of this rank.
+        parts: Parts of all ranks, once all are sent.
+        num_failed: consecutive failed tries.
+        notice: Message to report after the copy is made.
+        problem: Kind and message of the error, or None.
     """
 
     checkpoint: Checkpoint
@@ -63,19 +63,19 @@ class _Job:
 
 
 class RemoteCopier:
-    """Copies every checkpoint to ``checkpoint.save_copy``. Used by the thread that trains.
+    """Copies every checkpoint to ``checkpoint.save_copy``. Used by the training thread.
 
-    One copy is made at a time, the oldest first. Training waits only where a save would remove a checkpoint that is
-    not there yet. A try that fails is told and repeated, sooner at first, then once a minute.
+    Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not at
+    the URL yet. Failed tries are reported and retried with backoff, at most 60 s apart.
 
-    Each rank sends its own part, and all call the same methods in the same order.
+    Each rank sends its own part, and all ranks call the same methods in the same order.
 
     Args:
         spec: where the run saves, and the URL.
-        gather: returns what all ranks gave, by rank.
+        gather: all-gathers one object per rank.
 
     Attributes:
-        save_number: largest number of a save whose copy was at the URL at the start; 0: there was none.
+        save_number: largest save number whose copy was at the URL at the start; 0 if there was none.
 
     Raises:
         CheckpointError: the URL cannot be read.
@@ -104,27 +104,27 @@ class RemoteCopier:
         self._hurry, self._cancelled = threading.Event(), threading.Event()
 
     def _look(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
-        """Return the largest number of a save there, that of a copy, which there are, and what is to be copied."""
+        """Return the largest save number and copy number there, the identities of the copies, and what to copy."""
         there = self._remote.checkpoints()
         newest = max(map(order_key, there), default=(0, ""))
         own = read_checkpoints(self._source, on_damage=lambda error: None)
         late = [each for each in own if each.problem is None and order_key(each) > newest]
         return newest[0], max((each.number for each in there), default=0), set(map(identity, there)), late
 
-    # -- what the loop calls -----------------------------------------------------------------------------------------
+    # -- called by the loop ------------------------------------------------------------------------------------------
 
     def offer(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint, unless it is there already."""
+        """Copy a checkpoint, unless the URL has it already."""
         waiting = [identity(each) for each in self._waiting]
         if identity(checkpoint) not in self._there and identity(checkpoint) not in waiting:
             self._queue.append(checkpoint)
         self.poll()
 
     def poll(self) -> None:
-        """Report a copy that is there, repeat a try that failed, and start the next one.
+        """Report a finished copy, retry a failed try, and start the next copy.
 
         Raises:
-            CheckpointError: another run has the URL.
+            CheckpointError: another run uses the URL.
         """
         job = self._job
         if job is None:
@@ -157,9 +157,9 @@ class RemoteCopier:
         self._start_next()
 
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
-        """Wait until no checkpoint that the next commit prunes is still to be copied.
+        """Wait until every checkpoint that the next commit prunes has been copied.
 
-        Where a stop was requested and the URL is out of reach, they go without: the newest steps are worth more.
+        If a stop was requested and the URL is unreachable, they are pruned uncopied: the newest steps are worth more.
         """
         going = [identity(each) for each in outgoing]
         while any(identity(each) in going for each in self._waiting):
@@ -180,7 +180,7 @@ class RemoteCopier:
             self.poll()
 
     def finish(self) -> None:
-        """Wait for all copies, without rests from now on.
+        """Wait for all copies, unthrottled from now on.
 
         Raises:
             CheckpointError: one cannot be made.
@@ -196,7 +196,7 @@ class RemoteCopier:
                 step = self._job.checkpoint.step
                 raise CheckpointError(
                     f"the checkpoint of step {step} is not in '{self._url}', after {LAST_TRY} tries. It is whole in "
-                    f"'{self._source}': give the same command again, and it is copied"
+                    f"'{self._source}': repeat the same command to copy it"
                 )
             self._wait_a_little()
             self.poll()
@@ -210,7 +210,7 @@ class RemoteCopier:
 
     @property
     def _waiting(self) -> list[Checkpoint]:
-        """What is to be copied, or is being copied."""
+        """Checkpoints that are queued or being copied."""
         return [*([] if self._job is None else [self._job.checkpoint]), *self._queue]
 
     def _start_next(self) -> None:
@@ -218,7 +218,7 @@ class RemoteCopier:
             return
         checkpoint = self._queue.pop(0)
         self._hurry.clear()
-        # A rank that is no more left its part to the others.
+        # With fewer ranks than the run that saved, the remaining ranks share the parts.
         own = [part for part in range(checkpoint.world) if part % self._size == self._rank]
         uploads = {part: Upload(self._hurry, self._cancelled) for part in own}
         self._job = _Job(checkpoint, self._number + 1, uploads)
@@ -230,7 +230,7 @@ class RemoteCopier:
         job.thread.start()
 
     def _run(self, job: _Job, delay_s: float) -> None:
-        """Be the thread of one try."""
+        """Run on the thread of one try."""
         try:
             if self._cancelled.wait(delay_s):
                 return
@@ -270,7 +270,7 @@ class RemoteCopier:
             job.notice = f"old copies could not be removed: {error}. The next copy tries it again"
 
     def _fail(self, job: _Job, kind: str, problem: str) -> None:
-        """Report what went wrong, and try again where that may help."""
+        """Report the error, and retry if that may help."""
         step = job.checkpoint.step
         if kind == "taken":
             raise CheckpointError(problem)
@@ -282,8 +282,8 @@ class RemoteCopier:
         job.num_failed += 1
         delay_s = min(MAX_DELAY_S, 2.0 ** (job.num_failed - 1))
         self._tell(
-            f"the checkpoint of step {step} is not in '{self._url}' yet: {problem}. It stays where it lies; tried "
-            f"again in {delay_s:.0f} s"
+            f"the checkpoint of step {step} is not in '{self._url}' yet: {problem}. It stays on its drive; next try "
+            f"in {delay_s:.0f} s"
         )
         self._begin(job, delay_s)
 
@@ -294,7 +294,7 @@ class RemoteCopier:
         self._queue = [each for each in self._queue if each not in lost]
         steps = ", ".join(str(each.step) for each in lost)
         self._tell(
-            f"stopping: '{self._url}' is out of reach, so the checkpoint of step {steps} makes way for the last one "
+            f"stopping: '{self._url}' is out of reach, so the checkpoint of step {steps} is replaced by the last one "
             "without having been copied"
         )
 

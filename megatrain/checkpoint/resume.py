@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest complete one that matches its config."""
+"""Chooses the checkpoint that a run resumes from: the newest complete one that matches its config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-#: What of ``RunState.model`` changes results -> how it is called in a message.
+#: Entries of ``RunState.model`` that change results, and their names in messages.
 WHAT_DECIDES = {
     "config_xxh3_64": "the model's config.json, as a checksum",
     "dtype": "precision.compute_dtype as resolved",
@@ -47,26 +47,26 @@ WHAT_DECIDES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
-_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # a checkpoint holds the state in this format, and is read in no other
+_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # a checkpoint holds the state in this format and cannot convert it
 
 
 class ConfigChangedError(Exception):
-    """The config would continue a checkpoint in another way than the run that wrote it."""
+    """The config would continue a checkpoint with other results than the run that wrote it."""
 
 
 class NoSuchCheckpointError(CheckpointError):
-    """``checkpoint.resume_from_checkpoint`` names what holds no checkpoint."""
+    """``checkpoint.resume_from_checkpoint`` names a folder without checkpoints."""
 
 
 class UnreadableCheckpointsError(CheckpointError):
-    """There are checkpoints, and the manifest of none can be read."""
+    """Checkpoints exist, but none of their manifests can be read."""
 
 
 class LostCheckpointsError(CheckpointError):
-    """Parts of all checkpoints of a run lay on drives, and are gone.
+    """Parts of all checkpoints of a run were on drives, and are gone.
 
     Attributes:
-        newest: the one that the run would have continued.
+        newest: the checkpoint that the run would have continued.
     """
 
     def __init__(self, message: str, newest: Checkpoint) -> None:
@@ -77,15 +77,15 @@ class LostCheckpointsError(CheckpointError):
 def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
     """Return the checkpoints and copies the run may resume from, best first; empty: it starts from scratch.
 
-    Those of its own folder come before those of ``checkpoint.resume_from_checkpoint``.
+    Checkpoints in the run's own folder precede those in ``checkpoint.resume_from_checkpoint``.
 
     Args:
-        spec: Where the run saves, and what it is told to go on from.
+        spec: Locations of checkpoints, and the source to resume from.
         on_notice: called for checkpoints with a damaged manifest or with parts missing on drives.
 
     Raises:
-        LostCheckpointsError: there were some, and of each a part is gone with a drive.
-        CheckpointError: the folder holds checkpoints and the config says "no"; or those it names are not there.
+        LostCheckpointsError: checkpoints exist, but each lacks a part that was on a drive.
+        CheckpointError: the folder holds checkpoints and the config says "no"; or the named source has none.
     """
     source = spec.table.resume_from_checkpoint
     found = _all(spec.output_dir, spec.drives, on_notice)
@@ -112,7 +112,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
 
 
 def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
-    """Return whether a checkpoint in a run's folder is not newer than the one that was loaded."""
+    """Return whether a checkpoint in a run's folder is not newer than the loaded one."""
     if checkpoint.is_listed == loaded.is_listed:
         return checkpoint.number <= loaded.number
     return order_key(checkpoint) <= order_key(loaded)
@@ -124,7 +124,7 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]
     for run in (output_dir, *other):
-        # What cannot be read, whoever loads it says.
+        # Errors are ignored here, because the later load reports them.
         own, copies, given = (
             read_checkpoints(folder, on_damage=lambda error: None)[::-1]
             for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
@@ -136,9 +136,9 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
 
 
 def _all(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints of a run and their copies whose documents can be read, newest first.
+    """Return the readable checkpoints of a run and their copies, newest first.
 
-    Raises as ``_readable`` where there is no copy.
+    Raises the errors of ``_readable`` if there is no copy.
     """
     copies: list[Checkpoint] = []
     with contextlib.suppress(UnreadableCheckpointsError):
@@ -156,10 +156,10 @@ def _all(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], No
 def _with_all_parts(
     found: Sequence[Checkpoint], output_dir: Path, on_notice: Callable[[str], None]
 ) -> list[Checkpoint]:
-    """Return those of which no part is gone with a drive; says so of the others, in one message.
+    """Return the checkpoints with all parts; report the others in one message.
 
     Raises:
-        LostCheckpointsError: none is left.
+        LostCheckpointsError: no checkpoint has all parts.
     """
     left = [each for each in found if not each.is_gone]
     lost = Lost.among(found)
@@ -168,23 +168,23 @@ def _with_all_parts(
     if not left:
         raise LostCheckpointsError(f"{lost}. {_what_is_left(output_dir)}. {lost.remedy(output_dir)}", found[0])
     if found[0] is not left[0]:
-        on_notice(f"{lost}. What is left: {left[0]}, from which this run goes on")
+        on_notice(f"{lost}. This run continues from {left[0]} instead")
     return left
 
 
 def _what_is_left(output_dir: Path) -> str:
     final = output_dir / FINAL_NAME
     if (final / RECORD_FILE).is_file():
-        return f"What is left is the trained model in '{final}'; there is nothing that a run could continue"
+        return f"The trained model in '{final}' is left; there is nothing that a run could continue"
     return "There is no copy of them in output_dir, and nothing that a run could continue"
 
 
 def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder whose documents can be read, newest first; of some, parts may be gone.
+    """Return the checkpoints in a folder whose documents can be read, newest first; some may lack parts.
 
     Raises:
-        CheckpointError: a newer version of this program wrote the newest one, or there are some and none can be read:
-            then what was saved is neither passed over nor overwritten.
+        CheckpointError: a newer version of this program wrote the newest one, or there are some and none can be read.
+            So saved work is neither skipped nor overwritten.
     """
     problems: list[str] = []
 
@@ -192,7 +192,7 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
         if isinstance(error, NewerFormatError):
             raise CheckpointError(str(error)) from error
         problems.append(str(error))
-        on_notice(f"checkpoints of several ranks are passed over: {error}")
+        on_notice(f"checkpoints of several ranks are skipped: {error}")
 
     for notice in folder_notices(folder):
         on_notice(notice)
@@ -205,17 +205,17 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
                 raise CheckpointError(each.problem)
         else:
             problems.append(each.problem)
-            on_notice(f"a checkpoint is passed over: {each.problem}")
+            on_notice(f"a checkpoint is skipped: {each.problem}")
     for notice in outside_notices(checkpoints):
         on_notice(notice)
     if not checkpoints and not problems and (problem := top_problem(folder)) is not None:
         raise UnreadableCheckpointsError(
-            f"{problem}: a copy of a live run may be so. Copy it again, or name another output_dir"
+            f"{problem}: the folder may be a copy of a live run. Copy it again, or name another output_dir"
         )
     if problems and not checkpoints:
         raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
-            "Bring their files back, or name another output_dir"
+            "Restore their files, or name another output_dir"
         )
     return checkpoints
 
@@ -230,18 +230,18 @@ def check_changes(
     on_notice: Callable[[str], None],
     find_others: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Compare the config, the model and the data with those of a checkpoint.
+    """Compare the config, the model and the data with those that a checkpoint records.
 
     Args:
-        changes: what differs between the checkpoint's config and this run's.
-        data_fingerprint: Checksum of the rows, as ``BatchLoader.fingerprint`` returns it.
-        find_others: Returns further lines for a refusal. It is called only if there is one.
+        changes: differences between the checkpoint's config and this run's.
+        data_fingerprint: Checksum of the rows (``BatchLoader.fingerprint``).
+        find_others: Returns further lines for the error. Called only before an error.
 
     Raises:
-        ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
+        ConfigChangedError: a key that alters results, or the data, has changed, and ``allow`` is not set.
     """
     others = {key for key, value in model.items() if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value}
-    # Which parameters decay counts, not the globs that say so: those of a default may be written otherwise.
+    # Compare the parameters that decay, not the globs: a default's globs may be written differently.
     globs = [change for change in changes.altering if change.key == _DECAY_KEY]
     without_effect = globs if "decays" in model and "decays" not in others else []
     if globs:
@@ -253,7 +253,7 @@ def check_changes(
         if key in others
     ]
     if checkpoint.state.data_fingerprint != data_fingerprint:
-        altering.append("data: the rows of [[data.train]] are others, or in another order")
+        altering.append("data: the rows of [[data.train]] differ, or are in another order")
     if altering and not allow:
         is_readable = not any(change.key in _KEYS_OF_BLOCKS for change in changes.altering)
         ways = ", name another output_dir, or accept it with --allow-config-change"
@@ -267,8 +267,8 @@ def check_changes(
     threads = [each.get("threads") for each in (checkpoint.state.model, model)]
     if None not in threads and threads[0] != threads[1]:
         on_notice(
-            f"torch computes on {threads[1]} threads, and did on {threads[0]} up to the checkpoint: on a CPU that "
-            "changes last bits. OMP_NUM_THREADS sets the number, or distributed.threads of several processes"
+            f"torch computes on {threads[1]} threads, and did on {threads[0]} up to the checkpoint: on a CPU this "
+            "changes last bits. Set the number with OMP_NUM_THREADS, or with distributed.threads of several processes"
         )
     if changes.free or without_effect:
         free = [*changes.free, *without_effect]
@@ -278,7 +278,7 @@ def check_changes(
 def continued_position(
     state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
 ) -> LoaderPosition:
-    """Return where the data goes on: the same place; after a change of the batch or of the data the nearest one."""
+    """Return the position where the data continues: the same one, or the nearest after a change of batch or data."""
     step = state.epoch_step * rows_per_step_before // rows_per_step
     if step >= steps_per_epoch:
         return LoaderPosition(state.epoch + 1, 0)
@@ -288,12 +288,12 @@ def continued_position(
 def already_done(
     checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
 ) -> RunSummary | None:
-    """Return the summary of a run that has nothing left to do: all steps are done and their model is written.
+    """Return the summary of a finished run: all steps are done and their model is written. Otherwise return None.
 
     Args:
-        num_steps: Steps that the run is to make.
-        dtype: name of the one that an export has; "auto": the one that layers compute in.
-        rule: which evaluation is the best, and whether it is the model of the run or ends it.
+        num_steps: Total steps in the config.
+        dtype: dtype of the export; "auto": the compute dtype.
+        rule: the rule for the best evaluation.
     """
     state, folder = checkpoint.state, output_dir / FINAL_NAME
     best = Best.of_state(state.best)

@@ -1,4 +1,4 @@
-"""Saves checkpoints: when they are due, one at a time, written while training continues."""
+"""Saves checkpoints when they are due, one at a time, concurrently with training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ RETRY_S = 1.0
 
 
 class Saver:
-    """Saves a run. Used by the thread that trains.
+    """Saves a run. Used by the training thread.
 
     Args:
-        ready: A context in which weights and state are those after the last step, and only the next step changes them.
-        copier: makes whole copies of what was saved.
+        ready: Context in which weights and state are final after the last step and change only in the next step.
+        copier: makes whole copies of checkpoints.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
-        written_bytes: what this rank writes of one checkpoint to the drive of ``output_dir``.
-        writer: makes checkpoints, together with the other ranks: their savers are called in the same order.
-        saved: the newest checkpoint of these ranks; None without one.
+        written_bytes: bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
+        writer: makes checkpoints jointly with the other ranks, whose savers are called in the same order.
+        saved: the newest checkpoint of these ranks, or None.
 
     Attributes:
         is_waiting: paused until disk space is freed.
@@ -70,11 +70,11 @@ class Saver:
 
     @property
     def saved_step(self) -> int | None:
-        """Step of the newest checkpoint; None without one."""
+        """Step of the newest checkpoint, or None without one."""
         return None if self._saved is None else self._saved.step
 
     def is_due(self, step: int) -> bool:
-        """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
+        """Return whether the config requests a checkpoint after ``step`` steps."""
         strategy = self._table.save_strategy
         if strategy == "steps":
             return step % self._table.save_steps == 0
@@ -84,20 +84,20 @@ class Saver:
         return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
 
     def next_step(self, step: int) -> int | None:
-        """Return the first step after ``step`` at which a checkpoint is due; None: that is not known in steps."""
+        """Return the first step after ``step`` at which a checkpoint is due, or None if saving is time-based or off."""
         every = {"steps": self._table.save_steps, "epoch": self._steps_per_epoch}.get(self._table.save_strategy)
         return None if every is None else (step // every + 1) * every
 
     def save(self, state: RunState, *, wait: bool = False) -> None:
-        """Save the run as it stands, unless this step is saved already.
+        """Save the run, unless a checkpoint of this step exists.
 
-        Returns once nothing but memory that is still to be written is held; the rest is done by a thread, except with
-        ``wait`` or ``checkpoint.async_save = false``.
+        Returns once it holds only memory that is still to be written; a thread does the rest, except with ``wait`` or
+        ``checkpoint.async_save = false``.
 
         Raises:
             CheckpointError: too little free space, with ``on_disk_full = "error"``.
             KeyboardInterrupt: too little free space and a stop was requested; already reported.
-            TransferError: it could not be written, or the one before could not. The newest whole one stays.
+            TransferError: this checkpoint or the previous one could not be written. The newest whole one stays.
         """
         in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step
         if in_flight_step != state.step:
@@ -116,17 +116,17 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Report a checkpoint, and a copy, that has ended meanwhile. Raises as ``finish``."""
+        """Report a checkpoint and a copy that have finished. Raises as ``finish``."""
         if self._in_flight is not None and self._writer.are_whole(self._in_flight[0]):
             self.finish()
         self._copier.poll()
 
     def copy_last(self) -> None:
-        """Begin a copy of the newest checkpoint, if copies are wanted: the last one of a run is always copied."""
+        """Start a copy of the newest checkpoint if copies are on; the last checkpoint of a run is always copied."""
         self._offer(is_last=True)
 
     def _offer(self, *, is_last: bool = False) -> None:
-        """Have the newest checkpoint copied, if one is due."""
+        """Offer the newest checkpoint to the copier."""
         if self._saved is not None:
             self._copier.offer(self._saved, is_last=is_last)
 
@@ -155,8 +155,8 @@ class Saver:
     def _wait_for_room(self, step: int) -> None:
         """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.
 
-        A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than that reserve.
-        All ranks decide by the same figures, so they do the same.
+        A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than the reserve.
+        All ranks see the same figures, so they decide the same.
         """
         need = self._written_bytes + self._table.min_free_disk
         while True:
@@ -167,7 +167,7 @@ class Saver:
                 self.is_waiting = False
                 self._observer.on_message(
                     f"stopping: step {step} is saved into the space that checkpoint.min_free_disk keeps free. "
-                    f"Free {format_size(need - free)} on the drive of '{self._path}' before the run goes on"
+                    f"Free {format_size(need - free)} on the drive of '{self._path}' before you resume the run"
                 )
                 return
             text = (
@@ -176,7 +176,7 @@ class Saver:
                 f"{format_size(self._table.min_free_disk)}. Free {format_size(need - free)}"
             )
             if self._on_full == "error":
-                raise CheckpointError(f"{text}, or lower min_free_disk. The checkpoint before is whole")
+                raise CheckpointError(f"{text}, or lower min_free_disk. The previous checkpoint is whole")
             if is_stopping:
                 since = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"
                 text = f"step {step} cannot be saved, {since} are lost: {text}"
@@ -184,13 +184,13 @@ class Saver:
                 raise KeyboardInterrupt(text)
             if not self.is_waiting:
                 self.is_waiting = True
-                self._observer.on_message(f"{text}: paused, nothing is lost; the run goes on by itself")
+                self._observer.on_message(f"{text}: paused, nothing is lost; the run resumes by itself")
             time.sleep(RETRY_S)
         if self.is_waiting:
             self.is_waiting = False
-            self._observer.on_message("there is room for a checkpoint again: the run goes on")
+            self._observer.on_message("there is room for a checkpoint again: the run continues")
 
     def _room(self) -> tuple[int, bool]:
-        """Return the bytes that a checkpoint may take, and whether a stop was requested; the same on all ranks."""
+        """Return the bytes free for a checkpoint, and whether a stop was requested; equal on all ranks."""
         drive = next(path for path in (self._path, *self._path.parents) if path.exists())
         return self._writer.agree_on_room(lambda: shutil.disk_usage(drive).free, self._should_stop())

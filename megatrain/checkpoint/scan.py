@@ -1,6 +1,6 @@
-"""The one scan for checkpoints: what lies in a run's folder, whether it can be used, and in which order.
+"""Scans a run's folder for checkpoints, checks whether each is usable, and orders them.
 
-Imports neither torch nor a store, so that ``status`` answers at once. Reads documents, and looks for files by name.
+Imports neither torch nor a store, so that ``status`` answers at once. Reads documents, and checks files by name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Lost", "is_there", "outside_notices", "saved_checkpoints", "scan", "
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Checkpoints whose parts on drives are gone, for messages.
+    """Checkpoints that lost parts on drives, for messages.
 
     Attributes:
-        places: where the parts lay, as ``LostPart.place``.
-        is_absent: whether the folder of some part does not exist: its drive may not be mounted.
+        places: former locations of the parts, as ``LostPart.place``.
+        is_absent: whether a part's folder does not exist: its drive may not be mounted.
     """
 
     steps: tuple[int, ...]
@@ -35,7 +35,7 @@ class Lost:
 
     @classmethod
     def among(cls, checkpoints: Sequence[Checkpoint]) -> Lost | None:
-        """Return what is lost of these, None if nothing is."""
+        """Return the lost checkpoints among these, or None."""
         gone = [each for each in checkpoints if each.is_gone]
         if not gone:
             return None
@@ -49,11 +49,11 @@ class Lost:
         return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
-        """Return the remedy if no usable checkpoint is left. Removal is advised only if the parts cannot come back."""
+        """Return the remedy if no checkpoint is usable. Advise removal only if the parts cannot be restored."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.is_absent:
-            back = "Bring that folder back (mount its drive, restore a backup) and run again"
-            return f"{back}. {copy}. To start anew, name another output_dir"
+            back = "Restore that folder (mount its drive, restore a backup) and run again"
+            return f"{back}. {copy}. To start from scratch, name another output_dir"
         return (
             f"Restore a backup and run again. {copy}. Or give up what was trained: megatrain-tier ckpt rm {output_dir} "
             "--all, then run again"
@@ -66,7 +66,7 @@ def _of_steps(steps: Sequence[int]) -> str:
 
 
 def outside_notices(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return which checkpoints of a copied or moved run are read from folders that do not belong to it."""
+    """Return a notice for each drive outside a copied or moved run from which its checkpoints are read."""
     found: dict[DrivePlace, set[int]] = {}
     for each in checkpoints:
         for drive in each.outside:
@@ -88,13 +88,13 @@ def scan(
     reads_state: bool = True,
     on_damage: Callable[[GenerationError], None] | None = None,
 ) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, whoever wrote them, the newest first; unusable ones with their problem.
+    """Return all checkpoints in a folder, the newest first; unusable ones carry their problem.
 
-    Works beside a living run: what it removes meanwhile is left out.
+    Works during a run: checkpoints that the run removes meanwhile are left out.
 
     Args:
-        drives: paths where parts may have moved, besides those that the last config of the run names.
-        reads_state: whether all of ``RunState`` is checked, or its step alone, which takes less to import.
+        drives: further paths where parts may be, in addition to the drives in the run's last config.
+        reads_state: Whether to validate all of ``RunState``, or only its step, which imports less.
 
     Raises:
         GenerationError: as ``read_checkpoints``.
@@ -107,7 +107,7 @@ def scan(
 def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> list[Checkpoint]:
     """Return the checkpoints of a run and their copies, in the order in which a run would try them.
 
-    Those whose documents make no sense are left out, those of which a part is gone are there.
+    Leaves out checkpoints with invalid documents, but not those with lost parts.
     """
     root = Path(os.path.abspath(output_dir))
     found: list[list[Checkpoint]] = []
@@ -120,12 +120,12 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
 
 
 def usable_checkpoint(output_dir: Path | str) -> Checkpoint | None:
-    """Return the checkpoint that a run in this folder would continue from, or None."""
+    """Return the checkpoint that a run in this folder would resume from, or None."""
     return next((each for each in saved_checkpoints(output_dir) if not each.is_gone), None)
 
 
 def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool) -> Checkpoint | None:
-    """Return a checkpoint with what is found out about it; None: a living run has just removed it."""
+    """Return a checkpoint with the results of its checks, or None if a live run has just removed it."""
     if checkpoint.problem is not None:
         return checkpoint
     try:
@@ -150,6 +150,6 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
 
 
 def is_there(checkpoint: Checkpoint) -> bool:
-    """Return whether its document still names a checkpoint: a living run removes old ones."""
+    """Return whether the document still names this checkpoint: a live run removes old ones."""
     known = read_checkpoints(checkpoint.folder, on_damage=lambda error: None)
     return any(each.ranks == checkpoint.ranks for each in known)

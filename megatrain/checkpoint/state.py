@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the blocks: plain JSON in the manifest of its generation (docs/checkpoints.md)."""
+"""The state of a run in the manifest of a generation, as plain JSON next to the blocks (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = [
 
 #: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
 CHECKPOINT_FORMAT = 1
-#: Version of the order of additions: with another one, the last bits of a step are others. 2: pieces of the head have
-#: 2,048 rows and parts of the vocabulary, and gradients of weights are products added in fp32. 3: such a part has no
-#: words of two blocks of the weight's gradient, where that is more than one.
+#: Version of the order of additions: another version changes the last bits of a step. 2: the head works in pieces of
+#: 2,048 rows and parts of the vocabulary, and adds products to weight gradients in fp32. 3: no part of the vocabulary
+#: spans two blocks of the weight gradient.
 ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
-#: Losses that a state keeps of either end of a run.
+#: Losses that a state keeps at either end of a run.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used or written; the message says which, why and what to do."""
+    """A checkpoint cannot be used or written; the message names it, the cause and the remedy."""
 
 
-#: Tokens that a micro-batch aimed at before checkpoints recorded them, by type of the device.
+#: Target tokens of a micro-batch before checkpoints recorded them, by device type.
 _UNRECORDED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -48,8 +48,8 @@ class KeptRules:
 
     Attributes:
         num_lanes: Lanes in which the gradients of micro-batches are added.
-        micro_batch_tokens: Tokens that a micro-batch aims at; None if the checkpoint does not name its device.
-        muon_fused: ``optimizer.muon_fused``, "whole" in a checkpoint of before there was the key.
+        micro_batch_tokens: Target tokens of a micro-batch; None if the checkpoint does not name its device.
+        muon_fused: ``optimizer.muon_fused``; "whole" in checkpoints older than this key.
     """
 
     num_lanes: int = 1
@@ -60,7 +60,7 @@ class KeptRules:
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any]) -> KeptRules | None:
-        """Return the rules of the run that wrote a checkpoint's ``meta``; None if its config is damaged."""
+        """Return the rules of the run that wrote a checkpoint's ``meta``, or None if its config is damaged."""
         try:
             config = tomllib.loads(str(meta.get("config_toml", "")))
         except tomllib.TOMLDecodeError:
@@ -81,14 +81,14 @@ class KeptRules:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands after a step. With the blocks of the same generation it determines all that follows.
+    """The state of a run after a step. With the blocks of its generation it determines all further results.
 
-    There is no state of a random number generator to save: dropout and the order of the data are functions of a seed
-    and a position, both here.
+    It has no state of a random number generator: dropout and data order are functions of a seed and a position, which
+    are both fields here.
 
     Attributes:
         max_steps: steps of the run, which the learning rate schedule is made for.
-        num_updates: steps whose gradient was used; what the optimizer counts.
+        num_updates: steps whose gradient was used; the optimizer's step count.
         epoch: data position: epoch of the next step, from 0.
         epoch_step: data position: number of the next step in its epoch, from 0.
         num_real_tokens: tokens without padding, all steps so far.
@@ -97,20 +97,19 @@ class RunState:
         last_loss: loss of the last step; None before the first.
         first_losses: losses of the first ``NUM_LOSSES`` steps.
         last_losses: losses of the last ``NUM_LOSSES`` steps.
-        seed: What the model's random numbers come from, each a function of (seed, step).
-        data_seed: What the order of the data comes from, a function of (seed, epoch).
-        lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
+        seed: Seed of the model's random numbers, each a function of (seed, step).
+        data_seed: Seed of the data order, a function of (seed, epoch).
+        lr_schedule: type, peak learning rate, steps and warm-up steps; informational: the config decides.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
-        model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config,
-            tokens that a micro-batch aims at; on a CPU, torch's threads; where tensors of its folder are kept as they
-            are, their number and their checksum.
-        saved_at: date and time, ISO 8601; for people.
+        model: name, class and number of parameters (informational); dtype, device, attention, checksum of the model's
+            config, target tokens of a micro-batch; on a CPU, torch's threads; number and checksum of carried tensors.
+        saved_at: date and time, ISO 8601; informational.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
-        cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
-        save_number: grows with each save of the run, over all its folders and copies, and orders them; 0: not counted.
-        sources: Checksum of each source's files; empty if not recorded. A refusal lists changed sources with them.
-            They refuse nothing alone, as other bytes may have the same tokens.
-        best: the best evaluation so far (``Best.to_state``); None: there was none, or nothing follows from it.
+        cursor: data position of streams (``LoaderPosition.cursor``); None without streams.
+        save_number: grows with each save of the run and orders checkpoints across folders and copies; 0: not counted.
+        sources: Checksum of each source's files; empty if not recorded. Only used to list changed sources in an error,
+            because different bytes may have the same tokens.
+        best: the best evaluation so far (``Best.to_state``); None if there is none or the run does not use it.
     """
 
     step: int
@@ -146,10 +145,10 @@ class RunState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any], *, where: str) -> RunState:
-        """Return the state that a manifest holds; unknown keys of it are ignored.
+        """Return the state in a manifest's ``meta``; unknown keys are ignored.
 
         Raises:
-            CheckpointError: it is no checkpoint of a run, or a newer version of this program wrote it.
+            CheckpointError: it is not a checkpoint of a run, or a newer version of this program wrote it.
         """
         if meta.get("program") != _PROGRAM:
             raise CheckpointError(
@@ -176,21 +175,21 @@ class RunState:
     def with_loss(self, loss: float) -> RunState:
         """Return the state with the loss of one more step."""
         first, last = self.first_losses, (*self.last_losses, loss)[-NUM_LOSSES:]
-        if len(first) < NUM_LOSSES and len(first) == self.step:  # not those of an older version's run
+        if len(first) < NUM_LOSSES and len(first) == self.step:  # an older version recorded no first losses
             first = (*first, loss)
         first_loss = loss if self.first_loss is None else self.first_loss
         return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first, last_losses=last)
 
     def saved_now(self) -> RunState:
-        """Return the state with the present time as that of its checkpoint."""
-        # Not to the second: an older version orders checkpoints by it.
+        """Return the state with the current time as its save time."""
+        # Microseconds, because older versions order checkpoints by this text.
         return replace(self, saved_at=now_text("microseconds"))
 
     @property
     def mean_losses(self) -> tuple[float, float, int] | None:
-        """Means over the first and the last steps, as many each, which do not overlap, and how many; None: not known.
+        """Mean loss of the first n and of the last n steps, which do not overlap, and n; None if not recorded.
 
-        A single step says more about its rows than about the model.
+        The loss of a single step depends more on its rows than on the model.
         """
         count = min(NUM_LOSSES, max(1, self.step // 2))
         if min(len(self.first_losses), len(self.last_losses)) < count:
@@ -200,14 +199,14 @@ class RunState:
 
 @cache
 def _validation() -> tuple[Callable[[Any], RunState], Any]:
-    """Return what checks the types of a state that a file holds, which may be a stranger's, and the error of it."""
-    from pydantic import TypeAdapter, ValidationError  # ``status`` answers without it
+    """Return the type validator of a state from a file, which may be untrusted, and its error type."""
+    from pydantic import TypeAdapter, ValidationError  # imported late: ``status`` does not need it
 
     return TypeAdapter(RunState).validate_python, ValidationError
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of this program, of Python and of the packages that the numbers come from."""
+    """Return the versions of this program, of Python and of the packages that affect results."""
     found = {"python": platform.python_version()}
     for package in (_PROGRAM, "torch", "transformers", "numpy", "numba"):
         try:
@@ -218,8 +217,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def now_text(timespec: str = "seconds") -> str:
-    """Return the present date and time in UTC, e.g. ``2026-11-21T10:36:45+00:00``.
+    """Return the current date and time in UTC, e.g. ``2026-11-21T10:36:45+00:00``.
 
-    Texts are in the order of times, also beside one to the second: ``+`` comes before the point of a fraction.
+    Texts sort like their times, even if some have no fraction: ``+`` sorts before the decimal point.
     """
     return datetime.now(UTC).isoformat(timespec=timespec)

@@ -1,4 +1,4 @@
-"""[checkpoint]: when a run is saved, how often that is kept, and what a run starts from."""
+"""[checkpoint]: when a run saves, how many checkpoints it keeps, and where it resumes from."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatrain.base.table import (
 )
 from tiered.units import GiB
 
-#: Fewest generations that a run which saves needs room for: the last one, and the one being written.
+#: Fewest generations that a saving run needs space for: the last one, and the one being written.
 MIN_GENERATIONS = 2
 
 
 def _as_source(value: object) -> object:
-    """Accept true and false, as other tools write "auto" and "no"."""
+    """Accept true and false, which other tools write for "auto" and "no"."""
     return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
 
 
@@ -38,9 +38,9 @@ ResumeSource = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
     is_path("auto", "no"),
 ]
-#: A URL of fsspec, without anything that may be a secret: a password, or what is signed.
+#: A URL of fsspec, without passwords, signatures or other possible secrets.
 CopyUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s*?]*$", examples=["s3://bucket/run"])]
-#: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run; or where they go to.
+#: Checkpoints to copy: all, none, every n-th or the last; or the URL that copies go to.
 CopyRule = Annotated[
     bool | Annotated[int, Field(ge=1)] | Literal["last"] | CopyUrl,
     is_not(
@@ -52,7 +52,7 @@ CopyRule = Annotated[
 
 
 class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
-    """``[checkpoint]``: when the run is saved, how often that is kept, and what a run starts from."""
+    """``[checkpoint]``: when a run saves, how many checkpoints it keeps, and where it resumes from."""
 
     save_strategy: Literal["steps", "time", "epoch", "no"] = key(
         "When to save; except with no, also at the end. Default: time if save_interval is set, else steps.",
@@ -102,19 +102,19 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
         if isinstance(values, dict) and "save_interval" in values:
             values = {"save_strategy": "time", **values}
         if isinstance(values, dict) and isinstance(url := values.get("save_copy"), str):
-            # What is refused is shown to the user, and in logs: no secret may be in it.
+            # Errors and logs show the refused value: remove secrets first.
             values = {**values, "save_copy": without_secrets(url)}
         return values
 
     @property
     def copy_url(self) -> str | None:
-        """The URL that copies go to; None: they stay in output_dir, or there are none."""
+        """URL of the copies, or None if they stay in output_dir or are off."""
         is_url = isinstance(self.save_copy, str) and self.save_copy != "last"
         return str(self.save_copy) if is_url and self.is_on else None
 
     @property
     def copy_every(self) -> int | None:
-        """Saves from one copy to the next; None: none is copied, or only the last."""
+        """Saves per copy; None if no checkpoint or only the last one is copied."""
         if isinstance(self.save_copy, bool):
             return 1 if self.save_copy else None
         return self.save_copy if isinstance(self.save_copy, int) else None
@@ -126,17 +126,17 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def num_generations(self) -> int:
-        """Checkpoints that room is planned for; 0: the run never saves."""
+        """Checkpoints to plan space for; 0 if the run never saves."""
         return self._most_kept + self.load_best_model_at_end if self.is_on else 0
 
     @property
     def num_copies(self) -> int:
-        """Whole copies that ``output_dir`` holds at most."""
+        """Maximum number of whole copies in ``output_dir``."""
         return self._most_kept if self.is_on and self.save_copy is not False and self.copy_url is None else 0
 
     @property
     def _most_kept(self) -> int:
-        return max(self.save_total_limit, MIN_GENERATIONS)  # while one is made, the one before stays
+        return max(self.save_total_limit, MIN_GENERATIONS)  # the previous one stays while the next one is made
 
     def without_saves(self) -> CheckpointConfig:
         """Return the table of a run that never saves."""
@@ -146,12 +146,11 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
-    """Where the checkpoints of a run lie, and its ``[checkpoint]`` table.
+    """Locations of a run's checkpoints, and its ``[checkpoint]`` table.
 
     Attributes:
-        table: when they are made, and how many of them there are.
         drives: folders of the NVMe tier, where parts of checkpoints stay.
-        on_full: what a save does where too little space is free.
+        on_full: action of a save when the drive has too little free space.
     """
 
     table: CheckpointConfig

@@ -1,6 +1,6 @@
-"""Where the bytes of a run's checkpoints lie, and whether they are still there, by names and sizes alone.
+"""Locates the files of a run's checkpoints, and checks by name and size whether they still exist.
 
-Imports neither torch nor a store, so that ``status`` answers at once. Contents are compared when they are read.
+Imports neither torch nor a store, so that ``status`` answers at once. Contents are verified when they are read.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # of tiered.tiers.directo
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """What of a checkpoint is gone with one drive.
+    """Blocks of a checkpoint that are gone with one drive.
 
     Attributes:
-        path: Folder on the drive. Of a copied run it is the folder of the copy.
-        is_there: whether that path exists: else the drive may not be mounted.
+        path: Folder on the drive. For a copied run it is the folder of the copy.
+        is_there: whether that path exists; otherwise the drive may not be mounted.
         blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
-        nbytes: size of ``blocks``; those striped over several drives have only a part of them on this one.
+        nbytes: full size of ``blocks``; a striped block has only some of its bytes on this drive.
         recorded: path of the drive when the checkpoint was saved.
     """
 
@@ -62,7 +62,7 @@ class LostPart:
 
     @property
     def place(self) -> str:
-        """Return the quoted path, whether it exists, and the recorded path if that is another one."""
+        """Quoted path, whether it exists, and the recorded path if it differs."""
         if self.is_there:
             return f"'{self.path}'"
         was = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""
@@ -75,7 +75,7 @@ class LostPart:
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
-    """Return what of a generation is gone with drives; nothing where a living run has just removed all of it."""
+    """Return the parts of a generation that are gone with drives; empty if a live run has just removed it."""
     missing = _missing_parts(manifest, directory, search)
     if not missing or manifest.generation not in list_generations(directory):
         return ()
@@ -108,21 +108,21 @@ def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] =
 
 
 def _supplies(snap: Path, others: Sequence[Path]) -> bool:
-    """Return whether a folder has a file of a block that none of the others has; their links lead out of them."""
+    """Return whether a folder has a file of a block that no other folder has; links of the others do not count."""
     files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
     places = ([other / file.relative_to(snap) for other in others] for file in files)
     return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in each) for each in places)
 
 
 def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
-    """Return the drives on which the folder of a generation is gone, each with the blocks that had files there.
+    """Return the drives that lost the folder of a generation, each with the blocks that had files there.
 
-    A file that is missing in a folder that is there is damage: the reader of the generation names it.
+    A missing file in an existing folder is damage, which the reader of the generation reports.
     """
     name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
     known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
     if all(holds_part(drive, manifest) for drive in known):
-        return {}  # without a look at each block: a run may have thousands of checkpoints
+        return {}  # skip the check of each block: a run may have thousands of checkpoints
     moved = {place.recorded: place.path for place in drives}
     missing: dict[Path, dict[str, None]] = {}
     paths = [path for path in (*search, *(place.path for place in drives)) if holds_part(path, manifest)]
@@ -138,7 +138,7 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
             missing.setdefault(drive, {})[block.key] = None
             continue
         for number in range(num_files):
-            # A drive that died, or that this user may not read, is as good as gone: ``os.path`` raises nothing.
+            # A failed or unreadable drive counts as gone, because ``os.path`` raises nothing.
             if not any(os.path.exists(place / "c" / str(number)) for place in places):
                 lay = _where_it_lay(named / "c" / str(number), depth)
                 missing.setdefault(moved.get(lay, lay), {})[block.key] = None
@@ -155,16 +155,16 @@ def _drives_of_locations(manifest: Manifest, folder: Path, name: str) -> set[str
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
-    """Return path of a drive -> bytes of this run's checkpoints that lie there, each file counted once.
+    """Return the bytes of this run's checkpoints by drive path, each file counted once.
 
     Args:
-        drives: paths to look at besides those that the manifests and the last config of the run name.
+        drives: paths to search in addition to those in the manifests and the last config of the run.
     """
     root = Path(os.path.abspath(output_dir))
     folder = root / CHECKPOINTS_NAME
     found = Counter[Path]()
     for own in [folder, *sorted(folder.glob("rank*"))]:
-        # Of several ranks each has a folder of its own on every drive.
+        # With several ranks, each rank has its own folder on every drive.
         inside = "" if own == folder else own.name
         store = _read(own / _STORE_NAME).get("id")
         named = [path.parent if inside and path.name == inside else path for path in _paths_of_tiers(own)]
@@ -176,15 +176,15 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
 
 
 def foreign_drives(output_dir: Path | str) -> list[str]:
-    """Return why a run would refuse the folders on drives that its last config names; none: it would not."""
+    """Return why a run would refuse the folders on its last config's drives; empty if it accepts them."""
     found = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:
             if not os.listdir(path) or _ATTRIBUTES_KEY in _read(path / "zarr.json").get("attributes", {}):
                 continue
-        except (OSError, TypeError):  # it is made, or says itself why it cannot be
+        except (OSError, TypeError):  # the run creates the folder, or reports why it cannot
             continue
-        from tiered.ext import check_ours  # only now: the rule is the store's, which imports torch
+        from tiered.ext import check_ours  # imported late, because the store's rule imports torch
 
         try:
             check_ours(path)
@@ -194,14 +194,14 @@ def foreign_drives(output_dir: Path | str) -> list[str]:
 
 
 def _paths_of_tiers(directory: Path) -> Iterator[Path]:
-    """Yield the paths of file tiers of the generations in a directory, where they are now."""
+    """Yield the current paths of file tiers of the generations in a directory."""
     for generation in list_generations(directory):
         with contextlib.suppress(GenerationError):
             yield from (place.path for place in drive_places(read_manifest(directory, generation), directory))
 
 
 def _bytes_of(snap: Path, store: object) -> dict[int, int]:
-    """Return inode -> bytes of the chunk files in the snapshots of one store, of which a living run may remove some."""
+    """Return bytes by inode of the chunk files in one store's snapshots; a live run may remove files meanwhile."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
         if not is_number(name) or _read(snap / name / _OWNER_NAME).get("id") != store:
@@ -216,7 +216,7 @@ def _bytes_of(snap: Path, store: object) -> dict[int, int]:
 
 
 def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
-    """Return how many files the array of a block has, None if its document is nowhere."""
+    """Return the number of files of a block's array, or None if its document is missing."""
     for place in places:
         try:
             grid = _read(place / "zarr.json")["chunk_grid"]
@@ -228,7 +228,7 @@ def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
 
 
 def _where_it_lay(file: Path, depth: int) -> Path:
-    """Return the path of the drive that a missing file was on: where its link points, or where the array is.
+    """Return the drive path of a missing file: the target of its link, or the location of its array.
 
     Args:
         file: ``<drive>/snap/<generation>/<key>/c/<number>``.
@@ -238,7 +238,7 @@ def _where_it_lay(file: Path, depth: int) -> Path:
 
 
 def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
-    """Return the drives that the config of the last run in a folder names: parts of checkpoints may have moved.
+    """Return the drives in the config of a folder's last run, because parts of checkpoints may have moved.
 
     The place relative to ``output_dir`` is tried before the recorded path, as in ``drive_places``.
     """

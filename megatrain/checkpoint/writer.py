@@ -1,4 +1,4 @@
-"""Makes checkpoints of generations: the two phases of a save, by all ranks of a run together (see `document.py`)."""
+"""Makes checkpoints of generations: the two phases of a save, jointly on all ranks of a run (see `document.py`)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointFolder", "CheckpointWriter", "CopyWriter"]
 
-#: Returns what all ranks gave, by rank: ``RankGroup.gather``. A collective.
+#: All-gathers one object per rank: ``RankGroup.gather``. A collective.
 Gather = Callable[[Any], Sequence[Any]]
 
 
 class CheckpointFolder:
-    """A folder of checkpoints, or of copies, as all ranks know it. Rank 0 changes it, and tells the others.
+    """A folder of checkpoints or copies, in the same state on all ranks. Rank 0 changes it and informs the others.
 
-    All ranks call the same methods in the same order. One rank alone tells itself.
+    All ranks call the same methods in the same order; a single rank may call them alone.
 
     Args:
-        gather: Returns what each rank gave; a collective.
-        tell: called, on rank 0, where something old could not be removed: that costs no checkpoint.
-        passes_over_damage: a document that is damaged names nothing, and the next one replaces it; else it is refused
-            by whoever would replace it.
+        gather: All-gathers one object per rank; a collective.
+        tell: called on rank 0 if old files could not be removed, which costs no checkpoint.
+        passes_over_damage: Whether a damaged document counts as empty and is replaced by the next one. Otherwise it
+            raises an error.
 
     Attributes:
-        known: the checkpoints that are there, oldest first.
-        best: a checkpoint that stays whatever its age, beside ``keep`` others.
+        known: the existing checkpoints, oldest first.
+        best: a checkpoint that is kept at any age, in addition to ``keep`` others.
         own: path of this rank's store, as in ``RankGeneration``.
     """
 
@@ -68,33 +68,34 @@ class CheckpointFolder:
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` names what is made here: of one process, the manifests of its generations do."""
+        """Whether ``RANKS.json`` names the checkpoints. A single process names them in its generations' manifests."""
         return self.own != ""
 
     @property
     def newest_number(self) -> int:
-        """The largest number of those that are made as here; 0: there is none."""
+        """Largest number among the checkpoints of this form, or 0."""
         return max((each.number for each in self.known if each.is_listed == self.is_listed), default=0)
 
     def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
-        """Return the generations of this rank that checkpoints name."""
+        """Return the generations of this rank in these checkpoints."""
         ranks = [rank for each in checkpoints if each is not None for rank in each.ranks]
         return [rank.generation for rank in ranks if rank.path == self.own]
 
     def newest(self, checkpoints: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
-        """Return the last of some checkpoints, and the best one."""
+        """Return the newest ``keep`` of these checkpoints, and the best one in addition."""
         is_best = [self.best is not None and each.ranks == self.best.ranks for each in checkpoints]
         others = [number for number, best in enumerate(is_best) if not best]
         stay = set(others[max(0, len(others) - keep) :])
         return [each for number, each in enumerate(checkpoints) if is_best[number] or number in stay]
 
     def change(self, keep: int, *, drop: Sequence[Checkpoint] = (), made: Checkpoint | None = None) -> None:
-        """Let the newest checkpoints stay, and remove the others. A collective.
+        """Keep the newest checkpoints and remove the others. A collective.
 
-        What this run's own stores have of those that go, their next commits remove.
+        Generations in this run's own stores are removed by the stores' next commits.
 
         Args:
-            made: one more, whose generations are whole.
+            drop: checkpoints to remove at any age.
+            made: a new checkpoint, whose generations are whole.
         """
         doomed = {each.ranks for each in drop}
         left = [each for each in self.known if each.ranks not in doomed]
@@ -110,12 +111,12 @@ class CheckpointFolder:
                 self._tell(f"old checkpoints in '{self.path}' could not be removed: {error}")
 
         if left != self.known:
-            # What rank 0 returns from has been written: no rank begins another commit, which prunes, before that.
+            # All ranks wait for rank 0's write, so that no rank starts another commit, which prunes, before it.
             self.from_first(write)
             self.known = left
 
     def from_first(self, find: Callable[[], Any]) -> Any:
-        """Return what rank 0 found, on all ranks; what it raised is raised on all. A collective."""
+        """Run ``find`` on rank 0, and return its result, or raise its error, on all ranks. A collective."""
         found: Any = None
         if self.rank == 0:
             try:
@@ -128,26 +129,26 @@ class CheckpointFolder:
         return result
 
     def named(self, problem: str) -> str:
-        """Return what is wrong with this rank's part, with its name where there are others."""
+        """Return an error message with this rank's number, if there are several ranks."""
         return f"rank {self.rank}: {problem}" if self.is_listed else problem
 
 
 def _pass_over(error: GenerationError) -> None:
-    """Do nothing: whoever looks for checkpoints has said so."""
+    """Do nothing, because the search for checkpoints has reported it."""
 
 
 class CheckpointWriter:
     """The two phases of a save. All ranks call the same methods in the same order.
 
     Args:
-        store: That of this rank. From now on its commits leave what checkpoints name, and nothing else that is older.
+        store: Store of this rank. Its commits now keep the generations named in checkpoints, and prune older others.
         lanes: Lanes in which gradients are added up.
-        elements: Block -> elements, without what shards have past its end.
-        is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
-            loaded: the first save drops them, and not the one that could.
-        save_number: largest number of a save that copies elsewhere have.
-        starts_over: the run continues no checkpoint. Generations of these ranks that no document names then stay until
-            the run has saved a checkpoint of its own.
+        elements: Elements by block, without the padding of shards.
+        is_past: Whether a checkpoint is not newer than the one that this run resumed from. Newer ones could not be
+            loaded, so the first save drops them and keeps the loaded one.
+        save_number: largest save number among copies elsewhere.
+        starts_over: Whether the run continues no checkpoint. Then unnamed generations of these ranks stay until the
+            run has saved its first checkpoint.
     """
 
     def __init__(
@@ -170,17 +171,17 @@ class CheckpointWriter:
             )
         if folder.is_listed:
             store.keep_only(lambda: [*folder.generations(folder.known), *self._unnamed.get(folder.own, ())])
-        else:  # its generations are the checkpoints: it counts them itself, when the newest is whole
+        else:  # the generations are the checkpoints: the store counts them itself when the newest is whole
             store.keep_also(lambda: folder.generations([folder.best]))
 
     def begin(self) -> None:
-        """Make way for one more checkpoint: one less is named than may be, but never none."""
+        """Drop checkpoints to make room for the next one, but never the last."""
         drop = [each for each in self.folder.known if not self._is_past(each)]
         self.folder.change(self._num_left, drop=drop)
-        self._is_past = lambda checkpoint: True  # what is made from now on
+        self._is_past = lambda checkpoint: True  # new checkpoints from now on
 
     def next_save_number(self) -> int:
-        """Return the number of a save that begins: larger than that of any earlier one."""
+        """Return the number of the save that begins, which is larger than all earlier ones."""
         self._save_number += 1
         return self._save_number
 
@@ -198,9 +199,9 @@ class CheckpointWriter:
         return [each for each in self.folder.known if each.ranks not in stay]
 
     def agree_on_room(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
-        """Return what rank 0 finds free for the checkpoint of all, and whether any rank is asked to stop.
+        """Return rank 0's free bytes for the checkpoint of all ranks, and whether any rank has a stop request.
 
-        Counts what ``begin`` and the commits after it remove: generations of these ranks that nothing will name.
+        Counts the space that ``begin`` and the next commits free: generations that will no longer be named.
         """
         free = 0
         if self.folder.rank == 0:
@@ -218,7 +219,7 @@ class CheckpointWriter:
         return told[0][0], any(stopping for _, stopping in told)
 
     def of_all(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return the sums of what all ranks give."""
+        """Return the sums over all ranks."""
         first, second, third = (sum(each) for each in zip(*self.folder.gather(sizes), strict=True))
         return first, second, third
 
@@ -230,8 +231,8 @@ class CheckpointWriter:
         """Wait until the generations of all ranks are whole, and make them a checkpoint.
 
         Raises:
-            CheckpointError: a rank could not write its own; the document is as before.
-            TransferError: one process could not.
+            CheckpointError: a rank could not write its part; the document is unchanged.
+            TransferError: the only process could not.
         """
         folder, ranks = self.folder, self._whole_on_all(commit)
         number = ranks[0].generation
@@ -257,49 +258,49 @@ class CheckpointWriter:
         everyone = folder.gather(own)
         failed = [problem for generation, problem in everyone if generation is None]
         if failed:
-            raise CheckpointError(f"no checkpoint was made: {'; '.join(failed)}. The one before is whole")
+            raise CheckpointError(f"no checkpoint was made: {'; '.join(failed)}. The previous one is whole")
         return tuple(generation for generation, _ in everyone)
 
 
 class CopyWriter:
-    """Whole copies of checkpoints: each rank copies its own part, a document says which belong together.
+    """Whole copies of checkpoints: each rank copies its own part, and a document groups the parts.
 
-    All ranks call the same methods in the same order. What fails costs the copy, and raises nothing.
+    All ranks call the same methods in the same order. A failure costs the copy and raises nothing.
 
     Args:
-        folder: Where the copies are; a document that is damaged names none.
+        folder: Folder of the copies; a damaged document counts as empty.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
 
     def begin(self) -> list[int]:
-        """Make way for one more copy, but leave one; return the generations of this rank that stay."""
+        """Prune copies to make room for one more, but keep one; return the generations of this rank that stay."""
         folder = self.folder
-        # What cannot be written now is told when the copy is made.
+        # A write error here is reported when the copy is made.
         with contextlib.suppress(CheckpointError):
-            if folder.is_listed:  # before ranks have folders in it: else it is a folder of somebody else's
+            if folder.is_listed:  # claim first: with folders of ranks inside, it would be refused as foreign
                 folder.from_first(lambda: claim_directory(folder.path))
             folder.change(max(1, folder.keep - 1))
         return folder.generations(folder.known)
 
     def are_done(self, is_done: bool) -> bool:
-        """Return whether all ranks have copied their own, or failed to."""
+        """Return whether all ranks have copied their parts, or failed to."""
         return all(self.folder.gather(is_done))
 
     def finish(
         self, checkpoint: Checkpoint, figures: CopyFigures | None, error: Exception | None
     ) -> tuple[tuple[int, int] | None, str]:
-        """Make what all ranks have copied a copy of the checkpoint.
+        """Turn the parts that all ranks have copied into a copy of the checkpoint.
 
         Args:
-            figures: What this rank's copy took; None: there is none.
+            figures: Figures of this rank's copy, or None if it failed.
 
         Returns:
-            Bytes that all ranks together have copied and linked; or None, and why there is no copy.
+            Bytes copied and linked by all ranks, or None; and the error.
         """
         folder, own = self.folder, None
-        problem = str(error or "it was given up")
+        problem = str(error or "it was cancelled")
         if figures is not None:
             try:
                 own = rank_generation(folder, figures.generation)
@@ -310,10 +311,10 @@ class CopyWriter:
         if failed:
             return None, "; ".join(failed)
         ranks = tuple(each for each, _, _ in everyone)
-        # A copy by one process may have a larger number than its checkpoint, where a copy has that.
+        # If another copy has the checkpoint's number, the copy of a single process gets a larger one.
         number = checkpoint.number if folder.is_listed else ranks[0].generation
         made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
-        # A number that grows no more: the checkpoints were removed, and theirs began anew.
+        # A number that stops growing means that the checkpoints were removed and their numbers restarted.
         drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
         try:
             folder.change(folder.keep, drop=drop, made=made)
@@ -324,10 +325,10 @@ class CopyWriter:
 
 
 def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:
-    """Return what this rank has of a checkpoint: a generation of its store, which is whole.
+    """Return this rank's part of a checkpoint: a whole generation of its store.
 
     Raises:
-        GenerationError: it is not there.
+        GenerationError: the generation does not exist.
     """
     sum_ = manifest_checksum(folder.path / folder.own, generation)
     return RankGeneration(folder.own, generation, sum_ if folder.is_listed else "")

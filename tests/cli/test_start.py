@@ -66,7 +66,7 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
         assert line in result.stderr, result.stderr
     assert not list((tmp_path / "tokens").glob("*/manifest.json")), "nothing is tokenized"
     checked = " ".join(run.call("check", run.folder / "run.toml", "--skip-weights", *wrong).output.split())
-    assert "learning_rate: 0.001 -> 0.0005" in checked and "the rows of [[data.train]] are others" in checked
+    assert "learning_rate: 0.001 -> 0.0005" in checked and "the rows of [[data.train]] differ" in checked
 
 
 def test_a_refusal_lists_data_that_is_not_compared(trained: SavedRun) -> None:

@@ -74,7 +74,7 @@ def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
     path = streamed(run, steps=4)
     path.write_text(path.read_text().replace("{ 3 = 0.5 }", "{ 3 = 0.0 }"))
     result = run.call("run", path)
-    assert result.exit_code == 2 and "[[data.train]] are others" in " ".join(result.output.split()), result.output
+    assert result.exit_code == 2 and "[[data.train]] differ" in " ".join(result.output.split()), result.output
     (run.folder / "shards-a" / "part-000.jsonl.zst").unlink()
     both = " ".join(run.call("run", path, "--set", "learning_rate=5e-4").output.split())
     assert "learning_rate: 0.001 -> 0.0005" in both and "data.train.0.weight_from_step.3: 0.5 -> 0.0" in both, both

@@ -407,7 +407,7 @@ def test_a_stop_while_the_url_is_away_saves_the_last_steps(
     path.write_text(path.read_text().replace("save_total_limit = 3", "save_total_limit = 1"))
     result = run.call("run", path)
     assert result.exit_code == 1 and "after 2 tries" in result.output, result.output
-    assert "makes way for the last one without having been copied" in " ".join(result.output.split())
+    assert "is replaced by the last one without having been copied" in " ".join(result.output.split())
     monkeypatch.undo()
     result = run.call("run", path)
     assert result.exit_code == 0 and "continuing after step 4 of 6" in result.output, result.output
