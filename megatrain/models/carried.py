@@ -1,8 +1,8 @@
-"""Carried tensors: those of a model's folder that are not trained, but copied into an export as they are.
+"""Carried tensors: tensors of a model's folder that are not trained, but copied into an export unchanged.
 
-They take no memory and stay in the folder, and an export copies them from there: buffers, what transformers ignores,
-and the modules that a converter takes out of the skeleton, as a vision tower that text never reaches. So every tensor
-of a folder is loaded, carried or refused. (Messages and checkpoints say that they are "kept as is".)
+They take no memory: they stay in the folder, and an export copies them from there. They are buffers, tensors that
+transformers ignores, and modules that a converter removes from the skeleton, e.g. a vision tower that text never
+reaches. So every tensor of a folder is loaded, carried or refused. (Messages and checkpoints say "kept as is".)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ATTRIBUTE = "_megatrain_carried_modules"
 
 
 class _CarriedWeight(Tensor):
-    """Placeholder of a carried weight: it has shape and dtype, and refuses to be computed with."""
+    """Placeholder of a carried weight: it has shape and dtype, and raises an error if it is used."""
 
     carried_name: str
     carried_model: str
@@ -62,11 +62,11 @@ class _CarriedWeight(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a carried parameter or buffer was registered.
+    """Registration of a carried parameter or buffer.
 
     Attributes:
-        name: In the model.
-        value: On the meta device.
+        name: Name in the model.
+        value: Tensor on the meta device.
     """
 
     name: str
@@ -82,10 +82,10 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class CarriedModules:
-    """The modules that were taken out of a skeleton.
+    """The modules that were removed from a skeleton.
 
     Attributes:
-        paths: The outermost of them, and owners of single parameters.
+        paths: The outermost of them, and names of single parameters.
         names: Their parameters and persistent buffers.
     """
 
@@ -95,7 +95,7 @@ class CarriedModules:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Register these parameters and buffers (on the meta device) again, so that the model lists their names."""
+        """Register these tensors (on the meta device) again within the context, so that the model lists their names."""
         for place in self._places:
             place.registry[place.leaf] = place.value
         try:
@@ -106,17 +106,17 @@ class CarriedModules:
 
 
 def carried_modules(model: PreTrainedModel) -> CarriedModules | None:
-    """Return what `carry` took out of the model; None: nothing."""
+    """Return the modules that `carry` removed from the model, or None."""
     found: CarriedModules | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
 def carry(model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], places: Sequence[TensorPlace]) -> None:
-    """Take tensors out of a skeleton: nothing that walks over it finds them, and its code cannot compute with them.
+    """Remove tensors from a skeleton: module traversal no longer finds them, and the model's code cannot use them.
 
     Args:
-        paths: The outermost modules of them, and names of single parameters.
-        names: Those that the model's files have.
+        paths: Their outermost modules, and names of single parameters.
+        names: Names of those in the model's files.
         places: All of them, each once.
     """
     for place in places:
@@ -126,23 +126,23 @@ def carry(model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], pl
 
 
 def _stand_in(model: PreTrainedModel, place: TensorPlace) -> None:
-    """Put a plain attribute in the place of a registered tensor."""
+    """Replace a registered tensor by a plain attribute."""
     del place.registry[place.leaf]
     standing_in = Tensor._make_subclass(_CarriedWeight, torch.empty_like(place.value, device="meta"))
     assert isinstance(standing_in, _CarriedWeight)
     standing_in.carried_name, standing_in.carried_model = place.name, type(model).__name__
-    cast("Any", standing_in)._is_hf_initialized = True  # transformers' rules are to leave it alone
+    cast("Any", standing_in)._is_hf_initialized = True  # transformers' rules must skip it
     place.module.__dict__[place.leaf] = standing_in
 
 
 @dataclass(frozen=True)
 class CarriedTensors:
-    """The tensors of a folder that an export copies as they are.
+    """The tensors of a folder that an export copies unchanged.
 
     Attributes:
-        folder: Where they lie.
+        folder: The folder that holds them.
         names: Their names in the files.
-        owners: Name -> what it belongs to, for people: a module of the model, or the beginning of its name.
+        owners: Owner by name, for messages: a module of the model, or a prefix of the name.
     """
 
     folder: ModelFolder
@@ -154,7 +154,7 @@ class CarriedTensors:
         return sum(self.folder.records[name].nbytes for name in self.names)
 
     def __str__(self) -> str:
-        """All of them in one line: `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
+        """Return one line about all of them: `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
         counts = Counter(self.owners[name] for name in self.names)
         what = some([f"{owner} ({count})" for owner, count in counts.most_common()], limit=4)
         tensors = f"{len(self.names)} tensors" if len(self.names) != 1 else "1 tensor"
@@ -162,11 +162,11 @@ class CarriedTensors:
         return f"{tensors} ({format_size(self.nbytes)}) {verb}: {what}"
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint records of them. Reads them all."""
+        """Return their entries in a checkpoint. Reads all of them."""
         return {CARRIED_COUNT: len(self.names), CARRIED_CHECKSUM: self.checksum()}
 
     def checksum(self) -> str:
-        """Read all of them and return the checksum of their names, shapes, dtypes and bytes. RAM: one small piece."""
+        """Read all of them and return a checksum of names, shapes, dtypes and bytes. RAM: one small piece."""
         checksums: dict[str, str] = {}
         for name in self.names:
             digest = xxhash.xxh3_64()
@@ -176,7 +176,7 @@ class CarriedTensors:
         return self.joined(checksums)
 
     def joined(self, checksums: Mapping[str, str]) -> str:
-        """Return what `checksum` does, given the xxh3-64 of each tensor's bytes."""
+        """Return the `checksum`, given the xxh3-64 of each tensor's bytes."""
         digest = xxhash.xxh3_64()
         for name in sorted(self.names):
             record = self.folder.records[name]

@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint make which parameters of a model, and back.
+"""Maps the tensors of a checkpoint to the parameters of a model, and back.
 
-Transformers 5 keeps some models in another form than their files: prefixes differ, the experts of a layer are one
-fused tensor. It publishes the differences as a list of transforms. This module applies that list to names and
-shapes only (on the meta device), which gives a complete plan before a single weight is read or written: every
-missing name and wrong shape is known at once, and each step can be run alone with just the tensors that it needs.
+Transformers 5 keeps some models in another form than their files: prefixes differ, and the experts of a layer are one
+fused tensor. It publishes the differences as a list of transforms. This module applies the list to names and shapes
+only (on the meta device). The result is a complete plan before any weight is read or written. Missing names and wrong
+shapes are known at once, and each step can run alone with only the tensors that it needs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class ConversionError(Exception):
 
 @dataclass
 class Conversion:
-    """One step: some tensors in, some tensors out, under the names of either side.
+    """One step from input tensors to output tensors, with the names on both sides.
 
     Attributes:
-        sources: pattern -> the input names that matched it, in the order in which the transform wants them.
-        targets: output name -> shape and dtype, as a tensor on the meta device.
+        sources: input names by the pattern that matched them, in the order that the transform needs.
+        targets: shape and dtype by output name, as a tensor on the meta device.
         transform: None for a plain copy of the only source to the only target.
-        final_names: name that the transform gives an output -> the name that it finally has.
-        source_shapes: input name -> shape.
+        final_names: final name by the name that the transform gives an output.
+        source_shapes: shapes by input name.
     """
 
     first_target: str
@@ -52,15 +52,15 @@ class Conversion:
         return [name for names in self.sources.values() for name in names]
 
     def run(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return the outputs by name; ``read`` gives each input, which is dropped as soon as it is used."""
+        """Return the outputs by name; ``read`` returns an input, which is freed as soon as it is used."""
         outputs = self._convert(read, model)
         return {self.final_names[name]: value for name, value in outputs.items()}
 
     def regions(self, model: PreTrainedModel) -> Mapping[str, Sequence[Region]] | None:
-        """Return the regions that make each target; None if some number of the inputs is not merely moved.
+        """Return the regions that make each target; None if a step does more than move elements.
 
-        Then every target can be made a range at a time. It covers copies, the usual fusing of experts, what cuts fused
-        tensors apart, and what puts them together or apart for an export.
+        With regions, every target can be made a range at a time. They cover copies, the usual fusing of experts, and
+        splits and joins of fused tensors for an export.
         """
         if self.transform is None:
             ((target, made),) = self.targets.items()
@@ -76,14 +76,14 @@ class Conversion:
     def trace(
         self, inputs: Mapping[str, torch.Tensor], model: PreTrainedModel, rename: Callable[[str], str] | None = None
     ) -> None:
-        """Find the targets from ``inputs`` on meta; ``rename`` gives their final names.
+        """Find the targets from ``inputs`` on meta; ``rename`` returns their final names.
 
         Raises:
             ConversionError: the inputs do not fit together.
         """
         try:
             outputs = self._convert(inputs.__getitem__, model)
-        except Exception as error:  # the transforms raise whatever torch raises for shapes that do not fit
+        except Exception as error:  # the transforms raise various torch errors for shapes that do not fit
             listed = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.source_names[:4])
             raise ConversionError(f"cannot make {self.first_target} of {listed}: {error}") from error
         self.source_shapes = {name: inputs[name].shape for name in self.source_names}
@@ -93,7 +93,7 @@ class Conversion:
     def _convert(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if self.transform is None:
             return {self.first_target: read(self.source_names[0])}
-        transform = deepcopy(self.transform)  # its collected tensors are used up by the conversion
+        transform = deepcopy(self.transform)  # the conversion consumes its collected tensors
         for pattern, names in self.sources.items():
             transform.collected_tensors[pattern] = [read(name) for name in names]
         outputs = transform.convert(self.first_target, model=model, config=model.config)
@@ -102,14 +102,14 @@ class Conversion:
 
 @dataclass
 class LoadPlan:
-    """How a checkpoint fills a model.
+    """The mapping from a checkpoint to a model.
 
     Attributes:
-        by_target: parameter or persistent buffer -> the step that makes it.
+        by_target: conversion step by parameter or persistent buffer.
         missing: names of the model that no tensor of the checkpoint makes.
-        unexpected: names of the checkpoint that the model has no place for.
-        ignorable: names of the checkpoint that transformers leaves out without a word -> those that the model would
-            have: it has no place for them, and its class says that this is right.
+        unexpected: names of the checkpoint without a place in the model.
+        ignorable: names in the model by names of the checkpoint that transformers drops silently: the model lacks
+            these tensors, as its class declares.
         transforms: those that matched; the inverse conversion of an export needs them.
     """
 
@@ -121,7 +121,7 @@ class LoadPlan:
 
 
 def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) -> LoadPlan:
-    """Return how tensors of these names, shapes and dtypes (on meta) fill ``model``.
+    """Return the plan that fills ``model`` from tensors of these names, shapes and dtypes (on meta).
 
     Raises:
         ConversionError: the tensors cannot be converted, e.g. experts of different shapes.
@@ -137,7 +137,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     unexpected: dict[str, str] = {}
     for name in sorted(checkpoint, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, places)
-        if target not in places and name in places:  # the file already uses the module's own name
+        if target not in places and name in places:  # the file already uses the module's name
             target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=places)
         if target not in places:
             unexpected[name] = target
@@ -153,7 +153,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     unplaced = [name for name in by_target if name not in places]
     by_target = {name: step for name, step in by_target.items() if name in places}
     patterns = [re.compile(pattern) for pattern in _ignored_unexpected(model)]
-    ignorable = {  # transformers looks at the new name
+    ignorable = {  # transformers matches the new name
         name: target for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
     }
     return LoadPlan(
@@ -168,23 +168,23 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
 def plan_export(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], loaded: LoadPlan | None = None
 ) -> list[Conversion]:
-    """Return the steps that turn module tensors (names, shapes, dtypes; on meta) into those of a checkpoint.
+    """Return the steps that turn module tensors (names, shapes, dtypes; on meta) into checkpoint tensors.
 
-    It inverts the transforms that were used to load the model, else those of the model's type; so the folder is
-    what ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
+    They invert the transforms that loaded the model, or else the transforms of its type. So the folder has the form
+    that ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
 
     Args:
-        loaded: how a folder filled the model; then every tensor gets the name back that it had there.
+        loaded: the plan that loaded a folder; then every tensor gets its name in that folder.
 
     Raises:
-        ConversionError: two tensors would have one name, or a name of the folder cannot be given back.
+        ConversionError: two tensors would have one name, or a name of the folder cannot be restored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
-        # A dropped prefix cannot be guessed back for a model that no folder gave; from_pretrained takes either.
+        # Without a folder, a dropped prefix cannot be restored; from_pretrained accepts both forms.
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [transform for transform in mapping if not isinstance(transform, PrefixChange)]
     renamings, converters, by_pattern = _split([transform.reverse_transform() for transform in reversed(transforms)])
@@ -205,30 +205,30 @@ def plan_export(
 
 
 def _take_names_of_files(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
-    """Give the outputs of an export step the names and shapes that the folder has them under."""
+    """Give the outputs of an export step their names and shapes in the folder."""
     steps = [loaded.by_target[name] for name in step.source_names if name in loaded.by_target]
     if not steps:
-        return  # what no file gave: transformers says that it may be absent
+        return  # no file had it: transformers allows it to be absent
     shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
-        with_or_without = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained takes either
+        with_or_without = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts both
         found = [other for other in with_or_without if other in shapes]
         if step.transform is None and len(shapes) == 1:
-            found = list(shapes)  # a copy of a copy, whatever a renaming may have lost
+            found = list(shapes)  # a plain copy, even if a renaming has lost the name
         if len(found) == 1 and shapes[found[0]] == value.shape:
             new_names[name] = found[0]
     if len(new_names) != len(shapes) or set(new_names.values()) != set(shapes):
         given = [name for name in shapes if name not in new_names.values()] or list(shapes)
         raise ConversionError(
-            f"{given[0]} could not be given back by an export: transformers writes {', '.join(step.targets)} for it"
+            f"{given[0]} could not be restored by an export: transformers writes {', '.join(step.targets)} for it"
         )
     step.final_names = {name: new_names[final] for name, final in step.final_names.items()}
     step.targets = {new_names[name]: value for name, value in step.targets.items()}
 
 
 def _put(name: str, place: torch.Tensor) -> Region:
-    """Return the region of a whole input that lies at ``place`` of an output on meta."""
+    """Return the region of a whole input that becomes ``place`` of an output on meta."""
     return region_of(name, torch.empty(place.shape, device="meta"), place)
 
 
@@ -255,7 +255,7 @@ def _places_in_stack(step: Conversion, whole: torch.Tensor) -> list[tuple[str, t
 
 
 def tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of each set of parameters or buffers that are one tensor, the name that a file keeps first."""
+    """Return the names of each set of parameters or buffers that are one tensor; the name in files comes first."""
     by_identity: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(value), []).append(name)
@@ -281,7 +281,7 @@ def _missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], found: 
 
 
 def _ignored_unexpected(model: PreTrainedModel) -> list[str]:
-    """Return the patterns of names that transformers drops in silence: what old or larger checkpoints still carry."""
+    """Return the patterns of names that transformers drops silently, from old or larger checkpoints."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

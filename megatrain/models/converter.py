@@ -1,10 +1,10 @@
-"""The door for quirks of models: a converter is one file that the core does not import.
+"""The interface for quirks of models. A converter is one file, which the core does not import.
 
 The core builds a skeleton of a folder, finds its units, streams their weights through its forwards, and writes them
-back. What only some models or some runs need beside that (adapters, experts in parts, images, attention inside of
-documents) changes the model at one of a few moments. Those are the methods of `ModelConverter`, in order of time; each
-does nothing until a converter says otherwise. Which converters a run has is decided above
-(``megatrain/converters/spec.py``) and handed in as a tuple, which the core calls in its order.
+back. Some models or runs need more: adapters, experts in parts, images, attention within documents. A converter adds
+it at one of a few moments, the methods of `ModelConverter`, listed in order of time. By default each method does
+nothing. ``megatrain/converters/spec.py`` chooses the converters of a run; the core receives them as a tuple and calls
+them in its order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ReadMaster = Callable[[int, int], Tensor]
 """Returns elements of a layout's block from the first number to the second: 1-D fp32, valid until the next call."""
 
 WeightSource = Callable[["UnitLayout"], AbstractContextManager[ReadMaster]]
-"""Gives the fp32 master weights of one layout for as long as the context is open."""
+"""Opens the fp32 master weights of one layout; they are valid within the context."""
 
 
 class ModelConverter:
-    """What one quirk changes of one model, and when. A converter serves one graph, and may remember what it found.
+    """The changes for one quirk of one model. A converter serves one graph, and may keep state.
 
     Attributes:
-        freezes_weights: True: the model's own weights are not trained, so a folder may have them quantized.
+        freezes_weights: Whether the model's weights are frozen, so that a folder may have them quantized.
     """
 
     freezes_weights: bool = False
@@ -42,35 +42,35 @@ class ModelConverter:
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
 
     def model_class(self, config: PretrainedConfig) -> Any:
-        """Return the class of transformers that the skeleton is of, having changed its config; None: no other one."""
+        """Return the skeleton's transformers class after changing its config, or None for the default class."""
         return None
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Take tensors out of a skeleton that has no buffers yet, or freeze some of its parameters."""
+        """Remove tensors from a skeleton that has no buffers yet, or freeze some of its parameters."""
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Add or exchange modules of a skeleton that is complete. New parameters are on the meta device."""
+        """Add or replace modules of a complete skeleton. New parameters are on the meta device."""
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which modules and names are those of the model's folder."""
+        """Return a context in which modules and names equal those in the model's folder."""
         return nullcontext()
 
     # -- its units and layouts ----------------------------------------------------------------------------------------
 
     def plain_name(self, name: str) -> str:
-        """Return the name that blocks, checkpoints and exports give to a parameter of the converted model."""
+        """Return the name of a converted model's parameter in blocks, checkpoints and exports."""
         return name
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is one unit although its parameters are those of modules inside of it."""
+        """Return whether a module is one unit although the modules inside it own its parameters."""
         return False
 
     def is_optional(self, module: nn.Module) -> bool:
-        """Return whether micro-batches may leave a unit out. It is visited in each step all the same."""
+        """Return whether micro-batches may skip a unit. It is still visited in each step."""
         return False
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units that take the place of one layer, in the order of its forward; empty: it is one unit.
+        """Return the units that replace one layer, in forward order; empty if the layer is one unit.
 
         Together they own all parameters of the layer. Called once for each layer that all micro-batches reach.
         """
@@ -79,21 +79,21 @@ class ModelConverter:
     # -- a pass, and an export ----------------------------------------------------------------------------------------
 
     def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context that forward and backward of a pass run in. For one thread.
+        """Return the context for the forward and backward of a pass. For one thread.
 
         Args:
-            on_dense_mask: to be called with what needs it whenever an attention mask of [S, S] is made.
-            is_compiled: layers are compiled, so that what a context replaces in them is not seen.
+            on_dense_mask: called with the cause whenever an attention mask of [S, S] is made.
+            is_compiled: Whether layers are compiled, so that replacements inside them have no effect.
         """
         return nullcontext()
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return the weights that an export of the whole model writes, given those that the blocks have."""
+        """Return the weights for an export of the whole model, given the weights in the blocks."""
         return source
 
 
 class ConverterSpec(Protocol):
-    """What a config says of a converter: a value, of which each graph gets a new one."""
+    """A converter's settings in a config, from which each graph gets a new converter."""
 
     def converter(self) -> ModelConverter:
         """Return a new converter."""
@@ -101,7 +101,7 @@ class ConverterSpec(Protocol):
 
 
 class ConvertedGraph(Protocol):
-    """What a converter and an export need to know of a model graph."""
+    """The part of a model graph that converters and exports use."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -116,11 +116,11 @@ class ConvertedGraph(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerUnit:
-    """A unit inside of a layer.
+    """A unit inside a layer.
 
     Attributes:
-        path: Path inside of the layer.
-        part: The part of a larger module that it is; None: it is a module of the model.
+        path: Path inside the layer.
+        part: The part of a larger module; None if it is a module of the model.
     """
 
     path: str
@@ -129,40 +129,40 @@ class InnerUnit:
 
 
 class LayerPart(Protocol):
-    """Some rows of all parameters of a module, as a unit that computes with the tokens that were routed to it.
+    """Some rows of all parameters of a module, as a unit that computes the tokens routed to it.
 
-    The parts of a module are called one right after the other, with the same arguments. Its parameters have the names
-    that they have in the whole module.
+    The parts of a module are called consecutively, with the same arguments. Parameter names equal those in the whole
+    module.
     """
 
     @property
     def whole(self) -> nn.Module:
-        """The module of all parts, whose parameters the model's names mean."""
+        """The unsplit module, whose names the model uses."""
 
     @property
     def rows(self) -> range:
-        """Its rows: the first dimension of every parameter."""
+        """Its range in the first dimension of every parameter."""
 
     @property
     def num_all(self) -> int:
-        """Rows of the whole module."""
+        """Number of rows of the whole module."""
 
     @property
     def siblings(self) -> Sequence[LayerPart]:
-        """All parts of the module, in the order in which they are called."""
+        """All parts of the module, in call order."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What all parts have in common that compute alike, with as much memory."""
+        """Grouping key of parts with equal computation and memory."""
 
     def is_routed(self, arguments: Sequence[Any]) -> bool:
-        """Return whether the arguments of a call say where tokens go: they have values, and are not only traced."""
+        """Return whether the arguments of a call have routing values, and are not only traced."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether no token of a call goes to the part; False where that is not known. The host may wait."""
+        """Return whether no token of a call is routed to the part; False if unknown. May wait for the device."""
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
-        """Return how likely a token goes to no row of the part, where all rows are as likely."""
+        """Return the probability that a token is not routed to the part, assuming uniform routing."""
 
     def uncomputed(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return a result of the shape and dtype of the part's, with gradients for all that has one, uncomputed."""
+        """Return a placeholder result with the part's shape and dtype and the same gradient structure."""

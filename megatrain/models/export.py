@@ -1,8 +1,8 @@
-"""A trained model into a Hugging Face folder, unit by unit, checked and put in place at once.
+"""Exports a trained model as a Hugging Face folder, unit by unit, with verification and an atomic rename.
 
-The folder appears under its name only when it is complete and was read back; until then it is a hidden sibling.
-RAM used besides the source's own leases: one small piece of a tensor, however large it is; or the tensors of one
-conversion, where it does more than stack, join, cut and turn them.
+The export is a hidden sibling folder until it is complete and was read back. Then it gets its name. In addition to the
+source's leases it takes RAM for one small piece of a tensor, however large the tensor is. A conversion that does more
+than stack, join, cut and transpose takes RAM for all its tensors.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ __all__ = [
 
 
 def export_dtype(table: ExportConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that weights are written in; "auto": the one that layers compute in."""
+    """Return the dtype of exported weights; "auto": the compute dtype."""
     return compute_dtype if table.dtype == "auto" else getattr(torch, table.dtype)
 
 
-#: Bytes of the widest number that is read for one that is written.
+#: Bytes per element of the widest dtype that is read for an output element.
 _WIDEST_BYTES = 4
 
 
 class DamagedShardError(Exception):
-    """What was read back is not what was written."""
+    """The data read back differs from the written data."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One file: its bytes before the tensors, and where each tensor goes."""
+    """One file: its header bytes, and the offset of each tensor."""
 
     file_name: str
     header: bytes
@@ -95,9 +95,9 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[ShardPlan]:
-    """Cut tensors (on meta, in writing order) into files of at most ``max_shard_nbytes`` of weights each.
+    """Split tensors (on meta, in writing order) into files of at most ``max_shard_nbytes`` of weights each.
 
-    A tensor that is larger than that gets a file of its own, as in transformers.
+    A larger tensor gets a file for itself, as in transformers.
     """
     assert max_shard_nbytes > 0, max_shard_nbytes
     groups: list[list[str]] = [[]]
@@ -115,8 +115,8 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[Sh
 
 
 def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -> ShardPlan:
-    """Return the layout of one file, given the names in it and all tensors, on meta."""
-    # Wide numbers first: then every tensor is aligned to its own element, whatever the mix of dtypes.
+    """Return the layout of one file for these names; ``tensors`` holds all tensors, on meta."""
+    # Wide dtypes first, so that every tensor is aligned to its element size.
     ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
@@ -141,7 +141,7 @@ class ShardWriter:
     """Writes the planned files of one folder and checks them by reading them back.
 
     Attributes:
-        checksums: tensor name -> xxh3-64 of its bytes in the file, hexadecimal.
+        checksums: xxh3-64 of each tensor's bytes in the file, hexadecimal, by name.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class ShardWriter:
 
         Args:
             name: name of the tensor in the files.
-            read: returns elements from the first number to the second: 1-D, any floating dtype and device; cast on the
-                way.
+            read: returns the elements from its first argument to its second: 1-D, any floating dtype and device.
+                ``write`` casts them.
         """
         expected = self._tensors[name]
         count, step = expected.numel(), max(1, PIECE_BYTES // _WIDEST_BYTES)
@@ -200,7 +200,7 @@ class ShardWriter:
         self._on_bytes(self._done_bytes, self._num_bytes)
 
     def finish(self) -> None:
-        """Write the index of several files, and bring everything to the drive."""
+        """Write the index if there are several files, and fsync all files."""
         unwritten = sorted(set(self._tensors) - set(self.checksums))
         assert not unwritten, unwritten[:5]
         if len(self._shards) > 1:
@@ -212,16 +212,16 @@ class ShardWriter:
         for path in sorted(self._folder.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that verify reads the drive
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that verify reads from the drive
 
     def verify(self, folder: Tensors | None = None) -> None:
-        """Read headers and every tensor back and compare the checksums.
+        """Read headers and all tensors back, and compare the checksums.
 
         Args:
-            folder: what was written, opened anew; default: a model's folder, which needs its ``config.json`` by then.
+            folder: the written files, opened again; default: a model folder, which must have its ``config.json``.
 
         Raises:
-            DamagedShardError: the drive gave back something else; names the tensor.
+            DamagedShardError: the drive returned other data; the message names the tensor.
             ModelFolderError: a header is damaged.
         """
         folder = folder or ModelFolder(self._folder)
@@ -236,7 +236,7 @@ class ShardWriter:
             if digest.hexdigest() != self.checksums[name]:
                 raise DamagedShardError(
                     f"{record.file}: tensor {name} reads back with checksum {digest.hexdigest()}, "
-                    f"written was {self.checksums[name]}. The drive or the memory of this machine is faulty"
+                    f"expected {self.checksums[name]}. The drive or the memory of this machine is faulty"
                 )
 
 
@@ -262,11 +262,11 @@ _OTHER_FILES = (
 )
 
 OnBytes = Callable[[int, int], None]
-"""Told the bytes that are done, and how many there are."""
+"""Called with the finished bytes and the total bytes."""
 
 
 class ExportError(Exception):
-    """The folder was not written; what was at its name before is untouched."""
+    """The folder was not written; an earlier folder of its name is unchanged."""
 
 
 class ExportTargetError(ExportError):
@@ -287,32 +287,32 @@ def export_model(
     carried_checksum: str | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
-    """Write the model as a Hugging Face folder that ``from_pretrained`` opens, its weights as the converters have them.
+    """Write the model as a Hugging Face folder for ``from_pretrained``, with the weights as the converters export them.
 
-    With an ``origin`` it has all tensors of that folder under their names, its config and its class: what is trained in
-    ``dtype``, the rest byte by byte as it is there.
+    With an ``origin``, the export has all tensors of that folder under their names, its config and its class. Trained
+    tensors have ``dtype``; all others are copied byte by byte.
 
     Args:
-        graph: the model's skeleton and layouts. Persistent buffers are taken from the skeleton if there is no origin.
+        graph: the model's skeleton and layouts. Without an origin, the skeleton supplies the persistent buffers.
         source: gives the master weights of one layout at a time, in ranges.
         out_dir: the folder to make. It may exist if it is empty or an earlier export of this program.
-        dtype: what weights are written in, but those that the model's class wants in fp32; buffers keep their own.
-        max_shard_nbytes: weight bytes in one file.
+        dtype: dtype of the weights, except those that the model's class keeps in fp32; buffers keep their dtype.
+        max_shard_nbytes: weight bytes per file.
         tokenizer: saved into the folder; otherwise the tokenizer files of ``copy_from`` are copied.
-        copy_from: the folder of the tokenizer. Generation config, processors and licence are those of the origin, or
-            copied from here if there is none.
+        copy_from: the folder of the tokenizer. Without an origin it also supplies generation config, processors and
+            licence.
         record: more keys for ``export.json``, e.g. the step.
-        origin: the folder that the weights were loaded from; None: there is none.
-        carried_checksum: ``CarriedTensors.checksum`` of the origin when training began; None: it is not compared.
-        on_bytes: called with the bytes that were written and read back so far, and with all of both.
+        origin: the folder that the weights were loaded from, if any.
+        carried_checksum: ``CarriedTensors.checksum`` of the origin when training began; None skips the comparison.
+        on_bytes: called with the bytes written and read back so far, and with their total.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
-        ExportError: ``out_dir`` holds something else, the disk has too little room, writing or checking failed, or the
-            carried tensors of the origin are gone or no longer those that training began with.
-        ConversionError: the weights cannot be brought into the form of the model's checkpoints.
+        ExportError: ``out_dir`` holds other files, the drive is too full, writing or checking failed, or the carried
+            tensors of the origin are missing or have changed since training began.
+        ConversionError: the weights cannot be converted to the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()
     check_target(out)
@@ -375,14 +375,14 @@ def _export_model(
 
 @contextmanager
 def finished_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
-    """Yield a hidden folder to write into, which gets the name of the export where nothing failed.
+    """Yield a hidden folder to write into, and give it the name of the export if nothing failed.
 
     Args:
-        out: Where the export goes, `check_target` having passed.
-        shards: The files of its weights, for the room on the drive.
+        out: Path of the export, accepted by `check_target`.
+        shards: The weight files, to check the free space.
 
     Raises:
-        ExportError: the drive has too little room, or writing or checking failed; what was at ``out`` is untouched.
+        ExportError: the drive is too full, or writing or checking failed; ``out`` is unchanged.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     _check_room(out, sum(shard.nbytes for shard in shards))
@@ -393,15 +393,15 @@ def finished_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
     except (OSError, DamagedShardError) as error:
         raise ExportError(f"{out} was not written: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gone already if all went well
+        shutil.rmtree(folder, ignore_errors=True)  # after success it has been renamed
 
 
 def _plan(
     model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None
 ) -> tuple[list[Conversion], dict[str, Tensor]]:
-    """Return the steps, and what goes into them: name in the model -> shape and dtype on meta.
+    """Return the conversion steps, and the shape and dtype of their inputs (on meta) by name in the model.
 
-    Without an origin tied tensors are written once; else under the names that its files have.
+    Without an origin, tied tensors are written once; otherwise under the names in the origin's files.
     """
     places = model.state_dict(keep_vars=True)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -413,7 +413,7 @@ def _plan(
         for names in tied_groups(model):
             dropped.update(names if any(name in by_target for name in names) else names[1:])
         dropped -= set(origin.trained)
-        dropped.update(name for name in places if name not in parameters and name in by_target)  # they are carried
+        dropped.update(name for name in places if name not in parameters and name in by_target)  # carried buffers
     dtypes = dtypes_when_loaded(model, dtype)
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
@@ -424,7 +424,7 @@ def _plan(
 
 
 def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
-    """Return parameter name -> layouts that have it or its parts, for every name that a parameter has."""
+    """Return the layouts that hold a parameter or its parts, by each name of the parameter."""
     found: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:
@@ -459,7 +459,7 @@ def _write_group(
                 for target, parts in regions.items():
                     writer.write(target, partial(_read_parts, parts, weights))
                 continue
-            # Converted in the file's dtype: the transforms only move numbers, so this is exact and takes least room.
+            # Converted in the file's dtype: the transforms only move elements, so this is exact and takes least memory.
             outputs = step.run(lambda name: weights.whole(name, inputs[name].dtype), model)
             for target in list(outputs):
                 flat = outputs.pop(target).reshape(-1)
@@ -473,7 +473,7 @@ def _read_parts(regions: Sequence[Region], weights: _OpenWeights, start: int, st
 
 
 class _OpenWeights:
-    """The tensors of some layouts that are open, and the buffers of the model.
+    """The tensors of some open layouts, and the buffers of the model.
 
     Args:
         model: the skeleton, with its buffers.
@@ -507,7 +507,7 @@ class _OpenWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in new memory."""
+        """Return a copy of a tensor."""
         if name not in self._places:
             return self._buffer(name).to(dtype)
         entries = [entry for entry, _ in self._places[name]]
@@ -527,7 +527,7 @@ class _OpenWeights:
 
 
 def _copy_carried(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
-    """Copy the carried tensors, and see that they are those that training began with."""
+    """Copy the carried tensors, and check that they have not changed since training began."""
     carried = origin.carried
     try:
         for name in carried.names:
@@ -536,13 +536,13 @@ def _copy_carried(origin: Origin, writer: ShardWriter, checksum: str | None) -> 
         raise ExportError(f"{carried}. That folder is needed for the export: {error}") from error
     if checksum is not None and carried.joined(writer.checksums) != checksum:
         raise ExportError(
-            f"{origin.folder.path}: {carried}, but they are no longer those that the run began with. Bring the "
-            "original files back, or name a copy of the folder: megatrain-tier export --model FOLDER"
+            f"{origin.folder.path}: {carried}, but they are no longer those that the run began with. Restore the "
+            "original files, or name a copy of the folder: megatrain-tier export --model FOLDER"
         )
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None) -> None:
-    """Write ``config.json``: that of the origin with the new dtype, else the model's own."""
+    """Write ``config.json``: the origin's with the new dtype, or the model's."""
     if origin is None:
         config = copy.deepcopy(model.config)
         config.dtype = dtype
@@ -553,7 +553,7 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, orig
     values.setdefault("architectures", [type(model).__name__])
     if (head := head_of(model)) is not None:
         values.update(head.config)
-    values.pop("quantization_config", None)  # what is written is not quantized
+    values.pop("quantization_config", None)  # exported weights are not quantized
     _set_dtype(values, dtype)
     for key in model.config.sub_configs:
         if isinstance(values.get(key), dict) and getattr(model.config, key) is model.config.get_text_config():
@@ -570,10 +570,10 @@ def _set_dtype(values: dict[str, Any], dtype: torch.dtype, *, is_new: bool = Tru
 def _write_companions(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, copy_from: list[Path]
 ) -> None:
-    """Write or copy all that is neither weights nor config.
+    """Write or copy all files except weights and config.
 
     Args:
-        copy_from: the folder that the model came from, then that of the tokenizer, as far as there are any.
+        copy_from: the model's folder, then the tokenizer's folder, if they exist.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -585,7 +585,7 @@ def _write_companions(
 
 
 def copy_tokenizer(sources: list[Path], folder: Path) -> None:
-    """Copy the tokenizer's files of some folders into one; those that are there already stay."""
+    """Copy the tokenizer files of some folders into one; existing files stay."""
     _copy_files(sources, _TOKENIZER_FILES, folder)
 
 
@@ -599,7 +599,7 @@ def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> N
 
 
 def exported_step(folder: Path) -> int | None:
-    """Return the step of the checkpoint that an export wrote; None: nobody noted it."""
+    """Return the step of the exported checkpoint, or None if it was not recorded."""
     try:
         step = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")).get("step")
     except (OSError, ValueError, AttributeError):
@@ -608,14 +608,14 @@ def exported_step(folder: Path) -> int | None:
 
 
 def check_target(out: Path, *, overwrite: bool = True) -> None:
-    """Refuse a path that holds files other than those of an earlier export. Writes nothing.
+    """Refuse a path with files that no earlier export wrote. Writes nothing.
 
     Args:
-        out: where an export goes.
-        overwrite: whether it may take the place of an earlier one.
+        out: path of the export.
+        overwrite: whether it may replace an earlier export.
 
     Raises:
-        ExportError: it is a file, a folder with other contents than one earlier export, or one that is to stay.
+        ExportError: it is a file, holds other files than one earlier export, or an export that must stay.
     """
     if not out.exists():
         return
@@ -656,7 +656,7 @@ def _check_room(out: Path, need_nbytes: int) -> None:
 
 
 def _fresh_sibling(out: Path, word: str) -> Path:
-    """Make an empty hidden folder next to ``out``, and remove those that dead processes left."""
+    """Make an empty hidden folder next to ``out``, and remove the folders that dead processes left."""
     for path in out.parent.glob(f".{out.name}.{word}-*"):
         pid = path.name.rpartition("-")[2]
         if is_number(pid) and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
@@ -670,13 +670,13 @@ def _fresh_sibling(out: Path, word: str) -> Path:
 
 
 def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
-    """Write ``export.json``, the last file of an export: by it a later one knows the folder.
+    """Write ``export.json``, the last file of an export, which identifies the folder to later exports.
 
     Args:
         folder: Holds all other files.
-        dtype: What the weights were written in.
+        dtype: Dtype of the weights.
         checksums: xxh3-64 of each tensor's bytes, hexadecimal.
-        more: Keys beside those of every export, as the step.
+        more: Additional keys, such as the step.
     """
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     record = {

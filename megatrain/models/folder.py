@@ -1,7 +1,7 @@
-"""A Hugging Face folder on disk: its config, and its tensors read one at a time.
+"""A Hugging Face folder on disk: its config, and its tensors, read one at a time.
 
-Nothing is memory-mapped and nothing is kept: a tensor's bytes go from the file into the memory that the caller
-gives, through one small piece when the dtype must change. So the RAM of a run never holds a second copy of a model.
+Nothing is memory-mapped or cached. A tensor's bytes go from the file into the caller's memory, through one small piece
+if the dtype changes. So the RAM of a run never holds a second copy of a model.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-ADAPTER_CONFIG = "adapter_config.json"  # what tells a folder of peft's from a model's
-PIECE_BYTES = 16 << 20  # how much of a tensor is in flight while its dtype changes
+ADAPTER_CONFIG = "adapter_config.json"  # marks an adapter folder of peft
+PIECE_BYTES = 16 << 20  # bytes in flight while a tensor's dtype changes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-#: Key of ``RunState.model``: ``ModelFolder.fingerprint`` of weights that no checkpoint holds.
+#: Key of ``RunState.model``: ``ModelFolder.fingerprint`` of weights that are not in checkpoints.
 BASE_CHECKSUM = "base_xxh3_64"
 _NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # of a fingerprint
 PLAIN_ADVICE = (
@@ -61,10 +61,10 @@ _QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where one tensor of a checkpoint lies: ``nbytes`` bytes at ``offset`` of ``file``.
+    """Location of one tensor of a checkpoint: ``nbytes`` bytes at ``offset`` of ``file``.
 
-    With a ``decoder`` it is quantized: ``nbytes`` and ``offset`` are then those of the fp32 numbers it stands for, in
-    the order in which they are decoded.
+    With a ``decoder`` the tensor is quantized. Then ``nbytes`` and ``offset`` refer to its decoded fp32 elements, in
+    decoding order.
     """
 
     name: str
@@ -81,7 +81,7 @@ class TensorRecord:
 
 
 def read_config(path: Path | str) -> PretrainedConfig:
-    """Return the model's config, from ``config.json`` of the folder ``path``. No code of the folder is run.
+    """Return the model's config from ``config.json`` in the folder ``path``. Runs no code of the folder.
 
     Raises:
         ModelFolderError: no folder, no or broken ``config.json``, an unknown ``model_type``, or a quantized model.
@@ -115,17 +115,17 @@ def read_config(path: Path | str) -> PretrainedConfig:
 
 
 def _check_sizes(path: Path, values: dict[str, Any]) -> None:
-    """Refuse sizes that are none, which models trip over in odd ways."""
+    """Refuse sizes below 1, which make models fail in obscure ways."""
     for name in _SIZES:
         if type(values.get(name)) is int and values[name] < 1:
             raise ModelFolderError(path, f"{name} = {values[name]} is not a size. Copy or download it again")
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return the plain values of ``config.json``, having refused what can never be trained."""
+    """Return the plain values of ``config.json``; refuse models that can never be trained."""
     if not folder.is_dir():
         advice = "Give the folder that holds config.json and *.safetensors"
-        if not folder.is_absolute():  # as a name of the hub stays
+        if not folder.is_absolute():  # the name may be a hub id
             advice += ", or the id of a model on the hub, as OWNER/NAME"
         raise ModelFolderError(folder, f"is not a folder. {advice}")
     path = folder / "config.json"
@@ -144,7 +144,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Raise where a folder holds an adapter of peft instead of a model."""
+    """Raise an error if a folder holds an adapter of peft instead of a model."""
     if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
         return
     try:
@@ -160,7 +160,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantization that a ``config.json`` names, or None. Some that read images name it for their texts."""
+    """Return the quantization in a ``config.json``, or None. Some multimodal configs have it in ``text_config``."""
     table, texts = values.get("quantization_config"), values.get("text_config")
     if table is None and isinstance(texts, dict):
         table = texts.get("quantization_config")
@@ -183,9 +183,9 @@ class Tensors:
     """Tensors in safetensors files, read one at a time.
 
     Attributes:
-        records: name -> where it lies, in the order of the files.
-        stored: those of the files; others than ``records`` where weights are quantized.
-        largest_piece_nbytes: the most bytes this object has held at once besides what callers gave it.
+        records: locations by name, in the order of the files.
+        stored: locations of the tensors in the files, which differ from ``records`` for quantized weights.
+        largest_piece_nbytes: peak bytes of this object's buffers, without the callers' memory.
     """
 
     def __init__(self, records: dict[str, TensorRecord]) -> None:
@@ -194,7 +194,7 @@ class Tensors:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return tensor ``name`` in new memory, in the dtype that it has in the file."""
+        """Return a copy of tensor ``name``, in the dtype of its record."""
         record = self.records[name]
         self.largest_piece_nbytes = max(self.largest_piece_nbytes, record.nbytes)
         if record.decoder is not None and record.decoder.is_transposed:
@@ -208,7 +208,7 @@ class Tensors:
     def read_span(self, name: str, first: int, count: int, place: torch.Tensor | None = None) -> torch.Tensor:
         """Return elements ``first`` to ``first + count`` of tensor ``name``; see ``ReadSpan``.
 
-        What comes next in the file is fetched meanwhile: tensors are mostly read in the order in which they lie there.
+        Prefetches the bytes that follow, because tensors are mostly read in file order.
         """
         record = self.records[name]
         if place is None or place.dtype != record.dtype or not place.is_contiguous() or place.device.type != "cpu":
@@ -221,7 +221,7 @@ class Tensors:
         return place
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, 1-D piece) over tensor ``name``; each piece is valid until the next one."""
+        """Yield (first element, 1-D piece) over tensor ``name``; each piece is valid until the following one."""
         record = self.records[name]
         step = max(1, PIECE_BYTES // record.dtype.itemsize)
         buffer = torch.empty(min(step, record.numel), dtype=record.dtype)
@@ -234,11 +234,11 @@ class Tensors:
     def find_nonfinite(
         self, names: Iterable[str], on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """Return which of some tensors hold NaN or infinite values. Reads them whole, a piece at a time.
+        """Return the tensors that hold NaN or infinite values. Reads them whole, a piece at a time.
 
         Args:
-            names: names of the tensors; others than floating-point ones are passed over.
-            on_progress: told the bytes that were read, and those of all.
+            names: names of the tensors; tensors that are not floating-point are skipped.
+            on_progress: called with the bytes read so far and the total.
         """
         wanted = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]
         done, total, found = 0, sum(record.nbytes for record in wanted), []
@@ -253,7 +253,7 @@ class Tensors:
         return found
 
     def read_stored(self, name: str, first: int, nbytes: int) -> torch.Tensor:
-        """Return some bytes of a tensor in the files, in new memory."""
+        """Return a copy of some bytes of a tensor in the files."""
         part = torch.empty(nbytes, dtype=torch.uint8)
         self._read_bytes(self.stored[name], first, part)
         return part
@@ -261,10 +261,10 @@ class Tensors:
     def _read_bytes(
         self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor, *, ahead: bool = False
     ) -> None:
-        """Fill the contiguous CPU tensor ``destination`` from ``skip_nbytes`` into the tensor's bytes on.
+        """Fill the contiguous CPU tensor ``destination`` with the tensor's bytes from ``skip_nbytes`` on.
 
         Args:
-            ahead: let the kernel fetch as many bytes behind them.
+            ahead: let the kernel prefetch the same number of bytes after them.
         """
         if destination.numel() == 0:
             return
@@ -299,7 +299,7 @@ class TensorFile(Tensors):
 
 
 class ModelFolder(Tensors):
-    """The tensors of a safetensors folder, by the names they have in the files.
+    """The tensors of a safetensors folder, by their names in the files.
 
     Args:
         path: a folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
@@ -330,7 +330,7 @@ class ModelFolder(Tensors):
             )
 
     def _decode(self, table: Mapping[str, Any]) -> None:
-        """Put the numbers that quantized weights stand for in the place of what the files have of them."""
+        """Replace the stored tensors of quantized weights by records of their decoded values."""
         shapes = {name: (record.shape, dtype_name(record.dtype)) for name, record in self.stored.items()}
         try:
             decoders = find_decoders(shapes, table, self.read_stored)
@@ -350,7 +350,7 @@ class ModelFolder(Tensors):
     def fingerprint(self) -> str:
         """Return a checksum of the headers of all files, and of samples of the tensors: 4 KiB at most 4096 places.
 
-        It tells a model from another one of the same shape, in seconds whatever the size; not a few changed bytes.
+        Detects another model of the same shapes in seconds at any size, but not a few changed bytes.
         """
         digest = xxhash.xxh3_64()
         records = sorted(self.stored.values(), key=lambda record: record.name)
@@ -411,17 +411,17 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that safetensors gives ``dtype``."""
+    """Return the safetensors name of ``dtype``."""
     return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
 def some(names: list[str], limit: int = 6) -> str:
-    """Return the first names and how many more there are."""
+    """Return the first names and the number of further ones."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """Return the records of one safetensors file after checking that they cover exactly the bytes of the file."""
+    """Return the records of one safetensors file, after a check that they cover exactly its bytes."""
     again = "The file is damaged or cut off: copy or download it again"
     try:
         with path.open("rb") as file:
@@ -446,7 +446,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
     end = 8 + header_nbytes
     for record in sorted(records.values(), key=lambda record: (record.offset, record.nbytes)):
         if record.offset != end:
-            raise ModelFolderError(path, f"tensor {record.name} is not where the one before it ends. {again}")
+            raise ModelFolderError(path, f"tensor {record.name} does not start where the previous one ends. {again}")
         end = record.offset + record.nbytes
     if file_nbytes != end:
         raise ModelFolderError(path, f"has {file_nbytes} bytes, its header promises {end}. {again}")
@@ -469,7 +469,7 @@ def _record(path: Path, name: str, fields: dict[str, Any], data_start: int) -> T
 
 
 def weight_file_bytes(folder: str) -> int:
-    """Return the size of a model folder's weights on disk; 0 where there are none."""
+    """Return the size of a model folder's weights on disk; 0 if it has none."""
     try:
         return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     except OSError:
@@ -477,11 +477,11 @@ def weight_file_bytes(folder: str) -> int:
 
 
 def model_facts(name: str, folder: Path | None) -> ModelFacts:
-    """Return what a model folder says of itself; a folder that cannot be used says nothing.
+    """Return the facts in a model folder; an unusable folder has none.
 
     Args:
-        name: how it is written in the config.
-        folder: where it is; None: not on this machine.
+        name: name of the model in the config.
+        folder: its location; None if it is not on this machine.
     """
     if folder is None or not folder.is_dir():
         return ModelFacts(name)

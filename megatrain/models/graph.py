@@ -1,4 +1,4 @@
-"""A model as an ordered set of units: what is streamed, who owns which parameter, and how it lies in blocks."""
+"""A model as an ordered set of units: what is streamed, which unit owns each parameter, and its layout in blocks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ def find_modules(
 ) -> list[tuple[str, nn.Module, UnitKind]]:
     """Return `(path, module, kind)` of every unit in definition order; together they own all parameters.
 
-    Layers first decide; what owns parameters outside of them is taken as the outermost module that owns some
-    directly: an embedding, a norm, a projection. A module that owns some and also contains layers is a unit of those
-    parameters alone.
+    Layers come first. Outside of them, a unit is the outermost module that directly owns parameters: an embedding, a
+    norm, a projection. If such a module also contains layers, its unit has only the parameters that it directly owns.
 
     Args:
         model: A skeleton, or a model with weights.
-        is_unit: Tells of a module without parameters of its own whether it is a unit all the same.
+        is_unit: Returns whether a module is a unit although it directly owns no parameters.
 
     Raises:
         UnsupportedModelError: no layers.
@@ -80,10 +79,10 @@ def find_modules(
 
 
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the model's layers by path: the outermost modules that Hugging Face promises can be run again.
+    """Return the model's layers by path: the outermost modules that support activation checkpointing in transformers.
 
     Raises:
-        UnsupportedModelError: neither those nor any list of blocks with parameters exist.
+        UnsupportedModelError: there are no such modules, and no list of blocks with parameters.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -108,7 +107,7 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _no_split_modules(model: PreTrainedModel) -> set[str]:
-    """Return the class names in `_no_split_modules`, leaving out embeddings, which are no layers."""
+    """Return the class names in `_no_split_modules`, except embeddings, which are not layers."""
     embeddings = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Embedding)}
     names: set[str] = set()
     for module in model.modules():
@@ -140,25 +139,25 @@ _MAX_POSITION_OFFSET = 2  # some families leave the first rows of their position
 
 
 class FreezeError(Exception):
-    """A `freeze` pattern names no parameter, or nothing is left to train."""
+    """A `freeze` pattern matches no parameter, or nothing is left to train."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module whose `forward` the engine runs itself, with weights that are only there for that time.
+    """A module whose `forward` the engine runs itself, with weights that are bound only for that time.
 
     Attributes:
         index: Position in `ModelGraph.units`.
         name: Path of the module in the model.
         module: The module; its parameters are on the meta device except while the engine runs it.
         is_layer: Whether it is one of the model's layers (else an embedding, norm, head, ...).
-        layer: Path of the layer that it is or, where the layer is several units, is a module of; empty: of none.
+        layer: Path of the layer that it is, or belongs to if the layer is several units; "" outside of layers.
         params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`. A
             tied parameter appears in every unit that uses it, with the same owner.
-        is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
-            visited at the very beginning of a forward.
-        shares_inputs: Its inputs may be those of units before it, in the same layer: they are saved once.
-        part: The part of a larger module that it is, to which some tokens are routed; None: it is a module.
+        is_container: The unit has only the parameters that `module` directly owns, because it contains layers. They
+            are visited at the very beginning of a forward.
+        shares_inputs: Its inputs may be inputs of earlier units in the same layer, and are saved once.
+        part: The routed part of a larger module; None if it is a whole module.
     """
 
     index: int
@@ -173,7 +172,7 @@ class Unit:
 
     @property
     def share(self) -> float:
-        """Share of its tokens that it is expected to compute with; 1 unless tokens are routed to it."""
+        """Expected fraction of tokens that it computes; 1 unless tokens are routed to it."""
         return 1.0 if self.part is None else len(self.part.rows) / self.part.num_all
 
 
@@ -186,9 +185,9 @@ class ModelGraph:
         model: The skeleton: parameters on the meta device, buffers real (on the CPU until a runner moves them).
         units: All units in definition order; together they own every parameter.
         layouts: Block groups by name; one or two (`<unit>`, `<unit>.frozen`) for every unit that owns parameters.
-        owner_of: Other name of a tied parameter -> name under which its owner's layout has it.
-        converters: What changed the skeleton, and changes passes and exports of it.
-        optional_units: Indexes of the units that a micro-batch may leave out, as one without images does.
+        owner_of: Name in the owner's layout, by the other names of a tied parameter.
+        converters: They have changed the skeleton, and change its passes and exports.
+        optional_units: Indexes of the units that a micro-batch may skip, e.g. one without images.
     """
 
     config: PretrainedConfig
@@ -201,17 +200,17 @@ class ModelGraph:
     optional_units: frozenset[int] = frozenset()
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which modules and names are those of the model's folder."""
+        """Return a context in which modules and names equal those in the model's folder."""
         return _all_of([converter.plain_model() for converter in self.converters])
 
     def computing(
         self, on_dense_mask: Callable[[str], None] = lambda what: None, *, is_compiled: bool
     ) -> AbstractContextManager[None]:
-        """Return the context that forward and backward of a pass run in; see `ModelConverter.computing`."""
+        """Return the context for the forward and backward of a pass; see `ModelConverter.computing`."""
         return _all_of([converter.computing(on_dense_mask, is_compiled=is_compiled) for converter in self.converters])
 
     def exported(self, source: WeightSource) -> WeightSource:
-        """Return the weights that an export of the whole model writes, given those that the blocks have."""
+        """Return the weights for an export of the whole model, given the weights in the blocks."""
         for converter in self.converters:
             source = converter.exported(self, source)
         return source
@@ -228,7 +227,7 @@ class ModelGraph:
         return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that a checkpoint holds; the loader fills them, the others are final already."""
+        """Names of the buffers in a checkpoint; the loader fills them, and all others are final already."""
         in_checkpoint = self.model.state_dict(keep_vars=True)
         return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
 
@@ -252,17 +251,17 @@ def converted_graph(
     text_only: bool = False,
     is_trained: bool = True,
 ) -> ModelGraph:
-    """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
+    """Build a model's skeleton and find its units. Reads no weights; parameters take no memory.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
-        converters: Change the model, in this order; made for this graph alone.
-        attn_implementation: As in transformers; "auto" leaves the choice to it.
+        converters: Change the model, in this order; created for this graph only.
+        attn_implementation: As in transformers; "auto" leaves the choice to transformers.
         freeze: Globs over full parameter names (any name of a tied one): no gradient, no optimizer state.
         trust_remote_code: Allow model code that comes with the model.
-        dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
-        text_only: Take the causal language model where the folder is of a class that reads images as well.
-        is_trained: False: it is only run; its own weights are frozen.
+        dtype: Compute dtype; a `LayerRunner` of the graph uses the same.
+        text_only: Take the causal language model even if the folder's class also reads images.
+        is_trained: False freezes the model's weights, because the model is only run.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
@@ -280,13 +279,13 @@ def converted_graph(
         text_only=text_only,
         converters=converters,
     )
-    if not is_trained and not freezes:  # else they are, beside what is trained, which has layouts of its own
+    if not is_trained and not freezes:  # a freezing converter has done this, and trains only its own parameters
         model.requires_grad_(False)
     return graph_of(model, config, converters, freeze=freeze if is_trained else None, dtype=dtype)
 
 
 def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
-    """Return a layer whose experts stored blocks have in parts and the graph has not, or the other way; "": none.
+    """Return a layer whose experts are in parts only in the graph or only in the stored blocks; "" if there is none.
 
     Args:
         stored: Keys of the blocks of a checkpoint.
@@ -301,7 +300,7 @@ def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
-    """Return how many positions the model has learned embeddings for; None where it computes positions."""
+    """Return the number of positions with learned embeddings; None if the model computes positions."""
     most = getattr(graph.config, "max_position_embeddings", None)
     words = graph.model.get_input_embeddings()
     if not isinstance(most, int):
@@ -321,7 +320,7 @@ def graph_of(
     freeze: Sequence[str] | None,
     dtype: torch.dtype,
 ) -> ModelGraph:
-    """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`, None: as it is."""
+    """Find the units and layouts of a skeleton; `freeze` sets `requires_grad`, None leaves it unchanged."""
     names = _names_by_parameter(model, converters)
     if freeze is not None:
         _freeze(model, names, freeze)
@@ -351,13 +350,13 @@ def graph_of(
 
 
 class _Units:
-    """The units of a model in the order in which they are found, and the layouts of the parameters that they own.
+    """The units of a model in the order in which they are found, and the layouts of their parameters.
 
     Args:
         names: Every parameter with all its names, the owner's name first.
 
     Attributes:
-        layouts: Block groups by name, each of the unit that was found first with its parameters.
+        layouts: Block groups by name; the first unit with a parameter owns it.
         covered: Owner's names of the parameters that are in a layout.
         optional: Indexes of the units that a micro-batch may leave out.
     """
@@ -374,10 +373,10 @@ class _Units:
         """Add a module of the model.
 
         Args:
-            path: In the model.
+            path: Path in the model.
             module: Runs as one unit.
-            kind: A layer, or what is none.
-            inside: Path of the layer that it is a module of; empty: of none.
+            kind: Whether it is a layer.
+            inside: Path of the layer that contains it; "" outside of layers.
             is_optional: Whether a micro-batch may leave it out.
         """
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
@@ -403,8 +402,8 @@ class _Units:
         """Add some rows of all parameters of a module.
 
         Args:
-            path: Of the part, which the model has no module at.
-            module: Runs as one unit, with parameters of its own.
+            path: Path of the part; the model has no module there.
+            module: Runs as one unit, with separate parameters.
             inside: Path of the layer.
         """
         names = {name: self._owner[id(parameter)] for name, parameter in part.whole.named_parameters(recurse=False)}
@@ -427,7 +426,7 @@ class _Units:
 def _names_by_parameter(
     model: PreTrainedModel, converters: Sequence[ModelConverter]
 ) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return every parameter with all its plain names, the owner's name first: the first in definition order."""
+    """Return every parameter with all its plain names; the first in definition order is the owner's."""
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -440,7 +439,7 @@ def _names_by_parameter(
 
 
 def _plain_name(name: str, converters: Sequence[ModelConverter]) -> str:
-    for converter in reversed(converters):  # the last one changed it last
+    for converter in reversed(converters):  # undo the changes in reverse order
         name = converter.plain_name(name)
     return name
 
@@ -450,7 +449,7 @@ def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]],
     for pattern in patterns:
         matched = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
         if not matched and carried is not None and any(fnmatchcase(name, pattern) for name in carried.names):
-            continue  # never trained
+            continue  # carried tensors are never trained
         if not matched:
             everything = [alias for _, aliases in names for alias in aliases]
             close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]

@@ -1,9 +1,9 @@
-"""Models of the Hugging Face hub by their id: fetched into the hub's own cache, at one commit, never twice.
+"""Models of the Hugging Face hub: fetched by id into the hub's cache, at one commit, each file once.
 
-What a plan needs (config, tokenizer, index: a few MB) is fetched where a config names an id; the weights, shard by
-shard, when a run begins. Files lie where every program of Hugging Face finds them (``HF_HOME``). Where the connection
-breaks, a file is continued; a process that ends loses the one shard that it was fetching. The token is that of the
-environment (``HF_TOKEN``) or of ``hf auth login``. Code is never fetched.
+Config, tokenizer and index (a few MB) are fetched as soon as a config names an id, because a plan needs them. The
+weights are fetched shard by shard when a run begins. Files are stored where all Hugging Face programs find them
+(``HF_HOME``). After a broken connection, the file is resumed; a killed process loses only its current shard. The token
+comes from the environment (``HF_TOKEN``) or from ``hf auth login``. Code is never fetched.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-#: All that a run reads of a model beside its weights. Folders inside hold other formats of the same model.
+#: The files of a model that a run reads, except its weights. Subfolders hold other formats of the same model.
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _NOT = ["config.json", "original/*", "onnx/*", "*.gguf"]
 
 
 class HubError(ModelFolderError):
-    """A model of the hub cannot be fetched, or an export not be sent there; the text says why and what to do."""
+    """A model cannot be fetched from the hub, or an export cannot be sent; the text gives the cause and the remedy."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(Path(name), problem)
@@ -51,11 +51,11 @@ class HubError(ModelFolderError):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the hub in the cache, as it was at one commit.
+    """A model of the hub in the cache, at one commit.
 
     Attributes:
-        commit: whole hash.
-        folder: folder of this commit in the cache; weights are in it once they were fetched.
+        commit: full hash.
+        folder: folder of this commit in the cache; it holds the weights after they are fetched.
     """
 
     id: str
@@ -80,14 +80,14 @@ OnFetched = Callable[[FetchedFile], None]
 
 
 def locate(name: str, revision: str | None) -> HubModel | None:
-    """Return the model of the hub that a name means; None where it means a folder.
+    """Return the hub model with this name, or None if the name is a folder.
 
-    Its small files are fetched unless the cache has them; then the network is not used, and a branch means what it
-    meant when they were fetched.
+    Fetches its small files unless the cache has them. With cached files the network is not used, so a branch keeps the
+    commit of the first fetch.
 
     Args:
-        name: a path or an id. What exists here is a path.
-        revision: branch, tag or commit; None: main.
+        name: a path or an id. An existing path takes precedence.
+        revision: branch, tag or commit; default: main.
 
     Raises:
         HubError: there is no such model or revision, it is gated or private, or the hub cannot be reached.
@@ -105,7 +105,7 @@ def _located(name: str, revision: str | None) -> HubModel:
     def snapshot(*, is_local: bool) -> HubModel:
         small: dict[str, Any] = {"allow_patterns": _SMALL, "ignore_patterns": _NOT, "local_files_only": is_local}
         folder = Path(str(snapshot_download(name, revision=revision, tqdm_class=_bar(is_shown=False), **small)))
-        # Last, so that a folder with it has all the others too.
+        # Last, so that a folder with config.json has all the other files.
         hf_hub_download(name, "config.json", revision=folder.name, local_files_only=is_local)
         return HubModel(name, folder.name, folder)
 
@@ -140,10 +140,10 @@ def missing_files(model: HubModel) -> list[str]:
 
 
 def missing_weights(model: HubModel) -> dict[str, int]:
-    """Return the files of weights that the cache lacks, with their sizes in bytes. Asks the hub unless all are there.
+    """Return the sizes in bytes of the weight files that the cache lacks. Asks the hub unless the cache is complete.
 
     Raises:
-        HubError: there are none, or the hub cannot be reached.
+        HubError: the model has no such files, or the hub cannot be reached.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -166,14 +166,14 @@ def missing_weights(model: HubModel) -> dict[str, int]:
 
 
 def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows_bar: bool = False) -> None:
-    """Fetch the files of weights that the cache lacks, one after the other. Does nothing where all are there.
+    """Fetch the weight files that the cache lacks, one after the other.
 
     Args:
-        on_fetched: is called after each file.
-        shows_bar: draw a bar on stderr, where that is a terminal.
+        on_fetched: called after each file.
+        shows_bar: draw a bar on stderr if that is a terminal.
 
     Raises:
-        HubError: they cannot be fetched, or there is no room for them. What was fetched stays.
+        HubError: they cannot be fetched, or the drive is too full. Fetched files stay.
     """
     from huggingface_hub import hf_hub_download
 
@@ -182,7 +182,7 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
     if needed > free:
         raise HubError(
             model.id,
-            f"{format_size(needed)} are still to fetch, and {model.folder} has {format_size(free)} free. Make room, or "
+            f"{format_size(needed)} are missing, and {model.folder} has {format_size(free)} free. Free some space, or "
             "set HF_HOME to a folder on another drive",
         )
     with _explained(model.id, model.commit):
@@ -193,14 +193,14 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
 
 
 def push(folder: Path, name: str, *, is_private: bool = False) -> str:
-    """Send a folder to the hub, as one commit, and return its address. The repository is made if there is none.
+    """Send a folder to the hub as one commit, and return its address. Creates the repository if necessary.
 
     Args:
         name: id of the repository.
         is_private: whether a new repository is private.
 
     Raises:
-        HubError: no token, no right to write there, or the hub cannot be reached. The folder stays as it is.
+        HubError: no token, no write permission, or the hub cannot be reached. The folder is unchanged.
     """
     from huggingface_hub import HfApi
 
@@ -225,7 +225,7 @@ def _weight_files(model: HubModel) -> list[str]:
 
 
 def _bar(*, is_shown: bool) -> type[Any] | None:
-    """Return the bar of a download; None for that of the hub, which a terminal shows."""
+    """Return the class of a download's progress bar; None means the hub's default, which a terminal shows."""
     if is_shown:
         return None
     from tqdm import tqdm
@@ -239,13 +239,13 @@ def _bar(*, is_shown: bool) -> type[Any] | None:
 
 @contextmanager
 def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iterator[None]:
-    """Turn the errors of the hub inside the context into one of ours."""
+    """Convert the hub's errors inside the context into ``HubError``."""
     from huggingface_hub import constants, errors
 
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     try:
-        logger.setLevel(logging.ERROR)  # a dozen lines of retries would come before the message
+        logger.setLevel(logging.ERROR)  # suppresses a dozen lines of retries before the message
         try:
             yield
         finally:
@@ -255,7 +255,7 @@ def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iter
             f"is gated: accept its terms at {constants.ENDPOINT}/{name}, then set HF_TOKEN to a token of that account"
         )
     except errors.RevisionNotFoundError:
-        problem = f"has no revision {revision or 'main'!r} on the hub. Look at model.revision"
+        problem = f"has no revision {revision or 'main'!r} on the hub. Check model.revision"
     except errors.RepositoryNotFoundError:
         if writes:
             problem = "cannot be written on the hub. Set HF_TOKEN to a token with the right to write there"
@@ -283,9 +283,9 @@ def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iter
         elif isinstance(error, errors.EntryNotFoundError):
             problem = f"lacks a file on the hub: {_first_line(error)}. Take another revision of it"
         else:
-            raise  # of the drive: it has a name and says what is wrong
+            raise  # a drive error, whose message is sufficient
     except Exception as error:
-        if not type(error).__module__.startswith("httpx"):  # what huggingface_hub lets through of its transport
+        if not type(error).__module__.startswith("httpx"):  # transport errors that huggingface_hub lets through
             raise
         problem = _unreachable(error, writes=writes)
     else:
@@ -302,8 +302,8 @@ def _unreachable(error: BaseException, *, writes: bool) -> str:
             f"cannot be written: {constants.ENDPOINT} cannot be reached ({reason}). The folder is whole; send it later"
         )
     return (
-        f"is not a folder here, it is not whole in the cache of the hub ({constants.HF_HUB_CACHE}), and "
-        f"{constants.ENDPOINT} cannot be reached ({reason}). Check the spelling and the network; what is here is kept"
+        f"is not a folder here, it is not complete in the cache of the hub ({constants.HF_HUB_CACHE}), and "
+        f"{constants.ENDPOINT} cannot be reached ({reason}). Check the spelling and the network; cached files are kept"
     )
 
 

@@ -1,11 +1,11 @@
-"""Frozen weights read in place: blocks whose home is the model's folder, not a second copy of it.
+"""Frozen weights read in place: the home of their blocks is the model's folder, so there is no second copy.
 
-A block of frozen weights is put together from ranges of the folder's safetensors files each time that it is fetched:
-read past the kernel's cache into a small buffer, brought into the dtype that layers compute in, and laid where the
-unit's layout has it. The bits are those of a copy at home elsewhere. Nothing is written to the folder; a file that
-changes under the run ends it.
+Each fetch of a block of frozen weights assembles it from ranges of the folder's safetensors files. A range is read past
+the kernel's cache into a small buffer, cast to the compute dtype, and copied to its place in the unit's layout. The
+bits are the same with any other home. Nothing is written to the folder. A file that changes during the run ends
+the run.
 
-Of a quantized folder a block has the packed bytes as they are (``packed.py``), wherever it is at home.
+Blocks of a quantized folder hold the packed bytes unchanged (``packed.py``), in every home.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["NUM_READERS", "FolderSource", "FrozenBlock", "buffer_bytes", "frozen_blocks"]
 
-#: Parts of blocks that are read at once.
+#: Parts of blocks that are read concurrently.
 NUM_READERS = 4
 _PIECE_BYTES = 1 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Some rows of a tensor in a file, and the same rows in a block: elements at `offset` with `stride`.
+    """Rows of a tensor in a file, and the same rows in a block: elements at `offset` with `stride`.
 
     Attributes:
-        record: the tensor; uint8 for packed bytes, which are laid into the block as they are, `offset` counting bytes.
-        is_finite: tells of packed bytes whether they make finite numbers.
+        record: the tensor; uint8 for packed bytes, which are copied unchanged; then `offset` counts bytes.
+        is_finite: returns whether packed bytes decode to finite numbers.
     """
 
     record: TensorRecord
@@ -62,12 +62,12 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBlock:
-    """What a block of frozen weights is read from.
+    """Sources of a block of frozen weights.
 
     Attributes:
-        ranges: ranges of the files that fill it; empty where nobody has looked into the folder.
-        gaps: bytes that no range fills, and that are zeroed.
-        packing: makes the weights from the block, which holds packed bytes; None: it holds the weights.
+        ranges: file ranges that fill it; empty if the folder has not been read.
+        gaps: bytes that no range fills; they are zeroed.
+        packing: decoder of a block of packed bytes; None if the block holds the weights.
     """
 
     layout: UnitLayout
@@ -80,11 +80,11 @@ class FrozenBlock:
 def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: torch.dtype) -> dict[str, FrozenBlock]:
     """Return the frozen layouts whose blocks can be read from the folder range by range, by name.
 
-    Left out are those with a weight that the files have in another form than the model, or do not have.
+    Leaves out layouts with a weight that the files lack or store in another form than the model.
 
     Args:
-        layouts: layouts of the model; those that are trained are passed over.
-        dtype: that layers compute in.
+        layouts: layouts of the model; trained ones are skipped.
+        dtype: compute dtype.
     """
     found = {}
     for layout in layouts:
@@ -95,7 +95,7 @@ def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: to
 
 
 def unread_block(layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock:
-    """Return the block of a folder whose weights are not there to be looked at, for a plan."""
+    """Return the block of a folder whose weights are not available, for a plan."""
     return FrozenBlock(layout, (), (), layout.num_elements * dtype.itemsize)
 
 
@@ -139,13 +139,13 @@ def _gaps_of(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
 
 
 def buffer_bytes(blocks: Iterable[FrozenBlock], dtype: torch.dtype) -> int:
-    """Return the RAM that the readers take beside the blocks: each a buffer, and its piece in other dtypes."""
+    """Return the RAM of the readers in addition to the blocks: each has a buffer, and a cast copy of its piece."""
     blocks = list(blocks)
-    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # nobody has looked into the folder
+    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # the folder has not been read
     for each in (one for block in blocks for one in block.ranges):
         is_rounded = dtype == torch.bfloat16 and each.record.dtype not in (dtype, torch.uint8)
         converted = each.numel * (torch.float32.itemsize + dtype.itemsize) if is_rounded else 0
-        checked = 6 * each.numel if each.is_finite is not None else 0  # four-byte numbers, their size, and comparisons
+        checked = 6 * each.numel if each.is_finite is not None else 0  # 4-byte numbers, magnitudes and comparisons
         most = max(most, _window(each)[1] + PAGE_BYTES + converted + checked)
     return round_up(NUM_READERS * most, PAGE_BYTES)
 
@@ -162,7 +162,7 @@ class FolderSource:
 
     Args:
         blocks: by key.
-        dtype: what weights that are not packed have in a block.
+        dtype: dtype of unpacked weights in a block.
 
     Raises:
         ModelFolderError: a file is gone.
@@ -176,13 +176,13 @@ class FolderSource:
             try:
                 self._identity[path] = _identity(os.stat(path))
             except OSError as error:
-                raise ModelFolderError(path, f"cannot be read: {error.strerror}. Bring it back") from error
+                raise ModelFolderError(path, f"cannot be read: {error.strerror}. Restore it") from error
         self._buffers = threading.local()
         self._is_direct = True
         self._checked: set[tuple[str, int]] = set()
 
     def parts(self, key: str) -> Sequence[ReadPart]:
-        """Return what reads a block; see ``BlockSource``."""
+        """Return the readers of a block; see ``BlockSource``."""
         block = self._blocks[key]
         reads = [partial(self._read, key, number, each) for number, each in enumerate(block.ranges)]
         return [partial(self._zero, block.gaps), *reads]
@@ -201,7 +201,7 @@ class FolderSource:
             high_half(piece.float(), rounded)
             piece = rounded
         place.copy_(piece.view(each.shape))
-        if (key, number) not in self._checked:  # once: the files stay as they are
+        if (key, number) not in self._checked:  # once, because the files do not change
             if not (_is_finite(place) if each.is_finite is None else each.is_finite(place)):
                 raise TransferError(
                     f"tensor {each.record.name} holds infinite values or NaN. Take an undamaged model",
@@ -211,7 +211,7 @@ class FolderSource:
             self._checked.add((key, number))
 
     def _bytes(self, each: FileRange) -> Tensor:
-        """Read a range past the kernel's cache; valid until the thread reads its next one."""
+        """Read a range past the kernel's cache. The result is valid until the thread's following read."""
         first, nbytes = _window(each)
         window = self._buffer(nbytes)[:nbytes]
         path = each.record.file
@@ -219,7 +219,7 @@ class FolderSource:
         try:
             self._check_same(path, os.fstat(fd))
             found = read_all(fd, tensor_bytes(window), first, self._stop_direct)
-            if not self._is_direct:  # else the kernel would keep a copy of what the RAM tier accounts for
+            if not self._is_direct:  # otherwise the kernel would cache bytes that the RAM tier accounts for
                 drop_cached(fd, first, nbytes)
         finally:
             os.close(fd)
@@ -230,7 +230,7 @@ class FolderSource:
         return window[start:stop] if start % each.record.dtype.itemsize == 0 else window[start:stop].clone()
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Return the thread's own buffer, on a page."""
+        """Return the thread's buffer, aligned to a page."""
         held: Tensor | None = getattr(self._buffers, "bytes", None)
         if held is None or held.numel() < nbytes:
             whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
@@ -238,7 +238,7 @@ class FolderSource:
         return held
 
     def _stop_direct(self) -> None:
-        self._is_direct = False  # the file system does not do it
+        self._is_direct = False  # the file system does not support direct reads
 
     def _check_same(self, path: Path, status: os.stat_result) -> None:
         if _identity(status) != self._identity[path]:
@@ -246,7 +246,7 @@ class FolderSource:
 
     def _changed(self, path: Path) -> TransferError:
         return TransferError(
-            "the file was changed or replaced while a run reads its weights from it. Bring the original back and start "
+            "the file was changed or replaced while a run reads its weights from it. Restore the original and start "
             "the run again: it continues from its last checkpoint",
             tier="folder",
             path=str(path),

@@ -1,8 +1,8 @@
-"""Random weights by the model's own rules, without the model in memory: tensor by tensor, or a range at a time.
+"""Random weights by the model's initialization rules, one tensor or one range at a time, without the whole model.
 
-A range needs no memory but its own: the rules are run once on the meta device, which records what they do to each
-parameter. Nearly all of them draw numbers one after the other and change each for itself, so that they can be repeated
-range by range with the same bits. A rule that does anything else is run on whole tensors.
+The rules run once on the meta device, which records their operations on each parameter. Nearly all rules draw numbers
+in order and change each one separately. These can be repeated range by range with the same bits, in memory for one
+range. All other rules run on whole tensors.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
 __all__ = ["InitializationError", "Initializer", "init_weights", "initialize_tensors"]
 
 _aten = torch.ops.aten
-#: Draw numbers in the order of the elements.
+#: Operations that draw numbers in the order of the elements.
 _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
-#: Write every element, whatever it was.
+#: Operations that overwrite every element.
 _FILLS = (_aten.zero_.default, _aten.fill_.Scalar)
-#: Change each element for itself.
+#: Operations that change each element separately.
 _CHANGES = (
     _aten.mul_.Scalar, _aten.mul_.Tensor, _aten.add_.Scalar, _aten.add_.Tensor, _aten.div_.Scalar, _aten.div_.Tensor,
     _aten.clamp_.default, _aten.erfinv_.default, _aten.neg_.default, _aten.exp_.default, _aten.sub_.Tensor,
 )  # fmt: skip
-#: torch draws normal numbers in groups of so many, the last of which end with the tensor.
+#: torch draws normal numbers in groups of this size; the last group ends with the tensor.
 _GROUP = 16
-#: Elements drawn at a time where a draw is passed over, for the sake of the next one.
+#: Elements drawn per call when a draw is skipped to reach a later one.
 _SKIPPED_ELEMENTS = 1 << 20
 
 
 class InitializationError(Exception):
-    """The model's class has no rule for one of its parameters, so it cannot be trained from scratch here."""
+    """The model's class has no rule for a parameter, so the model cannot be trained from scratch."""
 
 
 def init_weights(model: PreTrainedModel, layout: UnitLayout, views: Mapping[str, Tensor], seed: int) -> None:
-    """Fill the views of one layout with random weights, as ``model`` itself would draw them.
+    """Fill the views of one layout with random weights, as ``model`` would draw them.
 
-    The numbers depend on the seed and the names of the modules alone: not on the order of the calls, nor on where
-    anything is placed. The global random state is left as it was.
+    The numbers depend only on the seed and the names of the modules, not on the order of calls or on placement. The
+    global random state is restored.
 
     Args:
         model: the skeleton; its parameters may be on the meta device.
         layout: a layout of the graph that the model belongs to.
-        views: full parameter name -> fp32 CPU tensor of the parameter's shape; written completely.
+        views: fp32 CPU tensor of the parameter's shape by full parameter name; written completely.
 
     Raises:
         InitializationError: neither transformers nor torch has a rule for a parameter.
@@ -71,7 +71,7 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
     from transformers import initialization
 
     for tensor in tensors.values():
-        tensor.fill_(float("nan"))  # what is still NaN afterwards has no rule
+        tensor.fill_(float("nan"))  # elements that stay NaN have no rule
     owners = _owner_names(model, tensors)
     bound = {owners[name]: tensor for name, tensor in tensors.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _bound(model, bound):
@@ -92,14 +92,13 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
 
 
 class Initializer:
-    """Random weights as ``initialize_tensors`` gives them, the same bits, a range of a parameter at a time.
+    """The random weights of ``initialize_tensors``, bit for bit, one range of a parameter at a time.
 
     Args:
         model: the skeleton; its parameters may be on the meta device.
-        names: parameters that are initialised together, those of one layout: rules of one module draw for all of its
-            parameters in ``names``, one after the other.
+        names: the parameters of one layout. A module's rule draws for all its parameters in ``names``, in order.
 
-    Not thread-safe. Ranges are best read in the order of the elements: else what lies before them is drawn again.
+    Not thread-safe. Read ranges in the order of the elements; otherwise earlier elements are drawn again.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
@@ -109,21 +108,21 @@ class Initializer:
 
     @property
     def is_in_ranges(self) -> bool:
-        """Whether ranges are made alone; else all parameters are in memory from the first one that is read on."""
+        """Whether ranges are made separately; otherwise the first read materializes all parameters."""
         return self._rules is not None
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with the numbers of a parameter from element ``start`` on.
+        """Fill ``out`` with the elements of a parameter from ``start`` on.
 
         Args:
             name: one of ``names``.
             start: index of the first element.
-            out: 1-D CPU tensor, as long as the range; fp32 numbers, rounded to its dtype.
+            out: 1-D CPU tensor of the range's length; fp32 numbers are rounded to its dtype.
 
         Raises:
             InitializationError: neither transformers nor torch has a rule for a parameter.
         """
-        if self._rules is not None and (before := start % _GROUP):  # some experts may begin anywhere
+        if self._rules is not None and (before := start % _GROUP):  # parts of experts may begin anywhere
             wider = torch.empty(before + out.numel())
             self._rules.read(name, start - before, wider)
             out.copy_(wider[before:])
@@ -143,15 +142,15 @@ class _Operation:
     """One operation of a rule on a parameter.
 
     Attributes:
-        function: function of torch that changes its first argument in place.
-        arguments: arguments behind the tensor.
-        before: the draw before it that continues the same numbers; None: it begins with the seed.
-        seed: seed of a draw; of other operations without meaning.
-        box: what of the parameter it fills; None: all.
-        position: the next element to be drawn.
-        state: the generator's state before it; None: nothing was drawn yet.
-        end: the generator's state behind the last element; None: that was not reached yet.
-        left: elements drawn already: the last ones, fewer than a group.
+        function: torch function that changes its first argument in place.
+        arguments: arguments after the tensor.
+        before: the previous draw in the same random sequence; None if this draw starts from the seed.
+        seed: seed of a draw; unused by other operations.
+        box: region of the parameter that it fills; None means all of it.
+        position: the next element to draw.
+        state: the generator's state before ``position``; None before the first draw.
+        end: the generator's state after the last element; None until it is reached.
+        left: elements that are drawn but not yet returned: the last ones, fewer than a group.
     """
 
     name: str
@@ -167,7 +166,7 @@ class _Operation:
     left: Tensor | None = None
 
     def apply(self, start: int, out: Tensor) -> None:
-        """Do to ``out``, a contiguous fp32 range from ``start`` on, what it does to the parameter."""
+        """Apply it to ``out``, a contiguous fp32 range of the parameter from ``start`` on."""
         if self.function in _DRAWS:
             self._draw(start, out)
         elif self.box is None:
@@ -193,7 +192,7 @@ class _Operation:
         self.position, self.state, self.left = 0, generator.get_state(), None
 
     def state_at_end(self) -> Tensor:
-        """Return the generator's state behind the last element; draws what was not drawn yet."""
+        """Return the generator's state after the last element, drawing the remaining elements."""
         if self.end is None:
             if self.position < 0:
                 self._rewind()
@@ -203,7 +202,7 @@ class _Operation:
         return self.end
 
     def _next(self, out: Tensor) -> None:
-        """Draw the next elements; all but the last range are multiples of a group."""
+        """Draw the next elements; the length of every range except the last is a multiple of a group."""
         stop = self.position + out.numel()
         rest = self.num_elements - stop
         if self.left is not None:
@@ -213,7 +212,7 @@ class _Operation:
             assert self.state is not None and (rest == 0 or out.numel() % _GROUP == 0), (self.name, out.numel())
             generator = torch.Generator()
             generator.set_state(self.state)
-            if 0 < rest < _GROUP:  # torch draws the last group anew, and it begins in this range
+            if 0 < rest < _GROUP:  # torch redraws the last group, which begins in this range
                 whole = torch.empty(out.numel() + rest)
                 self.function(whole, *self.arguments, generator=generator)
                 out.copy_(whole[: out.numel()])
@@ -228,7 +227,7 @@ class _Operation:
 
 @dataclass
 class _Rules:
-    """What the rules do to each of some parameters, in order."""
+    """Operations of the rules on each parameter, in order."""
 
     operations: dict[str, list[_Operation]]
 
@@ -244,10 +243,10 @@ class _Rules:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is done to some parameters on meta.
+    """Recorder of the operations on some meta parameters.
 
     Attributes:
-        is_simple: whether everything can be repeated range by range.
+        is_simple: whether all operations can be repeated range by range.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -258,7 +257,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seed, self._last_draw = 0, cast("_Operation | None", None)
 
     def begin(self, seed: int) -> None:
-        """Say that a module's rule begins, with numbers of this seed."""
+        """Begin the rule of a module with this seed."""
         self._seed, self._last_draw = seed, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +265,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable and name is not None:
             self._note(name, func, args, kwargs or {})
         elif torch.Tag.nondeterministic_seeded in func.tags and not _is_on_meta(args, kwargs or {}):
-            self.is_simple = False  # it takes numbers that a repetition would not
+            self.is_simple = False  # it draws numbers that a repetition would not draw
         return func(*args, **(kwargs or {}))
 
     def _name(self, tensor: Tensor) -> str | None:
@@ -290,7 +289,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CHANGES or not is_whole:
             self.operations[name].append(operation)
         else:
-            self.operations[name] = [operation]  # what was there before does not matter
+            self.operations[name] = [operation]  # earlier contents are overwritten
 
 
 def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -301,7 +300,7 @@ def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules | None:
-    """Return what the rules do to some parameters; None where it cannot be repeated range by range."""
+    """Return the recorded operations of the rules; None if they cannot be repeated range by range."""
     from transformers import initialization
 
     owners = _owner_names(model, names)
@@ -320,26 +319,26 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
                 with recorder:
                     cast("Any", owner)._init_weights(module)
     except (RuntimeError, NotImplementedError):
-        return None  # it looks at numbers, which meta has not
+        return None  # the rule reads values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
     firsts = [each[0] if each else None for each in operations.values()]
-    # Where nothing fills a whole parameter torch's own rule does, which may draw for other parameters as well.
+    # If nothing fills a whole parameter, torch's reset rule does, which may also draw for other parameters.
     if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in firsts):
         return None
     return _Rules(operations)
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return the seed of what has this name, for a seed of the run."""
+    """Return the seed of a module name, given the seed of the run."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.sum().isnan())  # a sum needs no memory of the tensor's size
+    return bool(tensor.sum().isnan())  # a sum needs no temporary of the tensor's size
 
 
 def _reset(module: nn.Module, leaf: str) -> None:
-    """Run torch's own rule of ``module``, but keep what the model's rules gave its other parameters."""
+    """Run the ``reset_parameters`` of ``module``, but keep the values of its other parameters."""
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         return
@@ -353,14 +352,14 @@ def _reset(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return name -> the name whose module's rule counts: transformers ties after it has initialised both."""
+    """Return the name whose module's rule applies, by name: transformers ties weights after it initialises both."""
     source_of = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: source_of.get(name, name) for name in names}
 
 
 @contextmanager
 def _bound(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the parameters of ``model`` be ``tensors`` for a while; other names of a tied one stay on meta."""
+    """Bind ``tensors`` as parameters of ``model`` within the context; other names of a tied one stay on meta."""
     changed: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for name, tensor in tensors.items():
@@ -377,10 +376,10 @@ def _bound(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[No
 def _modules_of(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield (name, module, model whose rules apply) of the owners of ``tensors`` and all modules above.
+    """Yield (name, module, model whose rules apply) for the owners of ``tensors`` and all their ancestors.
 
-    The order is that of transformers, children first: a module above may set what lies further down (GPT-2 scales
-    the last projection of each block).
+    The order is transformers' order, children first: a parent may change its descendants (GPT-2 scales the last
+    projection of each block).
     """
     from transformers import PreTrainedModel
 

@@ -1,9 +1,9 @@
-"""int4 of compressed-tensors (``pack-quantized``): a decoder of its weights, for ``quantized.py``.
+"""int4 of compressed-tensors (``pack-quantized``): a weight decoder for ``quantized.py``.
 
-A weight ``W`` [R, C] is stored as ``W_packed`` int32 [R, ceil(C/8)], eight numbers in each, the lowest bits first, as
-8 more than they are; ``W_scale`` [R, G] of the groups of columns, or of whole rows (G = 1); ``W_shape`` int64 [2]; and
-where it is not symmetric ``W_zero_point`` int32 [ceil(R/8), G], packed along the rows. The numbers are
-``(packed - zero point) * scale``. Kimi K2's experts are stored so, and what llm-compressor writes as W4A16.
+A weight ``W`` [R, C] is stored as these tensors. ``W_packed`` int32 [R, ceil(C/8)] holds eight numbers per element,
+lowest bits first, each with a bias of 8. ``W_scale`` [R, G] has a scale per group of columns, or per row (G = 1).
+``W_shape`` is int64 [2]. An asymmetric weight has ``W_zero_point`` int32 [ceil(R/8), G], packed along the rows. The
+numbers are ``(packed - zero point) * scale``. Kimi K2's experts and llm-compressor's W4A16 use this format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["find_int4"]
 _PACKED, _SCALE, _ZERO, _SHAPE = "_packed", "_scale", "_zero_point", "_shape"
 _SCALES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PER_WORD, _BIAS, _LARGEST_NUMBER = 8, 8, 15
-_LARGEST = 3.38e38  # of what is finite in bf16 too
+_LARGEST = 3.38e38  # the largest number that is also finite in bf16
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Int4:
         device = numbers.device
         of_column = torch.arange(columns, device=device) // self.group
         if len(self.packed) > 2:
-            # A word has the zero points of eight rows: as rows of words first, then as the rows that are asked for.
+            # A word has the zero points of eight rows: unpack rows of words, then select the requested rows.
             words = packed[2].view(-1, self._across, 4).transpose(0, 1).reshape(self._across, -1)
             skipped = rows.start % _PER_WORD
             zeros = _unpacked(words)[:, skipped : skipped + len(rows)].T
@@ -71,7 +71,7 @@ class _Int4:
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name != self.packed[1]:
             return True
-        # Also times the largest number that there is.
+        # The product with the largest packed number must also be finite.
         return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _LARGEST).all())
 
 
@@ -89,7 +89,7 @@ def find_int4(
     """Return the decoders of a folder's weights, as ``quantized.find_decoders`` does.
 
     Raises:
-        ValueError: tensors of another format of compressed-tensors, or that do not belong together.
+        ValueError: another format of compressed-tensors, or tensors that do not belong together.
     """
     groups = _groups(table)
     found: dict[str, _Int4] = {}
@@ -98,7 +98,7 @@ def find_int4(
             continue
         whole = name.removesuffix(_PACKED)
         if f"{whole}_g_idx" in shapes:
-            raise ValueError(f"{whole} has its columns in an order of their own (actorder), which is not read here")
+            raise ValueError(f"{whole} has reordered columns (actorder), which this program does not support")
         if dtype != "I32" or len(packed_shape) != 2 or shapes[f"{whole}{_SHAPE}"] != ((2,), "I64"):
             raise ValueError(f"{name} is {dtype} {list(packed_shape)}: no packed matrix")
         rows, columns = read(f"{whole}{_SHAPE}", 0, 16).view(torch.int64).tolist()
@@ -123,7 +123,7 @@ def find_int4(
 
 
 def _groups(table: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of groups of columns that a config has, having refused formats that are not read."""
+    """Return the sizes of column groups in a config; refuse unsupported formats."""
     kind = str(table.get("format", ""))
     schemes = [each for each in (table.get("config_groups") or {}).values() if isinstance(each, Mapping)]
     formats = {str(each.get("format") or kind) for each in schemes} or {kind}
@@ -135,7 +135,7 @@ def _groups(table: Mapping[str, Any]) -> list[int]:
         if weights.get("num_bits") != 4 or weights.get("type", "int") != "int":
             raise ValueError(f"its weights have {weights.get('num_bits')} bits ({weights.get('type')}), not 4 (int)")
         if each.get("input_activations"):
-            raise ValueError("its activations are quantized too, which training in the compute dtype would leave out")
+            raise ValueError("its activations are also quantized, which training in the compute dtype would leave out")
         if size := weights.get("group_size"):
             sizes.append(int(size))
     return [size for size in sizes if size > 0]

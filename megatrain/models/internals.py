@@ -1,8 +1,8 @@
-"""What of transformers is used here that it does not promise to keep, and whether the installed version has it.
+"""Internals of transformers that this package uses, and a check that the installed version has them.
 
-Any Hugging Face decoder trains, none special-cased: so its own code decides masks, names of weights and initial values,
-and this project calls into parts of transformers that are no public interface. They are all in one table.
-``python -m megatrain.models.internals`` (``make canary``: against the newest release) says which are gone.
+Any Hugging Face decoder trains without special cases, so transformers' code decides masks, weight names and initial
+values. This requires parts of transformers that are not public. The tables below list all of them.
+``python -m megatrain.models.internals`` (``make canary``: against the newest release) prints those that are missing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 
-#: "module:name" or "module:name.attribute" -> what it is used for.
+#: Purpose of each internal, by "module:name" or "module:name.attribute".
 MODEL_INTERNALS = {
-    "transformers.cache_utils:Cache": "to tell caches from other arguments of a forward",
+    "transformers.cache_utils:Cache": "to distinguish caches from other arguments of a forward",
     "transformers.conversion_mapping:get_model_conversion_mapping": "names of weights in files",
     "transformers.core_model_loading:Concatenate": "names of weights in files",
     "transformers.core_model_loading:MergeModulelist": "names of weights in files",
@@ -51,31 +51,31 @@ MODEL_INTERNALS = {
     "transformers.utils.output_capturing:OutputRecorder": "which modules give attention weights",
     "transformers.utils:logging": "progress bars",
 }
-#: Used by learning rate schedules alone: plans need none, and the module imports peft.
+#: Used only by learning rate schedules: plans need none, and the module imports peft.
 SCHEDULE_INTERNALS = {"transformers.trainer_utils:SchedulerType": "learning rate schedules"}
-#: Used by `megatrain.hf` alone.
+#: Used only by `megatrain.hf`.
 TRAINER_INTERNALS = {
     "transformers.trainer:Trainer._load_from_checkpoint": "to resume from a store",
     "transformers.trainer:Trainer.get_optimizer_cls_and_kwargs": "to choose the optimizer",
     "transformers.trainer_utils:PREFIX_CHECKPOINT_DIR": "folders of checkpoints",
 }
-#: Used where rows have images alone.
+#: Used only if rows have images.
 IMAGE_INTERNALS = {
     "transformers.image_utils:load_image": "images in their orientation",
     "transformers.models.auto.processing_auto:processor_class_from_name": "processors without torchvision",
-    "transformers.modeling_utils:PreTrainedModel.get_encoder": "to tell what reads images from what reads sounds",
+    "transformers.modeling_utils:PreTrainedModel.get_encoder": "to distinguish image encoders from audio encoders",
     "transformers.processing_utils:ProcessorMixin._get_arguments_from_pretrained": "processors of images alone",
     "transformers.processing_utils:ProcessorMixin.check_argument_for_proper_class": "processors of images alone",
-    "transformers.processing_utils:ProcessorMixin.create_mm_token_type_ids": "tokens that stand for images",
+    "transformers.processing_utils:ProcessorMixin.create_mm_token_type_ids": "placeholder tokens of images",
 }
 
 
 class TransformersVersionError(Exception):
-    """The installed transformers lacks something that is used here. The text says what, and what to install."""
+    """The installed transformers lacks internals that this package uses. The text names them and the remedy."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that the installed transformers does not have."""
+    """Return the ``names`` that the installed transformers lacks."""
     return [name for name in names if not _exists(name)]
 
 
@@ -97,10 +97,10 @@ def is_conv1d(module: object) -> bool:
 
 @functools.cache
 def check_internals(*, with_trainer: bool = False, with_images: bool = False, with_schedules: bool = False) -> None:
-    """Refuse a version of transformers that lacks what is used here, before it fails in the middle of something.
+    """Refuse a version of transformers that lacks internals used here, before it fails during a run.
 
     Raises:
-        TransformersVersionError: with all that is missing, what it is for, and which versions have it.
+        TransformersVersionError: lists the missing internals, their purpose, and the versions that have them.
     """
     wanted = {
         **MODEL_INTERNALS,
@@ -118,7 +118,7 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False, wi
 
 
 def required_transformers() -> str:
-    """Return the versions of transformers that this package asks for, as pip reads them."""
+    """Return the requirement of this package on transformers, in pip's syntax."""
     try:
         asked = requires("megatrain-tier") or []
     except PackageNotFoundError:  # run from a folder of sources
@@ -127,10 +127,10 @@ def required_transformers() -> str:
 
 
 def report() -> int:
-    """Print which internals are gone; return 1 if any is."""
+    """Print the missing internals; return 1 if there are any."""
     used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
     gone = missing(used)
-    print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals are there")
+    print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals exist")
     for name in gone:
         print(f"gone: {name.replace(':', '.')} ({used[name]})")
     return 1 if gone else 0

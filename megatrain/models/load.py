@@ -1,8 +1,8 @@
-"""Weights of a Hugging Face folder into flat blocks, a range at a time, in the names and shapes of the model.
+"""Loads weights of a Hugging Face folder into flat blocks, a range at a time, with the model's names and shapes.
 
-The caller owns the memory, and says which elements of a block it wants there. The RAM used besides is one small piece
-of a tensor, however large the tensor; or the tensors of one conversion where the model keeps a layer's weights in
-another form than its files, and the conversion does more than stack, join, cut and turn them.
+The caller owns the memory and chooses the elements of a block. In addition, loading takes RAM for one small piece of a
+tensor, however large the tensor is. If the model keeps weights in another form than its files, a conversion that does
+more than stack, join, cut and transpose takes RAM for all its tensors.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SAME_MODEL = "Do config.json and the weights belong together? Copy or download 
 
 @dataclass(frozen=True)
 class Origin:
-    """The folder that a model was loaded from, as far as an export has to give it back.
+    """The folder that a model was loaded from, as needed by an export.
 
     Attributes:
-        plan: how they fill the model.
-        carried: those that an export copies.
-        trained: names of the model's tensors that an export writes, under each name that a file has.
+        plan: mapping from the files to the model.
+        carried: tensors that an export copies.
+        trained: model tensors that an export writes, under each name that a file has.
     """
 
     folder: ModelFolder
@@ -54,9 +54,9 @@ class Origin:
 
 
 def open_loader(folder: Path | str, graph: ModelGraph) -> WeightLoader:
-    """Return the loader of a graph's own weights; adapters are not among them. Raises as `WeightLoader`.
+    """Return the loader of a graph's weights, without adapters. Raises as `WeightLoader`.
 
-    What it does with the model has to be inside ``graph.plain_model()``.
+    Use it on the model only inside ``graph.plain_model()``.
     """
     with graph.plain_model():
         return WeightLoader(folder, graph.model)
@@ -65,17 +65,17 @@ def open_loader(folder: Path | str, graph: ModelGraph) -> WeightLoader:
 class WeightLoader:
     """Fills the parameters and persistent buffers of one model from one folder.
 
-    Everything that names, shapes and dtypes can tell is checked here, before the first weight is read: each tensor of
-    the folder is loaded, kept for the export as it is, or refused; and an export can give back all of their names.
+    Checks everything that names, shapes and dtypes reveal, before it reads the first weight. Each tensor of the folder
+    is loaded, carried for the export, or refused; and an export can restore all of their names.
 
     Args:
         path: a Hugging Face folder with safetensors.
-        model: the skeleton built from the folder's config; its parameters may be on the meta device. The transforms
-            that the folder needed are kept on it as transformers does, for the export.
+        model: the skeleton built from the folder's config; its parameters may be on the meta device. It keeps the
+            transforms that the folder needed, as in transformers, for the export.
 
     Attributes:
-        origin: what an export needs to know of the folder.
-        largest_extra_nbytes: the most bytes held at once so far, besides the caller's views.
+        origin: the folder's data for an export.
+        largest_extra_nbytes: peak bytes so far, without the caller's views.
 
     Raises:
         ModelFolderError: a parameter is missing, a tensor has no place, a shape or dtype does not fit, or the folder is
@@ -118,8 +118,8 @@ class WeightLoader:
 
         Args:
             layout: a layout of the graph that the model belongs to.
-            views: full parameter name -> contiguous tensor of the parameter's shape, CPU, any floating dtype; written
-                completely.
+            views: contiguous CPU tensor of the parameter's shape and any floating dtype, by full parameter name;
+                written completely.
 
         Raises:
             ModelFolderError: a file cannot be read, or a weight is infinite or not a number.
@@ -129,14 +129,13 @@ class WeightLoader:
         self._converted = None
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Copy a range of the block of ``layout`` into ``out``; what lies between parameters stays as it is.
+        """Copy a range of the block of ``layout`` into ``out``; elements between parameters are unchanged.
 
-        Ranges are best asked for in order: what is converted as a whole is kept until another conversion is needed, or
-        the block has ended.
+        Read ranges in order: a whole conversion is kept until another conversion is needed, or until the block ends.
 
         Args:
             layout: a layout of the graph that the model belongs to.
-            start: first element of the block that is wanted.
+            start: first element of the range in the block.
             out: 1-D contiguous CPU tensor of any floating dtype, as long as the range.
 
         Raises:
@@ -152,7 +151,7 @@ class WeightLoader:
         """Fill ``out`` with the elements of a parameter from ``start`` on."""
         step, start = self._step(entry.parameter), entry.first + start
         with torch.no_grad():
-            if step is None:  # transformers says that it may be absent: it is then initialised
+            if step is None:  # transformers allows it to be absent, and initialises it
                 self._initializer(layout).read(entry.parameter, start, out)
             else:
                 self._run(step, entry.parameter, start, out)
@@ -165,10 +164,10 @@ class WeightLoader:
         return self._absent[1]
 
     def regions(self, name: str) -> Sequence[Region] | None:
-        """Return what of the folder's tensors makes a parameter; nothing is read.
+        """Return the regions of the folder's tensors that make a parameter; reads nothing.
 
         Returns:
-            None where they are not merely moved, or where the folder has none.
+            None if the conversion does more than move elements, or if the folder lacks the parameter.
         """
         step = self._step(name)
         if step is None:
@@ -186,12 +185,12 @@ class WeightLoader:
         return self._regions[id(step)]
 
     def _is_turned(self, step: Conversion) -> bool:
-        """Return whether a source is quantized in another order than the model's: it is read as a whole."""
+        """Return whether a source is quantized in transposed order: then it is read as a whole."""
         decoders = (self._folder.records[source].decoder for source in step.source_names)
         return any(decoder is not None and decoder.is_transposed for decoder in decoders)
 
     def load_buffers(self) -> None:
-        """Put the persistent buffers of the folder into the model, in the dtypes that the model gave them."""
+        """Load the persistent buffers of the folder into the model, in the dtypes of the model."""
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         for name in self._model.state_dict(keep_vars=True):
             step = self._step(name)
@@ -212,14 +211,14 @@ class WeightLoader:
         return None
 
     def _run(self, step: Conversion, name: str, start: int, out: Tensor) -> None:
-        """Make the elements from ``start`` on of a tensor of the model that ``step`` makes."""
+        """Make the elements from ``start`` on of a model tensor that ``step`` makes."""
         target, regions = self._target(step, name), None if self._is_turned(step) else self._regions_of(step)
         if regions is not None:
             largest = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
             read_regions(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))
             return
         if self._converted is None or self._converted[0] is not step:
-            self._converted = None  # before the next one is made
+            self._converted = None  # free it before the following conversion
             outputs = step.run(self._folder.read, self._model)
             held = sum(self._folder.records[source].nbytes for source in step.source_names)
             held += sum(value.nbytes for value in outputs.values())
@@ -228,7 +227,7 @@ class WeightLoader:
         out.copy_(self._converted[1][target].reshape(-1)[start : start + out.numel()])
 
     def _account(self, plan: LoadPlan) -> Origin:
-        """Sort the folder into trained and carried tensors; check that an export can write all of them back."""
+        """Classify the folder's tensors as trained or carried; check that an export can restore all of them."""
         modules = carried_modules(self._model)
         paths, carried_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
@@ -256,7 +255,7 @@ class WeightLoader:
         given_back = {target for step in steps for target in step.targets}
         lost = sorted(self._folder.records.keys() - given_back - set(names) - other_heads)
         if lost:
-            text = f"{len(lost)} tensors could not be given back by an export: {some(lost)}"
+            text = f"{len(lost)} tensors could not be restored by an export: {some(lost)}"
             raise ModelFolderError(self._folder.path, f"{text}. Such a folder is not supported")
         return origin
 
@@ -276,7 +275,7 @@ class WeightLoader:
             )
 
     def _why_others(self) -> str:
-        """Return what explains that a folder has other tensors than the language model, and what to do."""
+        """Return why a folder has other tensors than the language model, and the remedy."""
         names = read_config_json(self._folder.path).get("architectures") or ()
         return ways_of_other_classes(map(str, names)) or _SAME_MODEL
 
@@ -285,7 +284,7 @@ class WeightLoader:
         for name, step in self._steps.items():
             made, place = step.targets[name], places[name]
             source = self._folder.records[step.source_names[0]]
-            # By its module, not by its shape: a square one would pass, and be the wrong way round.
+            # Check the module, not the shape: a square weight would pass and be transposed.
             if source.decoder is not None and is_conv1d(self._model.get_submodule(name.rpartition(".")[0])):
                 raise ModelFolderError(
                     source.file,
@@ -306,7 +305,7 @@ class WeightLoader:
                 )
 
     def _check_tied(self) -> None:
-        """Refuse files that hold different values for what the config makes one tensor."""
+        """Refuse files with different values for tensors that the config ties."""
         for names in tied_groups(self._model):
             stored = [self._steps[name].source_names[0] for name in names if name in self._steps]
             for other in stored[1:]:
@@ -335,7 +334,7 @@ class WeightLoader:
 
 
 def _owner(name: str, paths: tuple[str, ...]) -> str:
-    """Return what a carried tensor belongs to, for people: a module, or the beginning of its name."""
+    """Return the owner of a carried tensor for messages: a module, or a prefix of its name."""
     for path in paths:
         if name == path or name.startswith(f"{path}."):
             return path

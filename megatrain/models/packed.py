@@ -1,9 +1,9 @@
-"""Blocks of quantized weights: the folder's packed bytes, and how they become a layout's weights where layers run.
+"""Blocks of quantized weights: the folder's packed bytes, decoded to a layout's weights where layers run.
 
-A frozen layout of a quantized folder is one block of bytes: what the files have of its quantized weights, as it is,
-and its other weights in the dtype that layers compute in. So tiers and links carry the small form. The weights exist
-in the compute tier only, for one tick: ``Packing.decode`` makes them there from the leased block, with the bits that
-the host makes of the same bytes. Reading the block from files is the business of ``in_place.py``.
+A frozen layout of a quantized folder is one block of bytes: the packed bytes of its quantized weights, unchanged, and
+its other weights in the compute dtype. So tiers and links move the small form. The weights exist only in the compute
+tier, for one tick: ``Packing.decode`` makes them there from the leased block, bit-identical to decoding on the host.
+``in_place.py`` reads the block from files.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Packing", "cut", "pack"]
 
-#: What starts in a block starts at a multiple of this: a cache line of a GPU, and of any number's size.
+#: Alignment of everything in a block: a cache line of a GPU, and a multiple of any element size.
 _ALIGNMENT_BYTES = 128
-#: Numbers that are decoded at a time: few enough for the caches of a CPU, enough to keep a GPU busy.
+#: Elements decoded at a time: few enough for the caches of a CPU, enough to keep a GPU busy.
 _NUMBERS_ON_CPU, _NUMBERS_ON_DEVICE = 1 << 18, 1 << 24
-_DECODING_BYTES = 20  # for each of them: an index, what it stands for, its scale, and its two halves
+_DECODING_BYTES = 20  # per element: an index, its value, its scale, and its two halves
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where numbers go in the weights of a layout, which are one flat tensor."""
+    """Location of elements in the flat weights of a layout."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def view(self, flat: Tensor | None = None) -> Tensor:
-        """Return the place in ``flat``; without it, on the meta device."""
+        """Return this location as a view of ``flat``, or of a meta tensor."""
         if flat is None:
             span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
             flat = torch.empty(self.offset + span, device="meta")
@@ -66,14 +66,14 @@ class PlainWeight:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Numbers of a quantized tensor, from ``first`` on.
+    """Elements of a quantized tensor, from ``first`` on.
 
     Attributes:
-        decoder: makes the tensor's numbers of its packed bytes.
-        offsets: bytes of the block at which the tensors begin that the decoder computes from; where the block has a
-            range of one, where the whole would begin.
-        first: number of the tensor.
-        target: where they go.
+        decoder: decodes the tensor's packed bytes.
+        offsets: byte offsets in the block of the tensors that the decoder reads. If the block has only a range of a
+            tensor, the offset is where the whole tensor would begin.
+        first: index of the first element in the tensor.
+        target: location of the decoded elements.
     """
 
     decoder: Decoder
@@ -84,15 +84,15 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a layout lies in a block of packed bytes; an ``Encoding``.
+    """Layout of a block of packed bytes; an ``Encoding``.
 
     Attributes:
-        weights: those that are; none: the block is an ordinary one.
-        raw: (name of a tensor in the files, range of its bytes) that is in the block as it is -> (offset, decoder).
+        weights: the quantized weights; empty for an ordinary block.
+        raw: (offset in the block, decoder) by (name of a tensor in the files, range of its bytes).
         gaps: bytes of the block that nothing fills.
         nbytes: size of the block.
         num_elements: length of the layout.
-        dtype: the dtype that layers compute in.
+        dtype: the compute dtype.
     """
 
     plain: tuple[PlainWeight, ...]
@@ -105,13 +105,13 @@ class Packing:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """None: the bytes are in the weight's own block."""
+        """Keys of further blocks: empty, because the weight's block holds the bytes."""
         return ()
 
     def decode(self, block: Tensor, weights: Tensor) -> None:
-        """Write a layout's weights. Kernels are queued and nothing waits for them, as for any operation of torch.
+        """Write a layout's weights. Kernels are queued without synchronization, as in any torch operation.
 
-        What lies between parameters is left as it is.
+        Elements between parameters are unchanged.
 
         Args:
             block: uint8 [nbytes].
@@ -128,7 +128,7 @@ class Packing:
                     place.copy_(self._decoded(packed, packed.first + first, place.numel(), block).view(place.shape))
 
     def decoding_bytes(self, device: torch.device) -> int:
-        """Return what ``decode`` allocates at once beside block and weights."""
+        """Return the bytes that ``decode`` allocates at once, in addition to block and weights."""
         most = _numbers_at_once(device)
         targets = {replace(packed.target, offset=0) for packed in self.weights}
         pieces = (piece for target in targets for _, piece in cut(target.view(), most))
@@ -140,16 +140,16 @@ class Packing:
         if self.dtype != torch.bfloat16:
             return numbers
         rounded = torch.empty_like(numbers, dtype=torch.bfloat16)
-        high_half(numbers, rounded)  # the rounding of every weight that is loaded
+        high_half(numbers, rounded)  # the rounding of every loaded weight
         return rounded
 
 
 def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut a place for numbers that follow each other into pieces of whole rows: yield (first number, piece).
+    """Split a view of consecutive elements into pieces of whole rows; yield (first element, piece).
 
     Args:
         place: view of a flat tensor, of any strides.
-        num_elements: length of a piece, about.
+        num_elements: approximate length of a piece.
     """
     if place.numel() == 0:
         return
@@ -171,11 +171,11 @@ def pack(
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
-    """Return how a layout lies in a block; None: a weight is not merely moved from the files, or not in them.
+    """Return how a layout is packed in a block; None if the folder lacks a weight or does more than move its elements.
 
     Args:
-        regions_of: what of the folder's tensors makes a parameter.
-        dtype: that layers compute in.
+        regions_of: returns the regions of the folder's tensors that make a parameter.
+        dtype: compute dtype.
     """
     plain: list[PlainWeight] = []
     weights: list[PackedWeight] = []
@@ -215,7 +215,7 @@ def pack(
                 *shape, rows, columns = target.shape
                 *strides, of_row, of_column = target.stride
                 target = replace(target, shape=(*shape, columns, rows), stride=(*strides, of_column, of_row))
-            # Of a weight that other layouts have a part of, only the bytes that this one is computed from.
+            # If other layouts hold parts of this weight, keep only the bytes that this layout is decoded from.
             spans = decoder.spans(region.source_start, region.num_elements)
             offsets = []
             for name, span in zip(decoder.packed, spans, strict=True):
@@ -228,7 +228,7 @@ def pack(
 
 
 def _has_whole_matrices(region: Region, record: TensorRecord) -> bool:
-    """Return whether a region of contiguous numbers is some of a tensor's matrices, or its only one."""
+    """Return whether a region of contiguous elements consists of whole matrices of a tensor."""
     if len(region.shape) < 2 or len(record.shape) < 2:
         return False
     matrix = record.shape[-2:]

@@ -1,16 +1,16 @@
-"""Quantized folders: their weights as the fp32 numbers that they stand for, a few rows at a time.
+"""Quantized folders: their weights decoded to fp32, a few rows at a time.
 
 Four public formats, whose tensors are found by name:
 
-- fp8 with scales of blocks (DeepSeek): ``W`` float8 [R, C] and ``W_scale_inv`` [ceil(R/b), ceil(C/b)];
-- mxfp4 (gpt-oss): ``W_blocks`` bytes [..., R, C/32, 16], two e2m1 numbers in each, the low half first, and ``W_scales``
+- fp8 with block scales (DeepSeek): ``W`` float8 [R, C] and ``W_scale_inv`` [ceil(R/b), ceil(C/b)];
+- mxfp4 (gpt-oss): ``W_blocks`` bytes [..., R, C/32, 16], each with two e2m1 numbers, low half first, and ``W_scales``
   [..., R, C/32], exponents of two with a bias of 127; the model has ``W`` as [..., C, R];
-- nf4 of bitsandbytes: ``W`` bytes, two numbers of a table in each, the high half first, with ``W.absmax`` per block of
-  the flattened weight, itself perhaps in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON;
+- nf4 of bitsandbytes: ``W`` bytes, each with two indexes into a table, high half first, with ``W.absmax`` per block of
+  the flattened weight, which may itself be in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON;
 - int4 of compressed-tensors, in ``int4.py``.
 
-Bytes become numbers by torch operations that give the same bits on every device: on the host for loading and export, on
-the compute device for blocks that hold the packed bytes (``packed.py``).
+Decoding uses torch operations with the same bits on every device: on the host for loading and export, on the compute
+device for blocks of packed bytes (``packed.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatrain.models.int4 import find_int4
 
 __all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "method_of"]
 
-#: ``quant_method`` of a config -> what it is called here.
+#: Name of the method in messages, by ``quant_method`` of a config.
 METHODS = {
     "fp8": "fp8 with scales of blocks",
     "mxfp4": "mxfp4",
@@ -41,27 +41,27 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _MX_BLOCK = 32
 _EXPONENT_BIAS = 127
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
-#: Of what is finite in bf16 too; the largest scale of mxfp4 whose numbers are; of tables and scales of nf4, whose
-#: products then are.
+#: The largest number that is also finite in bf16; the largest mxfp4 scale with finite numbers; the limit of nf4's
+#: tables and scales, whose products are then finite.
 _LARGEST, _LARGEST_SCALE, _LARGEST_NF4 = 3.38e38, 252, 1e18
 _SMALLEST_SCALE_BITS = 0x0040_0000  # 2 ** -127, below the normal numbers
 
-#: Returns some bytes of a tensor in the files: ``read(name, first byte, number of bytes)``, a fresh 1-D uint8 tensor.
+#: Returns bytes of a tensor in the files: ``read(name, first byte, number of bytes)``, a new 1-D uint8 tensor.
 ReadBytes = Callable[[str, int, int], Tensor]
 
 
 class QuantizationError(Exception):
-    """Quantized tensors are not in a form that can be read; the text says which."""
+    """Quantized tensors have an unsupported form; the text names it."""
 
 
 class Decoder(Protocol):
-    """Makes the numbers of one weight. Thread-safe.
+    """Decodes one weight. Thread-safe.
 
     Attributes:
-        parts: names of the tensors in the files that it is made of.
-        packed: those of them that its numbers are computed from; the rest was read when the decoder was made.
-        shape: dimensions of the numbers as they are decoded, in rows.
-        is_transposed: the model has the last two dimensions the other way round.
+        parts: names of the weight's tensors in the files.
+        packed: the ``parts`` that its numbers are computed from; the others were read when the decoder was made.
+        shape: shape of the numbers in decoding order.
+        is_transposed: Whether the model swaps the last two dimensions.
     """
 
     @property
@@ -77,22 +77,21 @@ class Decoder(Protocol):
     def is_transposed(self) -> bool: ...
 
     def spans(self, first: int, count: int) -> tuple[range, ...]:
-        """Return which bytes of each of ``packed`` the numbers from ``first`` on are computed from."""
+        """Return the byte range of each of ``packed`` that the numbers from ``first`` on are computed from."""
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        """Return ``count`` numbers of the flattened weight from ``first`` on, fp32, where the bytes are.
+        """Return ``count`` fp32 numbers of the flattened weight from ``first`` on, on the device of the bytes.
 
         Args:
             first: index of the first number in the flattened weight.
-            count: how many numbers are wanted.
-            packed: the bytes of ``spans``: 1-D uint8, of any device, each on a multiple of four bytes. Nothing waits
-                for them.
+            count: number of elements.
+            packed: the bytes of ``spans``: 1-D uint8 on any device, each aligned to four bytes. Does not synchronize.
         """
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
-        """Return whether some bytes of one of ``packed``, in host memory, make finite numbers.
+        """Return whether some bytes of one of ``packed``, in host memory, decode to finite numbers.
 
-        They begin and end at multiples of four bytes, or where the tensor does.
+        They begin and end at multiples of four bytes, or with the tensor.
         """
 
 
@@ -103,7 +102,7 @@ def decode(decoder: Decoder, first: int, count: int, read: ReadBytes) -> Tensor:
 
 
 def method_of(table: object) -> str:
-    """Return the quantization method that a config names; "" where it is unknown."""
+    """Return the quantization method in a config, or "" if it is unknown."""
     if not isinstance(table, Mapping):
         return ""
     method = str(table.get("quant_method") or ("bitsandbytes" if table.get("load_in_4bit") else ""))
@@ -113,15 +112,15 @@ def method_of(table: object) -> str:
 def find_decoders(
     shapes: Mapping[str, tuple[tuple[int, ...], str]], table: Mapping[str, Any], read: ReadBytes
 ) -> dict[str, Decoder]:
-    """Return the quantized weights of a folder: name that the model's checkpoints have -> its decoder.
+    """Return the decoders of a folder's quantized weights, by name in the model's checkpoints.
 
     Args:
-        shapes: name of each tensor in the files -> its shape, and its dtype as safetensors calls it.
+        shapes: shape and safetensors dtype by name of each tensor in the files.
         table: ``quantization_config`` of the config.
-        read: for small tables that a decoder keeps.
+        read: reads small tables that a decoder keeps.
 
     Raises:
-        QuantizationError: tensors of a method, or of a kind of one, that is not read here.
+        QuantizationError: the method, or this variant of it, is not supported.
     """
     method = method_of(table)
     if method == "fp8":
@@ -132,7 +131,7 @@ def find_decoders(
         return _find_nf4(shapes, read)
     if method == "compressed-tensors":
         return dict(find_int4(shapes, table, read))
-    raise QuantizationError(f"its method, {method or 'without a name'}, is not read here")
+    raise QuantizationError(f"its method, {method or 'without a name'}, is not supported")
 
 
 # -- fp8 -------------------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class _Fp8:
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name == self.parts[1]:
-            # Also times the largest number that there is: none of them has to be computed to know it.
+            # The product with the largest fp8 number must be finite, so no product has to be computed.
             return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _LARGEST).all())
         magnitude = packed & 0x7F
         return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
@@ -217,7 +216,7 @@ class _Mxfp4:
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
         numbers = _halves(packed[0], _e2m1_pairs(packed[0].device)).view(-1, _MX_BLOCK)
-        # The bits of 2 ** (scale - 127); as a product of fp32, for powers differ between devices in the last bit.
+        # The bits of 2 ** (scale - 127), multiplied in fp32, because power functions differ between devices.
         exponents = packed[1].to(torch.int32)
         scales = torch.where(exponents == 0, _SMALLEST_SCALE_BITS, exponents << 23).view(torch.float32)
         numbers *= scales[:, None]
@@ -233,7 +232,7 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
 
 
 def _pairs(table: Tensor, *, high_first: bool) -> Tensor:
-    """Return the two numbers of a table [16] that each byte stands for: [256, 2]."""
+    """Return the two numbers that each byte encodes, from a table [16]: [256, 2]."""
     low, high = table.repeat(16), table.repeat_interleave(16)
     return torch.stack([high, low] if high_first else [low, high], dim=-1)
 
@@ -261,7 +260,7 @@ def _find_mxfp4(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Nested:
-    """Scales of blocks that are themselves in 8 bits: ``table[code] * coarse + offset``."""
+    """Block scales that are themselves quantized to 8 bits: ``table[code] * coarse + offset``."""
 
     block: int
     offset: float
@@ -322,7 +321,7 @@ def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes
     found: dict[str, Decoder] = {}
     for state_name in [name for name in shapes if ".quant_state." in name]:
         if not state_name.endswith(_NF4_STATE):
-            raise QuantizationError(f"{state_name} is of another format than nf4")
+            raise QuantizationError(f"{state_name} has another format than nf4")
         name = state_name.removesuffix(_NF4_STATE)
         state = json.loads(bytes(read(state_name, 0, math.prod(shapes[state_name][0])).tolist()))
         shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
@@ -346,5 +345,5 @@ def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes
         found[name] = _Nf4((*packed, state_name), packed, shape, block, nested)
     left = [name for name in shapes if name.endswith((".SCB", ".weight_format"))]
     if left:
-        raise QuantizationError(f"{left[0]} is of LLM.int8, which is not read here")
+        raise QuantizationError(f"{left[0]} belongs to LLM.int8, which is not supported")
     return found

@@ -1,8 +1,8 @@
-"""Which elements of which tensors make a tensor, so that it can be made a range at a time.
+"""Maps elements of source tensors to elements of a target tensor, so that any range of it can be made alone.
 
-The transforms between a model's tensors and those of its files only move numbers: they stack, join, cut and turn. A
+The transforms between a model's tensors and its files only move elements: they stack, join, cut and transpose. A
 ``Region`` is one such move: a strided box of a source that becomes a strided box of the target. With all regions of a
-target, any range of its elements can be made from ranges of its sources, and no tensor has to be in memory whole.
+target, any range of it can be made from ranges of its sources, and no tensor has to be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["ReadSpan", "Region", "aliasing", "read_regions", "region_of"]
-#: What may be read for each element that is asked for. A box that lies wider apart is read row by row ...
+#: Elements that may be read per requested element. A box with wider gaps is read row by row ...
 _MAX_WASTE = 1.5
-#: ... unless its rows have fewer elements than this: then a call for each costs more than the bytes between them.
+#: ... unless its rows have fewer elements than this: then a call per row costs more than the bytes between rows.
 _SHORT_ROW = 1 << 14
 
 
 class ReadSpan(Protocol):
-    """Reads from the sources of a tensor."""
+    """Reader of source tensors."""
 
     def __call__(self, source: str, first: int, count: int, place: Tensor | None, /) -> Tensor:
-        """Return elements ``first`` to ``first + count`` of a source as it lies in memory: 1-D.
+        """Return elements ``first`` to ``first + count`` of a source in memory order: 1-D.
 
-        They are ``place`` itself where that is given and can take them (1-D, contiguous, of that size); else in memory
-        that is valid until the next call.
+        Returns ``place`` if it is given and fits (1-D, contiguous, of that size); otherwise memory that is valid until
+        the following call.
         """
 
 
@@ -38,12 +38,12 @@ class Region:
     """A box of a source that becomes a box of the target; both have ``shape``.
 
     Attributes:
-        source: name of the tensor that it comes from.
+        source: name of the source tensor.
         shape: dimensions of both boxes.
-        source_strides: in elements, as of a tensor.
-        target_strides: in elements, as of a tensor.
-        source_start: first element in the source, which is contiguous.
-        target_start: first element in the target, which is contiguous.
+        source_strides: in elements.
+        target_strides: in elements.
+        source_start: first element in the contiguous source.
+        target_start: first element in the contiguous target.
     """
 
     source: str
@@ -55,7 +55,7 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements that it moves."""
+        """Number of elements moved."""
         count = 1
         for size in self.shape:
             count *= size
@@ -63,19 +63,19 @@ class Region:
 
     @property
     def source_span(self) -> int:
-        """Elements of the source from its first one to its last one."""
+        """Elements of the source from the first to the last one."""
         return _span(self.shape, self.source_strides)
 
     @property
     def can_be_read_in_place(self) -> bool:
-        """Whether reading any range of it reads little else of the source: not so for a transposed tensor."""
+        """Whether reading any range of it reads little else of the source, unlike a transposed tensor."""
         if self.num_elements == 0:
             return True
         merged = _merged(self)
         return merged.source_span <= _MAX_WASTE * merged.num_elements or merged.source_strides[-1] == 1
 
     def rows(self, first: int, stop: int) -> Region:
-        """Return its part ``first`` to ``stop`` along the outermost dimension."""
+        """Return its rows ``first`` to ``stop`` of the outermost dimension."""
         return replace(
             self,
             shape=(stop - first, *self.shape[1:]),
@@ -84,7 +84,7 @@ class Region:
         )
 
     def row(self, number: int) -> Region:
-        """Return one of its rows, with a dimension less."""
+        """Return one of its rows, without the outermost dimension."""
         row = self.rows(number, number + 1)
         return replace(
             row,
@@ -94,14 +94,14 @@ class Region:
         )
 
     def within(self, start: int, stop: int) -> Iterator[Region]:
-        """Yield boxes that make up what of it lies in elements ``start`` to ``stop`` of the target."""
+        """Yield boxes that cover its elements within ``start`` to ``stop`` of the target."""
         span = _span(self.shape, self.target_strides)
         if self.num_elements == 0 or self.target_start >= stop or self.target_start + span <= start:
             return
         if start <= self.target_start and self.target_start + span <= stop:
             yield self
             return
-        # Not a single element: that one would be inside or outside.
+        # More than one element: a single one would be fully inside or outside.
         size, stride = self.shape[0], self.target_strides[0]
         row_span = _span(self.shape[1:], self.target_strides[1:])
         first_whole = max(0, -(-(start - self.target_start) // stride))
@@ -117,7 +117,7 @@ class Region:
 
 
 def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
-    """Return the region between two views of equal shape; of both only shape, strides and offset count."""
+    """Return the region between two views of equal shape; only their shape, strides and offset are used."""
     assert source_view.shape == target_view.shape, (source, source_view.shape, target_view.shape)
     return Region(
         source,
@@ -133,11 +133,11 @@ def read_regions(regions: Sequence[Region], start: int, out: Tensor, read: ReadS
     """Fill ``out`` with the elements from ``start`` on of the tensor that ``regions`` make.
 
     Args:
-        regions: that together make the target.
-        start: first element of the target that is asked for.
-        out: 1-D contiguous, any dtype; written as far as regions reach.
-        read: gives what is needed of the sources.
-        max_elements: that are read at a time.
+        regions: regions that together make the target.
+        start: first requested element of the target.
+        out: 1-D contiguous, any dtype; written where regions reach.
+        read: reads the sources.
+        max_elements: maximum number of elements per read.
     """
     for region in regions:
         for box in _merged(region).within(start, start + out.numel()):
@@ -148,7 +148,7 @@ def _copy(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements: in
     box = _merged(box)
     span, size, stride = box.source_span, box.shape[0], max(1, box.source_strides[0])
     row_span = _span(box.shape[1:], box.source_strides[1:])
-    # What lies between the rows is read with them where that costs less than reading each row for itself.
+    # Read the gaps between rows if that costs less than a separate read per row.
     takes_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
     if span <= max_elements and takes_gaps:
         place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
@@ -167,7 +167,7 @@ def _copy(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements: in
 
 
 def _merged(region: Region) -> Region:
-    """Return the same moves with as few dimensions as possible."""
+    """Return an equal region with as few dimensions as possible."""
     dimensions = [
         (size, source, target)
         for size, source, target in zip(region.shape, region.source_strides, region.target_strides, strict=True)
@@ -189,7 +189,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _Aliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ``contiguous`` and ``clone`` return views: then the strides of an output say where its elements lie."""
+    """Mode in which ``contiguous`` and ``clone`` return views, so that the strides of an output locate its elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -203,11 +203,11 @@ def aliasing(
     shapes: Mapping[str, torch.Size],
     convert: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, list[Region]] | None:
-    """Return the regions of the outputs of a conversion that only cuts and turns its inputs; None of another one.
+    """Return the regions of a conversion's outputs, or None if it does more than cut and transpose its inputs.
 
     Args:
-        shapes: input name -> its shape.
-        convert: the conversion, given a function from an input's name to the input; it is run on the meta device.
+        shapes: shapes by input name.
+        convert: the conversion, called with a function that returns an input by name; runs on the meta device.
     """
     inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {value.untyped_storage()._cdata: name for name, value in inputs.items()}
@@ -215,7 +215,7 @@ def aliasing(
         with _Aliasing():  # type: ignore[no-untyped-call]
             outputs = convert(inputs.__getitem__)
     except RuntimeError:
-        return None  # it changes numbers, or needs an order of elements that the view does not have
+        return None  # it changes values, or needs an order of elements that the view does not have
     found: dict[str, list[Region]] = {}
     for target, value in outputs.items():
         source = names.get(value.untyped_storage()._cdata)

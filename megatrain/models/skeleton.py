@@ -34,13 +34,13 @@ __all__ = [
 def resolve_config(
     config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, takes_quantized: bool = False
 ) -> PretrainedConfig:
-    """Return a configuration of our own: read from a folder, or copied from the one given.
+    """Return a new configuration: read from a folder, or copied from the given one.
 
     Args:
-        config_or_folder: As in `build_graph`.
-        trust_remote_code: As in `build_graph`.
-        takes_quantized: The weights are frozen, and read as the numbers that they stand for; what is returned says
-            nothing of their quantization.
+        config_or_folder: As in `converted_graph`.
+        trust_remote_code: As in `converted_graph`.
+        takes_quantized: Whether quantized weights are allowed, because they are frozen and decoded. The returned
+            configuration has no quantization.
 
     Raises:
         UnsupportedModelError: the weights are quantized.
@@ -66,10 +66,10 @@ def resolve_config(
 
 
 def _method(quantization: Any) -> str:
-    """Return `` (METHOD)`` of a `quantization_config`, "" where it names none."""
+    """Return `` (METHOD)`` of a `quantization_config`, or "" if it has no method."""
     if not isinstance(quantization, dict):
         return f" ({type(quantization).__name__})"
-    is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # early folders of it name no method
+    is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # its early folders record no method
     method = quantization.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
     return f" ({method})" if method else ""
 
@@ -96,21 +96,21 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
 
-    It is the class that a converter asks for, else the causal language model, or the class that `config.json` names if
-    that one takes images or sounds as well.
+    The class comes from a converter, or is the causal language model. If `config.json` names a class that also takes
+    images or sounds, the model has that class.
 
     Args:
-        config: Used by the model as it is, and changed by it: give a copy.
-        attn_implementation: As in transformers; "auto" leaves the choice to it.
+        config: Used and changed by the model, so pass a copy.
+        attn_implementation: As in transformers; "auto" leaves the choice to transformers.
         trust_remote_code: Allow model code that comes with the model.
-        dtype: What the parameters and the buffers are declared as; tables that transformers keeps in fp32 stay so.
-        text_only: Take the causal language model in any case: nothing can be kept where no folder has weights for it.
-        converters: Are called with the model: before its buffers are made, and when it is complete.
+        dtype: Declared dtype of parameters and buffers; tables that transformers keeps in fp32 stay fp32.
+        text_only: Always take the causal language model, because without a folder no other weights could be carried.
+        converters: Called with the model before its buffers are made, and again when it is complete.
 
     Raises:
-        UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or a
-            buffer of it cannot be made without the model's weights.
-        TransformersVersionError: the installed transformers lacks what is used here.
+        UnsupportedModelError: transformers has no class for the configuration with a trainable language model, or a
+            buffer cannot be made without the model's weights.
+        TransformersVersionError: the installed transformers lacks internals that this package uses.
     """
     check_internals()
     from transformers import AutoModelForCausalLM
@@ -131,7 +131,7 @@ def build_skeleton(
                 if beyond_text is not None and _is_wanted(beyond_text, config)
                 else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
             )
-    except Exception as error:  # the code of every family raises its own kinds
+    except Exception as error:  # model families raise different types
         raise UnsupportedModelError(_name(config), _why_not_built(error, text_only)) from error
     with torch.device("meta"):
         model.tie_weights()
@@ -146,15 +146,15 @@ def build_skeleton(
 
 
 def reads_more_than_text(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
-    """Return whether a model, or a class of models, takes images or sounds as well."""
+    """Return whether a model, or a class of models, also takes images or sounds."""
     modalities = model.input_modalities
     return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
 
 
 def class_beyond_text(config: PretrainedConfig) -> Any:
-    """Return the class that transformers has for the configuration besides a causal language model, or None.
+    """Return the multimodal class that transformers has for the configuration, or None.
 
-    Without a part of the configuration for the text alone there is no telling what belongs to the language model.
+    A configuration without a separate text part does not show what belongs to the language model, so it gives None.
     """
     from transformers import AutoModelForMultimodalLM
 
@@ -165,7 +165,7 @@ def class_beyond_text(config: PretrainedConfig) -> Any:
 
 
 def _is_wanted(beyond_text: type, config: PretrainedConfig) -> bool:
-    """Return whether the folder is of that class: a configuration may stand for a causal language model, too."""
+    """Return whether the folder has that class: a configuration may also belong to a causal language model."""
     from transformers import AutoModelForCausalLM
 
     names = getattr(config, "architectures", None) or ()
@@ -173,7 +173,7 @@ def _is_wanted(beyond_text: type, config: PretrainedConfig) -> bool:
 
 
 def _name(config: PretrainedConfig) -> str:
-    """Return what a model is called in messages: its type, and the file that says so."""
+    """Return the name of a model for messages: its type and its config file."""
     folder = str(getattr(config, "name_or_path", "") or "")
     return f"{config.model_type} of {Path(folder) / 'config.json'}" if folder else str(config.model_type)
 
@@ -190,7 +190,7 @@ def _why_not_built(error: Exception, text_only: bool) -> str:
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Declare the parameters that transformers never lowers as fp32, as `from_pretrained` does."""
+    """Declare parameters as fp32 that transformers never lowers, as `from_pretrained` does."""
     parameters = dict(model.named_parameters())
     for name in _names_in_fp32(model, parameters, dtype):
         if parameters[name].is_floating_point():
@@ -198,7 +198,7 @@ def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Return those of `names` that `from_pretrained` has in fp32 when it is asked for `dtype`."""
+    """Return the `names` that `from_pretrained` keeps in fp32 when called with `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -209,9 +209,9 @@ def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dt
 
 
 def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return in which dtype `from_pretrained` has each parameter and buffer when it is asked for `dtype`.
+    """Return the dtype of each parameter and buffer after `from_pretrained` with `dtype`.
 
-    Some are declared in a dtype of their own by the model's code, others are kept in fp32 by rule.
+    The model's code declares the dtype of some; rules keep others in fp32.
     """
     from transformers.initialization import no_init_weights
 
@@ -222,10 +222,10 @@ def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, 
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer real memory and let the model's own rules fill it.
+    """Allocate every buffer and let the model's initialization rules fill it.
 
-    Parameters are flagged as initialised for that time, so that only buffers are filled. Floating buffers start as
-    NaN, which shows those that have no rule; the persistent ones among them come from the checkpoint.
+    Parameters are flagged as initialised meanwhile, so that only buffers are filled. Floating buffers start as NaN,
+    which reveals buffers without a rule; the checkpoint supplies the persistent ones among them.
     """
     from transformers import initialization
 
@@ -272,10 +272,10 @@ def _has_nan(buffer: torch.Tensor) -> bool:
 
 @contextmanager
 def rows_are_documents() -> Iterator[None]:
-    """Let transformers take it that every row is one document, so that causal attention needs no mask.
+    """Make transformers assume that every row is one document, so that causal attention needs no mask.
 
-    It looks for restarts of the positions and for padding, and where it may not look, on fake tensors, makes a mask
-    of [S, S]. Not for several threads at once.
+    Otherwise it searches for position restarts and padding. On fake tensors it cannot, and makes a mask of [S, S].
+    Not thread-safe.
     """
     from transformers import masking_utils
 

@@ -1,4 +1,4 @@
-"""A scaled-down copy of a model in memory: the same family and the same kinds of layers, narrow and few."""
+"""A scaled-down copy of a model in memory: the same family and kinds of layers, but narrow and few."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ VOCABULARY = 512
 LARGEST_NUM_PARAMETERS = 50_000_000
 HEADS, HEAD_DIM = 4, 16
 _MIN_LAYERS, _MAX_LAYERS = 3, 8
-_NOISE = 0.05  # on every weight, so that those which start at zero matter, too
+_NOISE = 0.05  # on every weight, so that weights that start at zero also matter
 
-#: Sizes that are lowered to these; what is smaller already stays. Names of transformers' configs.
+#: Upper limits of sizes; smaller values stay. Names of transformers' configs.
 _WIDTHS: dict[str, int] = {
     name: number
     for number, names in {
@@ -74,11 +74,11 @@ def small_model(
         config: configuration of the whole model.
         attn_implementation: as in transformers, or "auto".
         seed: seed that the weights are drawn with.
-        num_layers: that it has at least, if the model has as many.
-        needs_head: False: its layers are enough, as of a part for text that is no causal language model by itself.
+            num_layers: minimum number of layers, if the model has that many.
+            needs_head: False: the layers suffice, e.g. for a text part without a causal language model class.
 
     Raises:
-        UnsupportedModelError: no small copy of it can be built and run.
+        UnsupportedModelError: no small copy can be built and run.
     """
     problem: Exception | None = None
     for small in _smaller_and_smaller(config, num_layers):
@@ -86,20 +86,20 @@ def small_model(
             model = build(small, attn_implementation, seed, needs_head=needs_head)
             with torch.no_grad():
                 model(input_ids=torch.arange(8)[None], use_cache=False)
-        except Exception as error:  # each family checks its config in its own way
+        except Exception as error:  # each family validates its config differently
             problem = problem or error
             continue
         return model
     reason = f"{type(problem).__name__}: {problem}" if problem else "every copy is still too large"
     raise UnsupportedModelError(
         str(config.model_type),
-        f"no small copy of it can be made ({reason}). `verify` without CONFIG uses a small Llama; model.mlp_rows "
-        "needs one, too",
+        f"no small copy of it can be made ({reason}). `verify` without CONFIG uses a small Llama; model.mlp_rows also "
+        "needs one",
     )
 
 
 def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, needs_head: bool = True) -> PreTrainedModel:
-    """Return the fp32 model of a small config with seeded weights, on the CPU. ``needs_head``: as of `small_model`."""
+    """Return the fp32 model of a small config with seeded weights, on the CPU; ``needs_head`` as in `small_model`."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     has_head = needs_head or type(config) in AutoModelForCausalLM._model_mapping
@@ -119,7 +119,7 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
 
 
 def _smaller_and_smaller(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
-    """Yield copies to try: narrow; narrow with the model's own head size; with all its widths."""
+    """Yield copies to try: narrow; narrow with the original head size; with all original widths."""
     for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
@@ -127,7 +127,7 @@ def _smaller_and_smaller(config: PretrainedConfig, num_layers: int) -> Iterator[
         try:
             _shrink(values, config, num_layers, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
             yield type(config).from_dict(values)
-        except Exception:  # this copy contradicts a rule of the family: the next keeps more of the original
+        except Exception:  # this copy breaks a rule of the family: the next one keeps more of the original
             continue
 
 
@@ -165,7 +165,7 @@ def _shrink(
 
 
 def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
-    """Keep the first layers: as many as it takes to have every kind of layer that a list of the config tells."""
+    """Keep the first layers: enough to include every kind of layer in the config's per-layer lists."""
     depth = int(values[key])
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
     kept = min(depth, num_layers)
@@ -177,13 +177,13 @@ def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
     for name, value in lists.items():
         values[name] = value[:kept]
     for name, value in values.items():
-        # Layer -> what it has.
+        # A table by layer number.
         if isinstance(value, dict) and value and all(is_number(str(number)) for number in value):
             values[name] = {number: item for number, item in value.items() if int(number) < kept}
 
 
 def _match_scan(values: dict[str, Any], hidden_key: str) -> None:
-    """Give the heads of a scan the width that some families demand: all of them together, what the layer expands to."""
+    """Set the head width of a scan so that all heads together equal the layer's expansion, as some families require."""
     for expand, heads, width in _SCANS:
         if all(isinstance(values.get(name), int) for name in (expand, heads)) and width in values:
             inner = values[expand] * values[hidden_key]
@@ -211,10 +211,10 @@ _NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # words
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A model folder with weights, config and a tokenizer of its own, and text to train it on.
+    """A model folder with weights and config, a tokenizer, and text to train on.
 
     Attributes:
-        folder: folder of the model that was written.
+        folder: folder of the written model.
         text: JSON lines.
         family: ``model_type``.
         num_layers: layers of the copy.
@@ -246,7 +246,7 @@ def _default_config() -> PretrainedConfig:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing bars while it writes and reads small models."""
+    """Disable transformers' progress bars for small models."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -267,7 +267,7 @@ def write_small_model(
         config: config of the whole model; None for a small Llama.
 
     Raises:
-        UnsupportedModelError: no small copy of it can be built and run.
+        UnsupportedModelError: no small copy can be built and run.
     """
     config = config or _default_config()
     model = small_model(config, attn_implementation, seed)
@@ -280,7 +280,7 @@ def write_small_model(
 
 
 def _write_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer whose words are the numbers of its tokens; in a folder of its own, which no family claims."""
+    """Write a tokenizer whose words are its token numbers, in a separate folder without a model family."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()

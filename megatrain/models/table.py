@@ -1,4 +1,4 @@
-"""[model], [lora] and [export]: what is trained, and how it is written at the end."""
+"""[model], [lora] and [export]: what is trained, and how it is exported."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ class ModelConfig(Table):
 
     @property
     def compiler(self) -> str | None:
-        """Backend of torch.compile for the layers; None: they are not compiled."""
+        """Backend of torch.compile for the layers, or None if they are not compiled."""
         return self.compile_backend if self.compile else None
 
 
 class LoraConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[lora]``: small adapters that are trained in place of the model, with peft's names and files."""
+    """``[lora]``: small adapters that are trained instead of the model, with peft's names and files."""
 
     r: int = key(
         "Rank of the adapters, e.g. 16; with a quantized folder this is QLoRA. 0: no adapters, the model itself "

@@ -1,8 +1,8 @@
-"""A head that takes the place of the language model's: a folder need not have it, and may have others.
+"""A head that replaces the language model's head: a folder need not have it, and may have others.
 
-A reward model usually starts from a folder of a language model. Its own head is not in the folder and begins with
-random weights. The reward model has no place for the language model's head (``lm_head``), so an export leaves it out,
-and its ``config.json`` has other values. A converter notes all this on the skeleton; the loader and the export read it.
+A reward model usually starts from the folder of a language model, which lacks the reward head. So the head starts with
+random weights. The reward model has no place for the language model's head (``lm_head``), so an export leaves it out
+and changes ``config.json``. A converter records all this on the skeleton; the loader and the export read it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["TaskHead", "give_head", "head_modules", "head_of", "ways_of_other_classes"]
 
 _ATTRIBUTE = "_megatrain_task_head"
-_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # ends of the names of classes
+_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # suffixes of class names
 
 
 @dataclass(frozen=True)
 class TaskHead:
-    """What a folder may lack for a model with such a head, and what of it is left out.
+    """Differences between a folder and a model with such a head.
 
     Attributes:
-        own: Pattern of the names of parameters that are made anew where the folder has none.
-        others: Pattern of the names of tensors that are left out, also of an export, where the model has no place.
-        config: Keys that ``config.json`` of an export has.
+        own: Pattern of parameter names that are initialised if the folder lacks them.
+        others: Pattern of tensor names that are dropped, also from an export, if the model has no place for them.
+        config: Keys that an export sets in ``config.json``.
     """
 
     own: str
@@ -36,12 +36,12 @@ class TaskHead:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def is_left_out(self, name: str) -> bool:
-        """Return whether a tensor of a folder, by its name in the model, belongs to another head."""
+        """Return whether a tensor, by its name in the model, belongs to another head."""
         return re.search(self.others, name) is not None
 
 
 def give_head(model: PreTrainedModel, head: TaskHead) -> None:
-    """Note a head on a skeleton. Transformers' own lists of what may be absent, or too much, are extended by it."""
+    """Record a head on a skeleton. Adds its names to transformers' lists of missing and unexpected keys."""
     own: Any = cast("Any", model).__dict__
     own[_ATTRIBUTE] = head
     for key, pattern in (("missing", head.own), ("unexpected", head.others)):
@@ -50,13 +50,13 @@ def give_head(model: PreTrainedModel, head: TaskHead) -> None:
 
 
 def head_of(model: PreTrainedModel) -> TaskHead | None:
-    """Return the head that was noted on a skeleton; None: it is a language model."""
+    """Return the head recorded on a skeleton, or None for a language model."""
     found: TaskHead | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def head_modules(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the modules with parameters beside the model that transformers calls the base."""
+    """Return the paths of the modules with parameters outside of transformers' base model."""
     prefix = model.base_model_prefix
     return [
         path
@@ -66,7 +66,7 @@ def head_modules(model: PreTrainedModel) -> list[str]:
 
 
 def ways_of_other_classes(names: Iterable[str]) -> str:
-    """Return how a folder is trained whose classes are those of another task than words; "": it has none such."""
+    """Return how to train a folder whose class has another task than text, or "" for other classes."""
     other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
     if other is None:
         return ""

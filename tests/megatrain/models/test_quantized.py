@@ -167,7 +167,7 @@ def test_int4_is_decoded_as_compressed_tensors_did(tmp_path: Path) -> None:
         ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}}, r"have 8 bits \(int\), not 4"),
         (
             {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}, "input_activations": {"num_bits": 8}}}},
-            "activations are quantized too",
+            "activations are also quantized",
         ),
         ({"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 7}}}}, "config.json no such size"),
     ],
