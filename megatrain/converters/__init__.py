@@ -1,1 +1,1 @@
-"""Quirks of models, a file each: the core states ``models/converter.py`` and imports none of them."""
+"""Quirks of models, one file each: the core defines ``models/converter.py`` and imports none of them."""

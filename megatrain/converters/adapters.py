@@ -1,9 +1,9 @@
-"""LoRA: adapters in a model whose own weights stay as they are; folders of adapters as peft writes and reads them.
+"""LoRA: adapters in a model with frozen weights; adapter folders in peft's format.
 
-peft itself puts its layers into the skeleton, so their forwards (scaling, dropout, DoRA) and the rules that choose
-modules are its own. The engine streams their weights like all others: a unit has a trained block (the adapters) and a
-frozen one (the model's weights). Names are those of the model without adapters; an adapter's are those of its file:
-``model.layers.0.self_attn.q_proj.weight`` beside ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+peft puts its layers into the skeleton, so their forwards (scaling, dropout, DoRA) and the rules that choose modules are
+peft's. The engine streams their weights like all others: a unit has a trained block (the adapters) and a frozen one
+(the model's weights). Model weights have their names without adapters; adapter weights have their names in the adapter
+file: ``model.layers.0.self_attn.q_proj.weight`` and ``model.layers.0.self_attn.q_proj.lora_A.weight``.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ __all__ = [
 ]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: What peft puts before the model's names in the file of an adapter.
+#: Prefix of peft before the model's names in the file of an adapter.
 FILE_PREFIX = "base_model.model."
 _LONGEST_REASON = 300
-_NAME = "default"  # of the adapter inside peft's layers
+_NAME = "default"  # name of the adapter inside peft's layers
 
 
 class AdapterError(Exception):
-    """Adapters cannot be made as asked for, or a folder of them cannot be used."""
+    """The adapters cannot be made as requested, or an adapter folder cannot be used."""
 
 
 def _peft_config(table: LoraConfig) -> Any:
     """Return peft's ``LoraConfig``.
 
     Raises:
-        AdapterError: peft is not there, the settings are none that it takes, or the folder has no usable ones.
+        AdapterError: peft is not installed or refuses the settings, or the folder has no usable settings.
     """
     peft = _peft()
     if table.adapter_name_or_path is not None:
@@ -125,7 +125,7 @@ def _one_line(error: Exception) -> str:
 class _PeftLayer:
     """A peft layer in the model: ``parent._modules[leaf]`` is ``layer``, around ``base``.
 
-    Between the two there may be others: experts have a layer for each of their weights, one around the other.
+    Further peft layers may be in between: experts have one nested layer per weight.
     """
 
     path: str
@@ -139,12 +139,12 @@ class Adapters(ModelConverter):
     """The LoRA layers of one graph, and the names of all its tensors.
 
     Args:
-        table: Which layers get adapters, and which.
+        table: The ``[lora]`` table.
 
     Attributes:
-        config: peft's ``LoraConfig``, with the modules that it chose; known once the skeleton is converted, as all is.
+        config: peft's ``LoraConfig``, with the chosen modules. All attributes exist after ``convert``.
         names: Names of the trained tensors in the graph's layouts: adapters, and modules that are saved whole.
-        num_layers: Number of modules that have adapters.
+        num_layers: Number of modules with adapters.
     """
 
     freezes_weights = True
@@ -153,13 +153,13 @@ class Adapters(ModelConverter):
         self._table, self._images = table, images
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Put LoRA layers into a skeleton; its own weights are frozen, but those of ``modules_to_save``.
+        """Put LoRA layers into a skeleton and freeze its weights, except in ``modules_to_save``.
 
-        Of a model that reads images its language model gets them, and what reads images, where that is trained, is
-        saved whole. An adapter's folder says itself which modules do.
+        In a model that reads images, the language model gets adapters. Image modules are saved whole if they are
+        trained. An adapter folder names its modules itself.
 
         Raises:
-            AdapterError: nothing matches, a module takes no adapters, or what was asked for is not supported.
+            AdapterError: nothing matches, a module takes no adapters, or a setting is not supported.
         """
         beyond_text = _beyond_text(model, self._images)
         self.config = _add_adapters(model, self._table, self._images, beyond_text)
@@ -178,7 +178,7 @@ class Adapters(ModelConverter):
         trained = tuple(f"{path}." for path in beyond_text)
         if self._images == "trained" and not any(name.startswith(trained) for name in self.names):
             raise AdapterError(
-                f'{where} has no weights of what reads images, and model.images = "trained" is to train them on. Write '
+                f'{where} has no weights of the image modules, which model.images = "trained" would train. Write '
                 'model.images = "frozen"'
             )
 
@@ -187,7 +187,7 @@ class Adapters(ModelConverter):
 
         self._places: list[_PeftLayer] = []
         self._layers: dict[str, Any] = {}  # all of them, by path
-        self._by_weight: dict[str, str] = {}  # the model's weight -> path of the layer that adapts it
+        self._by_weight: dict[str, str] = {}  # path of the adapting layer, by weight of the model
         for path, module in model.named_modules():
             if not isinstance(module, LoraLayer):
                 continue
@@ -201,11 +201,11 @@ class Adapters(ModelConverter):
         self._paths = {place.path for place in self._places}
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is a layer of peft's around one of the model's: both parameters are used together."""
+        """Return whether a module is a peft layer around a module: the parameters of both are used together."""
         return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
-        """Return the name of a tensor in the model without adapters, or in an adapter's file (without its prefix)."""
+        """Return a tensor's name in the model without adapters, or in an adapter file (without its prefix)."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -220,13 +220,13 @@ class Adapters(ModelConverter):
         return name
 
     def layer_of(self, name: str) -> Any:
-        """Return the peft layer that an adapter's tensor belongs to; None: it is one of the model's own."""
+        """Return the peft layer of an adapter tensor, or None for a tensor of the model."""
         path, _, rest = name.rpartition(".lora_")
         return self._layers.get(path) if rest else None
 
     @contextmanager
     def plain_model(self) -> Iterator[None]:
-        """Take the adapters out of the model: names and modules are those of the model as it is in its folder."""
+        """Remove the adapters from the model within the context: names and modules equal those in its folder."""
         for place in self._places:
             place.parent._modules[place.leaf] = place.base
         try:
@@ -238,13 +238,13 @@ class Adapters(ModelConverter):
     # -- weights of new adapters -----------------------------------------------------------------------------------
 
     def initialize(self, views: Mapping[str, Tensor], base: Mapping[str, Tensor], seed: int) -> None:
-        """Fill tensors of adapters with the weights that training starts from, by peft's rules.
+        """Fill adapter tensors with initial weights, by peft's rules.
 
-        The numbers depend on the seed and the names alone.
+        The numbers depend only on the seed and the names.
 
         Args:
-            views: name -> fp32 tensor of its shape; written completely.
-            base: by name of a module that has DoRA: its own weight, fp32.
+            views: fp32 tensor of its shape, by name; written completely.
+            base: fp32 weight of each module with DoRA, by module name.
         """
         for name, view in views.items():
             kind = name.rpartition(".lora_")[2].partition(".")[0]
@@ -259,20 +259,20 @@ class Adapters(ModelConverter):
                 elif kind == "magnitude_vector":
                     layer = self.layer_of(name)
                     weight = base[name.rpartition(".lora_")[0]]
-                    # B is zero: the norm of what the module starts as is that of its own weight.
+                    # B is zero, so the initial norm is the norm of the module's weight.
                     rows = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
                     view.copy_(torch.linalg.norm(rows, dim=1))
                 else:
                     view.zero_()
 
     def dora_modules(self, names: Sequence[str]) -> list[str]:
-        """Return the modules whose own weight `initialize` needs for tensors of these names."""
+        """Return the modules whose weight `initialize` needs for tensors of these names."""
         return [name.rpartition(".lora_")[0] for name in names if name.endswith(".lora_magnitude_vector")]
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
     def of_weight(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors that adapt a weight; none: it has no adapter."""
+        """Return the names of the tensors that adapt a weight; empty without an adapter."""
         path = self._by_weight.get(name)
         if path is None:
             return ()
@@ -280,12 +280,12 @@ class Adapters(ModelConverter):
         return tuple(self.plain_name(each) for each, _ in own if not each.startswith(f"{path}.base_layer."))
 
     def merged(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a weight with its adapter added, as peft's ``merge_and_unload`` computes it, in fp32.
+        """Return a weight with its adapter added, in fp32, as peft's ``merge_and_unload`` computes it.
 
         Args:
-            name: Name of a weight that has an adapter.
-            weight: Its values without the adapter.
-            tensors: The adapter's tensors by name, those of ``of_weight``.
+            name: Name of a weight with an adapter.
+            weight: The weight without the adapter.
+            tensors: The tensors in ``of_weight``, by name.
         """
         path = self._by_weight[name]
         layer = self._layers[path]
@@ -313,7 +313,7 @@ class Adapters(ModelConverter):
         return merged
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return a source of weights with the adapters added; it needs the RAM of one weight more.
+        """Return a source of weights with the adapters added; it takes RAM for one more weight.
 
         Raises:
             ExportTargetError: as `check_merge`.
@@ -354,24 +354,24 @@ class Adapters(ModelConverter):
 
 
 def adapters_of(graph: ModelGraph) -> Adapters | None:
-    """Return the adapters of a graph; None: it has none."""
+    """Return the adapters of a graph, or None."""
     return next((converter for converter in graph.converters if isinstance(converter, Adapters)), None)
 
 
 def _where(table: LoraConfig) -> str:
-    """Return the config's key that says which modules get adapters."""
+    """Return the config key that selects the modules with adapters."""
     folder = table.adapter_name_or_path
     return f"lora.adapter_name_or_path ({folder})" if folder else "lora.target_modules"
 
 
 def _beyond_text(model: PreTrainedModel, images: Images) -> list[str]:
-    """Return the paths of the modules that get no adapters: they read other inputs than text."""
+    """Return the paths of the modules that read other inputs than text, and so get no adapters."""
     carried = carried_modules(model)
     return list(carried.paths) if carried is not None else modules_beyond_text(model) if images != "off" else []
 
 
 def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, beyond_text: Sequence[str]) -> Any:
-    """Have peft put its layers into a skeleton; return its config, with the modules that it chose."""
+    """Inject peft's layers into a skeleton; return peft's config with the chosen modules."""
     peft = _peft()
     config, is_new = _peft_config(table), table.adapter_name_or_path is None
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
@@ -379,23 +379,23 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, bey
     if beyond_text and (is_new or carried_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
     head = head_of(model)
-    if head is not None and is_new:  # begins with random weights, which stay so where it is frozen
+    if head is not None and is_new:  # its random initial weights must be trained
         config.task_type = "SEQ_CLS"
         config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *modules_beyond_text(model, sounds=False)]
     saved_modules = config.modules_to_save
-    config.modules_to_save = None  # they are trained without a second copy of the module
+    config.modules_to_save = None  # this program trains them without peft's second copy
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft, about tied weights and its own use of transformers
+        warnings.simplefilter("ignore")  # of peft, about tied weights and about its use of transformers
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
             raise AdapterError(
                 f"{_where(table)}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
             ) from error
-    vars(model).pop("peft_config", None)  # transformers would take it for a model that peft looks after
+    vars(model).pop("peft_config", None)  # otherwise transformers would treat it as a peft model
     config.modules_to_save = list(saved_modules or ()) or None
     return config
 
@@ -404,13 +404,13 @@ _NAME_OF_MODULE = re.compile(r"[\w.]+")
 
 
 def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> None:
-    """Match the patterns of peft's settings within limits: an adapter of a stranger may bring an endless one.
+    """Match the patterns of peft's settings with a time limit: an untrusted adapter may have an endless one.
 
     Raises:
-        AdapterError: a pattern is none, or takes too long.
+        AdapterError: a pattern is invalid, or takes too long.
     """
     layers = config.layers_pattern or ()
-    kinds: dict[str, Sequence[str]] = {  # as peft writes them around its settings
+    kinds: dict[str, Sequence[str]] = {  # how peft embeds each setting in a pattern
         "{}": [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)],
         r"(?:^|.*?\.){}\.(?P<idx>\d+)\.": [layers] if isinstance(layers, str) else layers,
         r"(^|.*\.){}($|\..*)": config.modules_to_save or (),
@@ -456,7 +456,7 @@ def _check_layer(where: str, path: str, layer: Any) -> None:
 
 
 def _also_without(excluded: Any, paths: Sequence[str]) -> str:
-    """Return peft's ``exclude_modules`` with some modules, and all inside of them, besides."""
+    """Return peft's ``exclude_modules`` extended by some modules and everything inside them."""
     patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
     if isinstance(excluded, str):
         patterns.append(f"({excluded})")
@@ -468,7 +468,7 @@ def _also_without(excluded: Any, paths: Sequence[str]) -> str:
 def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the module inside a peft layer that adapts one of its parameters: the forward of ``ParamWrapper``.
 
-    peft's own registers a parametrization for the time, which wants the parameter to be one: here it is a leased view.
+    peft's version registers a parametrization meanwhile, which requires a parameter; here it is a leased view.
     """
     parameters, name = layer.get_base_layer()._parameters, layer.parameter_name
     own = parameters[name]
@@ -484,7 +484,7 @@ def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_supported(config: Any, model: PreTrainedModel) -> None:
-    """Refuse by name what peft can do and this program cannot."""
+    """Refuse features of peft that this program does not support, by name."""
     kinds = {
         "bias": config.bias != "none",
         "lora_bias": config.lora_bias,
@@ -522,13 +522,13 @@ def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapte
             raise AdapterError(f"lora.modules_to_save: no module's name ends in '{each}'. There is e.g. lm_head")
         for path, module in found:
             if any(other == path or other.startswith(f"{path}.") for other in adapters.modules):
-                raise AdapterError(f"lora.modules_to_save: {path} has adapters as well. Leave it out of one of the two")
+                raise AdapterError(f"lora.modules_to_save: {path} also has adapters. Leave it out of one of the two")
             for parameter in module.parameters():
                 others = [name for name in names[id(parameter)] if not name.startswith(f"{path}.")]
                 if others:
                     raise AdapterError(
-                        f"lora.modules_to_save: {path} shares its weight with {others[0]}, which would be trained with "
-                        "it and not be saved. Leave it out, or give it adapters: lora.target_modules"
+                        f"lora.modules_to_save: {path} shares its weight with {others[0]}, which would also be trained "
+                        "but not saved. Leave it out, or give it adapters: lora.target_modules"
                     )
                 parameter.requires_grad_(True)
 
@@ -544,7 +544,7 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
         with ExitStack() as stack:
             read = stack.enter_context(source(layout))
             readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
-            last: dict[str, Tensor] = {}  # one weight at a time
+            last: dict[str, Tensor] = {}  # holds one weight at a time
 
             def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
                 return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
@@ -562,7 +562,7 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
                 out = read(start, stop)
                 for entry, first, end in entries_within(layout, start, stop):
                     if adapted[entry.name]:
-                        out = out.clone()  # it may be the block itself
+                        out = out.clone()  # it may be a view of the block
                         out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
                 return out
 
@@ -575,10 +575,10 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
 
 
 def base_of_adapter(folder: Path) -> str:
-    """Return the folder or the name on the hub of the model that an adapter belongs to.
+    """Return the folder or hub name of an adapter's base model.
 
     Raises:
-        AdapterError: the adapter names none, or one whose folder is gone.
+        AdapterError: the adapter names no base model, or a missing folder.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -588,15 +588,15 @@ def base_of_adapter(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise AdapterError(f"{path}: names no base model. Export the run again")
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise AdapterError(f"{folder}: its base model is gone: {base}. Bring it back, or write its place into {path}")
+        raise AdapterError(f"{folder}: its base model is gone: {base}. Restore it, or write its new path into {path}")
     return base
 
 
 def read_adapter_settings(folder: Path | str) -> Any:
-    """Return peft's ``LoraConfig`` of an adapter's folder.
+    """Return peft's ``LoraConfig`` in an adapter folder.
 
     Raises:
-        AdapterError: there is none, or it is of another kind than LoRA.
+        AdapterError: there is none, or the adapter is not LoRA.
     """
     peft = _peft()
     path = Path(folder, ADAPTER_CONFIG)
@@ -625,10 +625,10 @@ _OLD_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 
 
 class AdapterWeights:
-    """The tensors of an adapter's folder, by the names of `Adapters`.
+    """The tensors of an adapter folder, by the names in `Adapters`.
 
     Raises:
-        AdapterError: they are not those of these adapters: of another model, or settings that are not theirs.
+        AdapterError: the tensors do not fit these adapters: they have another model or other settings.
     """
 
     def __init__(self, folder: Path | str, adapters: Adapters, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -645,7 +645,7 @@ class AdapterWeights:
             _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
             for name in self._file.records
         }
-        #: Weights of the model that peft saved next to adapters of embeddings, by the model's own names.
+        #: Weights of the model that peft saved with adapters of embeddings, by the model's names.
         self.base_copies = {
             name.replace(_BASE_LAYER, ".weight"): name
             for name in self._name_in_file
@@ -667,10 +667,10 @@ class AdapterWeights:
                 )
 
     def check_base(self, name: str, weight: Tensor) -> None:
-        """Compare a weight of the model with the copy that the file has of it.
+        """Compare a weight of the model with its copy in the file.
 
         Raises:
-            AdapterError: they differ: peft would load the copy, which was trained or resized.
+            AdapterError: they differ. peft would load the copy, which was trained or resized.
         """
         copy = self._file.read(self._name_in_file[self.base_copies[name]])
         if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):
@@ -697,13 +697,13 @@ def export_adapter(
     copy_from: Path | str | None = None,
     record: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write the adapters of a graph as a folder that peft opens, with the tokenizer's files beside them.
+    """Write the adapters of a graph as a folder for peft, including the tokenizer's files.
 
     Args:
-        source: Gives the master weights of one layout at a time.
+        source: Opens the master weights of one layout at a time.
         out_dir: As in `export_model`.
-        base_model: Folder or hub name of the model that the adapters belong to, for ``adapter_config.json``.
-        dtype: What the adapters are written in.
+        base_model: Folder or hub name of the base model, for ``adapter_config.json``.
+        dtype: Dtype of the exported adapters.
         copy_from: Folder with the tokenizer's files.
         record: More keys for ``export.json``.
 

@@ -1,7 +1,7 @@
-"""What of a model is beyond text: a vision tower and its projection, an encoder of sounds.
+"""The parts of a model beyond text: a vision tower and its projection, an audio encoder.
 
-Where rows have no images it is not loaded, but carried into an export as it is (``models/carried.py``). Where they have
-some it is streamed like all else, frozen or trained, and a micro-batch without images leaves its units out.
+If rows have no images, these modules are not loaded, but carried into an export unchanged (``models/carried.py``). If
+rows have images, they are streamed, frozen or trained, and a micro-batch without images skips their units.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["BeyondText", "Images", "modules_beyond_text", "text_modules"]
 
-#: What becomes of what reads images: carried as it is, streamed but not trained, or trained with the rest.
+#: Treatment of the image modules: carried unchanged, streamed but not trained, or trained with the rest.
 Images = Literal["off", "frozen", "trained"]
 
 
 class BeyondText(ModelConverter):
-    """Carries, freezes or trains what of a model reads other inputs than text.
+    """Carries, freezes or trains the modules of a model that read other inputs than text.
 
     Args:
-        images: What becomes of what reads images; what reads sounds is never trained.
+        images: Treatment of the image modules; audio modules are never trained.
     """
 
     def __init__(self, images: Images) -> None:
         self._images = images
-        self._text: frozenset[int] | None = None  # ids of the language model's modules, once all are there
+        self._text: frozenset[int] | None = None  # ids of the language model's modules, once all exist
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Carry or freeze what is not trained.
+        """Carry or freeze the modules that are not trained.
 
         Raises:
-            UnsupportedModelError: transformers does not tell its language model from the rest, or it reads no images.
+            UnsupportedModelError: transformers does not separate its language model, or it reads no images.
         """
         if self._images != "off":
             check_internals(with_images=True)
@@ -51,7 +51,7 @@ class BeyondText(ModelConverter):
             _carry_beyond_text(model)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Note the model, of whose modules others may be made before its units are found."""
+        """Record the model: other converters may replace its modules before its units are found."""
         self._model = model
 
     def is_optional(self, module: nn.Module) -> bool:
@@ -64,13 +64,13 @@ class BeyondText(ModelConverter):
 
 
 def _carry_beyond_text(model: PreTrainedModel) -> None:
-    """Take the parameters and buffers out of a skeleton that only other inputs than text reach.
+    """Remove the parameters and buffers from a skeleton that only non-text inputs reach.
 
-    The language model is what transformers calls the decoder, with the embedding and the head. All else that owns
-    parameters is carried; its placeholders refuse to be computed with, so a wrong guess here fails instead of training.
+    The language model is transformers' decoder, with the embedding and the head. All other owners of parameters are
+    carried. Their placeholders raise an error if they are used, so a wrong guess fails instead of training.
 
     Raises:
-        UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and something else.
+        UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and another module.
     """
     if model.config.get_text_config() is model.config:
         return
@@ -81,7 +81,7 @@ def _carry_beyond_text(model: PreTrainedModel) -> None:
     persistent = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
-    places: dict[tuple[int, str], TensorPlace] = {}  # a module may be there under several names
+    places: dict[tuple[int, str], TensorPlace] = {}  # a module may have several names
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) in inside:
             continue
@@ -105,7 +105,7 @@ def _carry_beyond_text(model: PreTrainedModel) -> None:
 
 
 def _freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
-    """Freeze what of an image-text model is not trained: all but the language model, or, where images are, sounds.
+    """Freeze the parts of an image-text model that are not trained: audio modules, and image modules if "frozen".
 
     Args:
         model: A skeleton with all of its modules.
@@ -129,15 +129,15 @@ def _freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
 
 
 def text_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return all modules of a model's language model, with the embedding and the head."""
+    """Return all modules of a model's language model, including the embedding and the head."""
     return [module for part in _language_model(model) for module in part.modules()]
 
 
 def modules_beyond_text(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
-    """Return paths of the outermost modules with weights that are no part of a model's language model.
+    """Return paths of the outermost modules with weights outside of a model's language model.
 
     Args:
-        sounds: Whether those that read sounds are among them.
+        sounds: Whether to include audio modules.
     """
     inside = {id(module) for module in text_modules(model)}
     left_out = set() if sounds else {id(m) for sound in _sound_modules(model) for m in sound.modules()}
@@ -160,10 +160,10 @@ def _language_model(model: PreTrainedModel) -> list[nn.Module]:
     try:
         decoder = model.get_decoder()
         parts = [decoder, model.get_input_embeddings(), model.get_output_embeddings()]
-    except (AttributeError, NotImplementedError):  # some classes have no text of their own
+    except (AttributeError, NotImplementedError):  # some classes have no text part
         decoder = None
     if decoder in (None, model, model.base_model):
         raise UnsupportedModelError(
-            type(model).__name__, "transformers does not tell its language model from the rest. Take a text model"
+            type(model).__name__, "transformers does not separate its language model from the rest. Take a text model"
         )
     return [part for part in parts if isinstance(part, nn.Module)]

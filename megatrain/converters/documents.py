@@ -1,13 +1,12 @@
-"""Attention inside the documents of a row, without a mask of [S, S].
+"""Attention within the documents of a row, without a mask of [S, S].
 
-transformers describes a mask by functions of two positions and, for sdpa, makes a tensor of [rows, 1, S, S] of it. Here
-these functions carry what they stand for: causal, a window, borders between documents. A mask that is made of nothing
-else becomes a `DocumentMask`, which holds the lengths of the documents, and transformers' sdpa attention, when it is
-given one, is run on each document (`_each_document`), or by one kernel for all of them where the device has it
-(`_varlen`). Whatever else a model does with its mask makes the dense tensor of it first, so that nothing is wrong
-where a model has its own attention: it takes the memory it always took.
+transformers describes a mask by functions of two positions and, for sdpa, turns it into a tensor of [rows, 1, S, S].
+Here these functions carry their meaning: causal, a window, borders between documents. A mask that consists only of
+these becomes a `DocumentMask`, which holds the lengths of the documents. The sdpa attention of transformers then runs on each
+document (`_each_document`), or as one kernel for all of them if the device has it (`_varlen`). Any other use of the
+mask first makes the dense tensor. So models with custom attention stay correct, with the same memory as before.
 
-Nothing is decided by the class of a model. docs/decisions/0026-attention-by-documents.md
+No rule depends on the class of a model. docs/decisions/0026-attention-by-documents.md
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
-#: Tokens that are computed at a time where a document is longer than a window, at least. Each piece takes a mask.
+#: Minimum tokens per piece if a document is longer than a window. Each piece takes a mask.
 _FEWEST_WINDOW_TOKENS = 512
-#: What that kernel can do: dtypes, head dimensions up to this and a multiple of that, from compute capability 8.
+#: Limits of that kernel: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
 
 
 class AttentionByDocuments(ModelConverter):
-    """Computes attention document by document in each pass, where a model's mask allows it."""
+    """Computes attention document by document in each pass, if the model's mask allows it."""
 
     def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass. Compiled layers take masks of [S, S], of which alone it tells then."""
+        """Return the context of a pass. Compiled layers take masks of [S, S], which it then only reports."""
         return attention_by_documents(on_dense_mask, enabled=not is_compiled)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, and how far their tokens see. A token attends to tokens of its document only.
+    """The documents of a micro-batch and the window of their tokens. A token attends only to tokens of its document.
 
     Attributes:
         num_rows: rows of the micro-batch.
         row_tokens: tokens of each row, padding included.
         lengths: tokens of each document, row after row; none crosses the end of a row.
-        window: tokens that each token sees, itself included; None: all before it.
-        device: where the model's tensors are.
+        window: tokens that each token sees, including itself; None if it sees all earlier ones.
+        device: device of the model's tensors.
     """
 
     num_rows: int
@@ -71,12 +70,12 @@ class Documents:
 
     @cached_property
     def groups(self) -> tuple[tuple[slice, int, Tensor], ...]:
-        """Documents for one call of the variable-length kernel each: their tokens, the longest, where each begins.
+        """Groups of documents, one per call of the variable-length kernel: token slice, maximum length, starts.
 
-        The beginnings are an int32 tensor on the device, copied there without a host wait.
+        The starts are an int32 tensor on the device, copied there without a host wait.
         """
         tokens = self.num_rows * self.row_tokens
-        # The kernel's backward takes workspace for so many rows of each document, however short it is.
+        # The kernel's backward takes workspace for FLASH_ROWS rows per document, however short it is.
         most = max(1, tokens // FLASH_ROWS)
         found: list[tuple[slice, int, Tensor]] = []
         at = 0
@@ -93,9 +92,9 @@ class Documents:
 
 
 class DocumentMask(Tensor):
-    """A mask of [rows, 1, S, S] that is not there: it has shape, dtype and device, and knows its documents.
+    """A mask of [rows, 1, S, S] that is not materialized: it has shape, dtype, device and documents.
 
-    Any operation on it gets the dense tensor.
+    Any operation on it receives the dense tensor.
     """
 
     documents: Documents
@@ -109,7 +108,7 @@ class DocumentMask(Tensor):
         """Return a mask of these documents.
 
         Args:
-            on_dense: called with what needs it, before that is made.
+            on_dense: called with the cause before a dense mask is made.
         """
         shape = (documents.num_rows, 1, documents.row_tokens, documents.row_tokens)
         made: DocumentMask = Tensor._make_wrapper_subclass(
@@ -119,7 +118,7 @@ class DocumentMask(Tensor):
         return made
 
     def dense(self, where: str) -> Tensor:
-        """Return the mask as a tensor, made anew: it lives as long as the operation `where` that needs it."""
+        """Materialize the mask; it lives as long as the operation `where` that needs it."""
         self._on_dense(where)
         return self._make_dense()
 
@@ -147,7 +146,7 @@ _QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
 
 
 def _dense(value: Any, where: str) -> Any:
-    """Return arguments of an operation with dense masks."""
+    """Return an operation's arguments with dense masks."""
     if isinstance(value, DocumentMask):
         return value.dense(where)
     if isinstance(value, tuple | list):
@@ -157,17 +156,17 @@ def _dense(value: Any, where: str) -> Any:
     return value
 
 
-# -- what masks are made of ------------------------------------------------------------------------------------------
+# -- patterns of masks -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """What a mask function of transformers stands for; one without a pattern is not known.
+    """The meaning of a mask function of transformers; unknown for functions without a pattern.
 
     Attributes:
-        is_causal: no token sees a later one.
-        window: tokens that each sees, itself included.
-        borders: [rows, S], the number of each token's document in its row.
+        is_causal: Whether no token sees a later one.
+        window: tokens that each token sees, including itself.
+        borders: [rows, S], the index of each token's document in its row.
     """
 
     is_causal: bool = False
@@ -191,7 +190,7 @@ def _with_pattern(function: Any, pattern: _Pattern | None) -> Any:
 
 
 def _joined(functions: tuple[Any, ...]) -> _Pattern | None:
-    """Return the pattern of what all of these functions allow."""
+    """Return the pattern of the intersection of these functions."""
     patterns = [_pattern_of(function) for function in functions]
     known = [pattern for pattern in patterns if pattern is not None]
     if len(known) < len(patterns):
@@ -203,16 +202,16 @@ def _joined(functions: tuple[Any, ...]) -> _Pattern | None:
     return _Pattern(any(p.is_causal for p in known), min(windows, default=None), borders[0] if borders else None)
 
 
-#: Functions of transformers of which masks are composed; the last one came later than the others.
+#: Functions of transformers that compose masks; the last one was added later than the others.
 _COMPOSED_OF = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
 _LATER = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
-    """Return name -> a replacement that also notes the pattern, for functions of transformers that make or join masks.
+    """Return replacements, by name, that also record the pattern, for transformers' functions that make or join masks.
 
-    A window is the same in positions of a row as in those of a document, where no token sees another document's.
-    Nothing is replaced in a release without these functions: its patterns are not known.
+    A window is equal in row positions and in document positions, because no token sees another document.
+    A release without these functions gets no replacements: its patterns are unknown.
     """
     from transformers import masking_utils
 
@@ -242,11 +241,11 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
 def attention_by_documents(
     on_dense: Callable[[str], None] = lambda where: None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """Let models with sdpa attention compute it document by document; not for several threads at once.
+    """Make models with sdpa attention compute it document by document within the context. Not thread-safe.
 
     Args:
-        on_dense: called with what needs it whenever a dense mask is made.
-        enabled: False: only tell of dense masks.
+        on_dense: called with the cause whenever a dense mask is made.
+        enabled: False: only report dense masks.
     """
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -287,8 +286,8 @@ def _noting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]
 
 
 def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
-    """Return transformers' sdpa mask, or a `DocumentMask` where it knows the pattern."""
-    signature, noting = inspect.signature(plain), _noting(plain, "a mask of its own kind", on_dense)
+    """Return transformers' sdpa mask, or a `DocumentMask` if it knows the pattern."""
+    signature, noting = inspect.signature(plain), _noting(plain, "a mask of an unknown kind", on_dense)
 
     def make(*args: Any, **kwargs: Any) -> Tensor | None:
         given = signature.bind(*args, **kwargs)
@@ -302,13 +301,13 @@ def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> C
     return make
 
 
-#: Arguments of transformers' function that makes masks.
+#: Required arguments of transformers' mask function.
 _NEEDED = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
 _NEEDED |= {"attention_mask", "device"}
 
 
 def _documents_of(given: Mapping[str, Any]) -> Documents | None:
-    """Return the documents that a mask keeps apart; None: it is no such mask, or none is needed."""
+    """Return the documents that a mask separates; None for another mask, or if no mask is needed."""
     from transformers import masking_utils
 
     if not given.keys() >= _NEEDED:
@@ -324,12 +323,12 @@ def _documents_of(given: Mapping[str, Any]) -> Documents | None:
         return None
     marks = padding if pattern.borders is None else pattern.borders
     lengths, may_be_parts = (length,) * num_rows, False
-    if isinstance(marks, FakeTensor):  # a plan, for documents as long as rows: these take the most memory
+    if isinstance(marks, FakeTensor):  # a plan assumes documents as long as rows, which take the most memory
         may_be_parts = bool(masking_utils.is_tracing(marks))
     elif marks is not None:
         if marks.shape != (num_rows, length):
             return None
-        values = np.asarray(marks.tolist())  # answered from the host's copy of the inputs, where there is one
+        values = np.asarray(marks.tolist())  # read from the host's copy of the inputs, if there is one
         if padding is not None and not _ends_in_padding(values):
             return None
         lengths = tuple(length for row in values for length in _runs(row))
@@ -344,13 +343,13 @@ def _is_shifted(offset: Any) -> bool:
 
 
 def _ends_in_padding(rows: npt.NDArray[Any]) -> bool:
-    """Return whether all padding is behind the text: no token of the text sees it then, whatever it computes."""
+    """Return whether all padding follows the text, so that no text token sees it."""
     is_text = rows.astype(np.int8)
     return bool(is_text[:, 0].all() and (np.diff(is_text) <= 0).all())
 
 
 def _runs(row: npt.NDArray[Any]) -> list[int]:
-    """Return how often each value is repeated."""
+    """Return the lengths of runs of equal values."""
     ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
     return [end - start for start, end in pairwise([0, *ends])]
 
@@ -359,7 +358,7 @@ def _runs(row: npt.NDArray[Any]) -> list[int]:
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' sdpa attention, which runs on each document where the mask is a `DocumentMask`."""
+    """Return transformers' sdpa attention, which runs on each document if the mask is a `DocumentMask`."""
     known = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
     others = inspect.signature(plain).parameters.keys() - known | {"softcap"}
 
@@ -375,7 +374,7 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         special = any(kwargs.get(name) is not None for name in others)  # a bias, a cap on scores
-        # What dropout leaves out is drawn for whole rows: in pieces it would not be what transformers draws.
+        # Dropout is drawn for whole rows: in pieces it would differ from transformers.
         if (
             special
             or dropout
@@ -418,12 +417,12 @@ def _fits(documents: Documents, query: Tensor, key: Tensor) -> bool:
 def _each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Run attention on one document after the other, as transformers would for each alone.
+    """Run attention on one document after the other, as transformers would on each alone.
 
-    `split` and `cat`, not slices: the gradient of a slice is as large as what it is cut from.
+    Uses `split` and `cat`, because the gradient of a slice is as large as its source.
 
     Args:
-        query: [tokens, heads, width], as all here.
+        query: [tokens, heads, width], like `key` and `value`.
         attend: transformers' attention for [1, heads, tokens, width].
     """
     lengths = list(documents.lengths)
@@ -439,7 +438,7 @@ def _each_document(
 
 
 def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Run attention over a window, piece by piece: the first token of a piece sees `window - 1` before it."""
+    """Run attention over a window, piece by piece: the first token of a piece sees `window - 1` earlier tokens."""
     rows = max(window, _FEWEST_WINDOW_TOKENS)
     before = k[:, :, :0], v[:, :, :0]
     for queries, keys, values in zip(*(torch.split(tensor, rows, dim=2) for tensor in (q, k, v)), strict=True):
@@ -457,7 +456,7 @@ def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[...,
 
 
 def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's flash attention for sequences of several lengths can do this."""
+    """Return whether torch's flash attention for sequences of several lengths supports these tensors."""
     width = query.shape[-1]
     return (
         (query.device.type == "cuda" or stands_for_gpu(query))
@@ -472,19 +471,19 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _has_flash(query: Tensor) -> bool:
     if stands_for_gpu(query) or (isinstance(query, FakeTensor) and not torch.cuda.is_available()):
-        return True  # a plan that is made without its GPU is for one that has it
+        return True  # without its GPU, a plan assumes one with flash attention
     is_nvidia = torch.version.hip is None and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _OLDEST_CAPABILITY
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    """Run attention on all documents: [tokens, heads, width]. Deterministic where torch is asked to be."""
+    """Run attention on all documents: [tokens, heads, width]. Deterministic if torch is set to be."""
     out: Tensor = _Varlen.apply(query, key, value, documents, scale)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Varlen(torch.autograd.Function):
-    """torch's flash attention over sequences that lie one behind the other; torch 2.10 wraps it without windows."""
+    """torch's flash attention over concatenated sequences; the wrapper in torch 2.10 has no windows."""
 
     @staticmethod
     def forward(
@@ -494,7 +493,7 @@ class _Varlen(torch.autograd.Function):
         ctx.documents, ctx.is_causal = documents, window is None
         ctx.options = {
             "scale": scale,
-            "window_size_left": -1 if window is None else window - 1,  # the kernel counts those before
+            "window_size_left": -1 if window is None else window - 1,  # the kernel counts earlier tokens only
             "window_size_right": 0,
         }
         outputs: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""Fused experts of a mixture, cut into parts that are units of their own.
+"""Cuts the fused experts of a mixture into parts, each a separate unit.
 
-Transformers keeps the experts of a layer in a few tensors of three dimensions, `[experts, ...]`, of one module, which
-its registry of implementations runs. Such a module is called with tokens, with the experts that each of them goes to,
-and with the weights of these: nothing else of the layer looks at its parameters. Where the tensors are larger than a
-part, the module's forward becomes a sum over parts: modules with some of the experts each, which give what their own
-experts add to a token. The model keeps its tensors and their names; they are on meta, and only the parts have weights.
+Transformers keeps the experts of a layer in a few 3-D tensors, `[experts, ...]`, of one module, which one of its
+registered implementations runs. The module's inputs are tokens, the chosen experts of each token, and their routing
+weights. No other module of the layer reads its parameters. If the tensors are larger than a part, the module's forward
+becomes a sum over parts. Each part is a module with some experts, and returns their contribution to each token. The
+model keeps its tensors and names on the meta device; only the parts have weights.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertsInParts", "ExpertsPart", "has_experts_to_cut"]
 
-#: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``base/layout.py``).
+#: Default elements of a part: 64 MiB in fp32, like other parts (``base/layout.py``). Large models have larger parts.
 EXPERTS_ELEMENTS = PART_ELEMENTS
-#: Parts of experts in a model, about: each is a visit of its own, forward and backward, and a plan counts them all.
+#: Approximate maximum of parts in a model: each is a visit, forward and backward, and a plan counts all of them.
 MAX_EXPERTS_PARTS = 512
-#: Parameters that transformers' implementations of experts know.
+#: Parameter names in transformers' implementations of experts.
 _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 
 
 @torch.library.custom_op("megatrain::places_of_experts", mutates_args=())
 def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return where experts from ``first`` to ``stop`` were chosen: indexes into ``chosen``, expert by expert.
+    """Return the positions in ``chosen`` of experts ``first`` to ``stop``: indexes into ``chosen``, sorted by expert.
 
-    The host waits for the number of them.
+    The host waits for their number.
     """
     flat = chosen.reshape(-1)
     places = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
@@ -49,19 +49,19 @@ def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
 
 @places_of_experts.register_fake
 def _most_places(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """All tokens may go to the experts of one part: memory is planned for that."""
+    """Return the maximum size for memory planning: all tokens may go to the experts of one part."""
     return chosen.new_empty(chosen.numel())
 
 
 class ExpertsInParts(ModelConverter):
-    """Cuts each layer with large fused experts into units: parts of its experts, and the modules around them."""
+    """Cuts each layer with large fused experts into units: parts of the experts, and the surrounding modules."""
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Note the size of the model: the larger it is, the larger are parts."""
+        """Record the size of the model, because larger models have larger parts."""
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units of a layer whose experts are larger than a part; empty: it has none such."""
+        """Return the units of a layer whose experts are larger than a part; empty without such experts."""
         cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
         if not cut:
             return ()
@@ -79,11 +79,11 @@ class ExpertsPart(nn.Module):
     """Some of the experts of a layer, a `LayerPart`.
 
     Args:
-        first: Number of its first expert.
-        stop: Number behind its last one.
+        first: Index of its first expert.
+        stop: Index after its last expert.
 
     Attributes:
-        rows: Numbers of its experts.
+        rows: Indexes of its experts.
         num_all: Number of experts of the layer.
     """
 
@@ -92,7 +92,7 @@ class ExpertsPart(nn.Module):
         self.rows = range(first, stop)
         self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
-        # Not a module of this one: its parameters are those of all experts.
+        # Held in a tuple, so that it is not a submodule: its parameters belong to all experts.
         self._whole: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
             shape = (stop - first, *parameter.shape[1:])
@@ -108,44 +108,44 @@ class ExpertsPart(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What all parts have in common that compute alike, with as much memory."""
+        """Grouping key of parts with equal computation and memory."""
         shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
         return (type(self._whole[0]), shapes)
 
     @property
     def siblings(self) -> tuple[ExpertsPart, ...]:
-        """All parts of the layer, in the order in which they are called, one right after the other."""
+        """All parts of the layer, in call order; they are called consecutively."""
         return self._siblings
 
-    # Calls have the arguments of ``forward``; the second says which experts each token goes to.
+    # Calls have the arguments of ``forward``; the second one holds the chosen experts of each token.
 
     def is_routed(self, arguments: Sequence[Any]) -> bool:
-        """Return whether the experts that were chosen in a call have values."""
+        """Return whether the chosen experts of a call have values."""
         return _hit_experts(arguments[1]) is not None
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether no token of a call goes to any of them. The host waits for the first look at a choice."""
+        """Return whether no token of a call is routed to the part. The first use of a routing synchronizes the host."""
         hit = _hit_experts(arguments[1])
         return hit is not None and hit.isdisjoint(self.rows)
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
-        """Return how likely a token goes to none of them, if it goes to each of the layer's as likely."""
+        """Return the probability that a token is not routed to the part, assuming uniform routing."""
         others, num_chosen = self.num_all - len(self.rows), arguments[1].shape[-1]
         return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
 
     def uncomputed(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return an uncomputed result; the gradients of the weights are left out where others lead to the backward."""
+        """Return a placeholder result; weights get gradients only if no argument requires one."""
         weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
         made: Tensor = _Uncomputed.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
         return made
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return what the part's experts add to each token, in fp32.
+        """Return the contribution of the part's experts to each token, in fp32.
 
         Args:
             hidden_states: [tokens, width].
-            chosen: Experts that each token goes to, [tokens, experts per token].
-            weights: What their results are multiplied with, [tokens, experts per token].
+            chosen: Chosen experts of each token, [tokens, experts per token].
+            weights: Routing weights of their results, [tokens, experts per token].
         """
         from transformers.integrations.moe import _grouped_linear
 
@@ -159,7 +159,7 @@ class ExpertsPart(nn.Module):
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
             bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
-            if not len(places):  # gradients that are zero, not missing: other experts of the layer have one
+            if not len(places):  # zero gradients, not None, because other experts of the layer have gradients
                 width = weight.shape[-1 if whole.is_transposed else -2]
                 zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
                 return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
@@ -175,7 +175,7 @@ class ExpertsPart(nn.Module):
 
 
 class _Uncomputed(torch.autograd.Function):
-    """What some experts take and give: a sum in fp32, and gradients of all that need one."""
+    """Placeholder of some experts: returns an fp32 sum, and gradients for all inputs that need one."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
@@ -188,12 +188,12 @@ class _Uncomputed(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
 
 
-#: Attribute of a tensor of chosen experts: which these are, on the host.
+#: Attribute of a tensor of chosen experts: the set of these experts, on the host.
 _HIT = "_megatrain_hit_experts"
 
 
 def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
-    """Return the experts that tokens go to, looked at once for all parts of a layer; None: there are no values."""
+    """Return the experts that receive tokens, read once for all parts of a layer; None without values."""
     if isinstance(chosen, FakeTensor) or chosen.is_meta:
         return None
     found: frozenset[int] | None = getattr(chosen, _HIT, None)
@@ -212,11 +212,11 @@ class _CutExperts:
 
 
 def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
-    """Return the experts of a layer that are larger than a part, cut; their forwards become sums over the parts.
+    """Cut the experts of a layer that are larger than a part; their forwards become sums over the parts.
 
     Args:
-        layer: Is called once a forward, and looks at parameters in modules of its own only.
-        model_elements: Number of elements of all parameters of the model: larger parts, rather than too many.
+        layer: Called once per forward; reads parameters only in its submodules.
+        model_elements: Elements of all parameters of the model; large models have larger parts, not more.
     """
     found: list[_CutExperts] = []
     for module, step in list(_to_cut(layer, model_elements)):
@@ -230,16 +230,16 @@ def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
 
 
 def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool:
-    """Return whether `ExpertsInParts` would cut any of some layers, without cutting them."""
+    """Return whether `ExpertsInParts` would cut experts in any of these layers; cuts nothing."""
     return any(True for layer in layers for _ in _to_cut(layer, model_elements))
 
 
 def _to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each module of experts that is larger than a part, and how many of its experts a part has."""
+    """Yield each module of experts that is larger than a part, and the number of experts per part."""
     most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
-        # An adapter of a weight of all experts changes that weight while they run.
+        # Skip a module whose weights an adapter changes during its forward.
         if module is layer or id(module) in adapted or not _is_fused(module):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
@@ -250,7 +250,7 @@ def _to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, 
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """Return whether transformers' implementations can run a module: it was made for them, and has nothing else."""
+    """Return whether transformers' implementations can run a module, and it has nothing else."""
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "_apply_gate")
     if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
         return False
@@ -268,7 +268,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
-    """Return the forward of all experts: the sum of the parts', in their order."""
+    """Return the forward of all experts: the sum of the parts' results, in order."""
     signature = inspect.signature(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -282,14 +282,14 @@ def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Te
 
 
 def _around(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a layer that together have all of its parameters, by local path, in the order of the model.
+    """Yield the modules of a layer that together have all its parameters, with local paths, in model order.
 
     Args:
-        layer: Has several units.
+        layer: A layer with several units.
         experts: Ids of the modules of experts.
 
     Raises:
-        ValueError: a module around experts has parameters of its own.
+        ValueError: a module around experts directly owns parameters.
     """
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -309,11 +309,11 @@ def _around(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn
 
 
 def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Let the attention of a layer give None for its weights, [rows, heads, S, S], as fused kernels do.
+    """Make the attention of a layer return None for its weights, [rows, heads, S, S], as fused kernels do.
 
-    A layer that is one unit is done with them within its forward. As a unit of its own, attention would give them to
-    the layer, which keeps them for nobody until its last part has run, those of all micro-batches at once. What
-    transformers lets its hooks record says which modules give weights, and where in their results.
+    If a layer is one unit, these weights are freed within its forward. If attention is a separate unit, the layer would
+    hold unused weights of all micro-batches until its last part has run. transformers' output recorders specify the
+    modules that return weights, and the index.
     """
     places = dict(_places_of_attention_weights(model))
     for module in layer.modules():
@@ -332,11 +332,11 @@ def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[
             if isinstance(spec, OutputRecorder):
                 yield spec.target_class, spec.index
             elif isinstance(spec, type):
-                yield spec, 1  # as its hooks take it
+                yield spec, 1  # the index that transformers' hooks use
 
 
 def _without(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Return a forward that gives None in one place of its results."""
+    """Return a forward that returns None at one index of its results."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

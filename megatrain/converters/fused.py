@@ -1,7 +1,7 @@
-"""Which parameters of transformers' models fuse several logical matrices, and how: data by the names that they use.
+"""Rules for parameters of transformers' models that fuse several logical matrices, by module and parameter name.
 
-A rule reads sizes from the module that owns the product. A rule that does not fit a parameter's shape is not used, and
-the parameter is named as one whose parts are unknown.
+A rule reads sizes from the module that owns the product. If its result does not fit a parameter's shape, the parameter
+is reported as fused in an unknown way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_fused"]
 
-#: Names of products that a model is likely to split afterwards.
+#: Names of products that a model probably splits afterwards.
 _LOOKS_FUSED = re.compile(
     r"qkv|query_key_value|^c_attn$|gate_up|up_gate|gate_and_up|^in_proj(_ba)?$|^kv_(proj|b_proj)$|^w13$"
 )
@@ -70,7 +70,7 @@ def _gates_in_each_head(owner: Any, length: int) -> FusedMatrix:
 
 _Rule = Callable[[Any, int], FusedMatrix]
 
-#: End of the class name of the module that owns the product, and the product's name -> how it is fused.
+#: Rules by the end of the owner's class name and the product's name.
 _RULES: Mapping[tuple[str, str], _Rule] = {
     ("Phi3Attention", "qkv_proj"): _query_and_grouped_key_value,
     ("Phi4MultimodalAttention", "qkv_proj"): _query_and_grouped_key_value,
@@ -89,7 +89,7 @@ _RULES: Mapping[tuple[str, str], _Rule] = {
 
 
 def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
-    """Return how trained parameters fuse matrices, by full name, and names that look fused in an unknown way."""
+    """Return how trained parameters fuse matrices, by full name, and the names that look fused in an unknown way."""
     found: dict[str, FusedMatrix] = {}
     unknown: list[str] = []
     model = graph.model
@@ -123,7 +123,7 @@ def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatri
 
 
 def _of_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return how gates and up projections of stacked experts are fused, as transformers' own attributes tell."""
+    """Return how gate and up projections of stacked experts are fused, according to transformers' attributes."""
     if product != "gate_up_proj" or not hasattr(owner, "is_transposed"):
         return None
     by_column = bool(getattr(owner, "is_transposed", False))

@@ -1,12 +1,12 @@
-"""Reward heads: a model gives one number for a text, in the place of the language model's head.
+"""Reward heads: a model returns one number per text, in place of the language model's head.
 
-The model is transformers' class for sequence classification with one label. Its own forward decides the pooling: the
-last token of a decoder that is no padding, or the first token of BERT. The outputs are small, so they are not cut into
-pieces as the logits of a vocabulary are. Only the loss differs: transformers has a mean over a micro-batch, and a step
-needs a mean over all of its pairs. The loss runs after the model's forward, which runs without labels.
+The model is transformers' class for sequence classification with one label. Its forward decides the pooling: the last
+non-padding token of a decoder, or the first token of BERT. The outputs are small, so they are not cut into pieces as
+the logits of a vocabulary are. Only the loss differs: transformers has a mean over a micro-batch, and a step needs a
+mean over all its pairs. The loss runs after the model's forward, which runs without labels.
 
-Labels are stored one place later than their text, as labels of a language model are, so the engine shifts and counts
-both alike.
+Labels are stored one place later than their text, like labels of a language model, so the engine shifts and counts both
+in the same way.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class HeadSpec:
     """Loss and padding of a reward head.
 
     Attributes:
-        center_rewards_coefficient: Weight of the square of the sum of a pair's rewards, which keeps their mean near
-            zero (arXiv 2312.09244); 0: none.
-        pad_token_id: Padding token, by which a decoder's own forward finds the last token of a text.
+        center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps their mean near zero
+            (arXiv 2312.09244); 0 turns it off.
+        pad_token_id: Padding token, by which a decoder's forward finds the last token of a text.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -90,8 +90,8 @@ class Head(ModelConverter):
     def convert(self, model: PreTrainedModel) -> None:
         """Run the loss after the model's forward."""
         prefix = re.escape(model.base_model_prefix)
-        model.config.pad_token_id = self._spec.pad_token_id  # not before: an embedding would train no such row
-        # A pooler is a head too: checkpoints of masked language models have none.
+        model.config.pad_token_id = self._spec.pad_token_id  # not earlier: an embedding would exclude this row
+        # A pooler also belongs to the head: checkpoints of masked language models have none.
         beside = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
         values = {
             "id2label": {str(number): name for number, name in _ID_TO_LABEL.items()},
@@ -112,12 +112,12 @@ def _with_loss(
     num_items_in_batch: int | None = None,
     **batch: Any,
 ) -> Any:
-    """Run a model's own forward without labels, and add the loss of its rewards.
+    """Run a model's forward without labels, and add the loss of its rewards.
 
     Args:
         loss: returns the summed loss and the number of pairs, from rewards, labels and margins.
         labels: labels of the texts, one place later than the texts.
-        num_items_in_batch: pairs of the whole step; None for those of this micro-batch.
+        num_items_in_batch: pairs of the whole step; None for the pairs of this micro-batch.
         batch: other tensors of the micro-batch.
     """
     margin = batch.pop(MARGIN, None)
@@ -131,14 +131,14 @@ def _with_loss(
 def reward_loss(
     logits: Tensor, labels: Tensor, margin: Tensor | None = None, *, center: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of pairs, as TRL's RewardTrainer has it, and how many there are.
+    """Return the summed loss of pairs, as in TRL's RewardTrainer, and the number of pairs.
 
-    It is ``-log sigmoid(chosen - rejected - margin)``, and with a centering ``center * (chosen + rejected)**2`` more.
+    It is ``-log sigmoid(chosen - rejected - margin)``, plus ``center * (chosen + rejected)**2`` with centering.
 
     Args:
-        logits: Rewards [2 P, 1], those of all chosen texts first.
-        labels: [2 P, 2 or more], -100 in the second column of pairs that are none.
-        margin: By how much each chosen text should win [P]; None: by any.
+        logits: Rewards [2 P, 1], all chosen texts first.
+        labels: [2 P, 2 or more], -100 in the second column of padding pairs.
+        margin: Margin of each chosen text [P]; default: no margin.
     """
     chosen, rejected = logits.squeeze(-1).chunk(2)
     is_there = labels[: len(chosen), 1] != IGNORED_LABEL

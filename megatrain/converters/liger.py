@@ -1,7 +1,7 @@
-"""Kernels of the package liger-kernel in the layers of a model: its norms and its gated MLPs.
+"""Kernels of the package liger-kernel for the norms and gated MLPs of a model.
 
-Its rotary embedding is left out, as it replaces a function of the whole process. So are its cross entropies: they need
-whole rows of logits, where the head makes them for a part of the vocabulary at a time.
+Its rotary embedding is not used, because it replaces a function of the whole process. Its cross entropies are not used,
+because they need whole rows of logits, and the head makes logits for a part of the vocabulary at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_liger_kernels", "check_liger_kernels", "has_liger_kernels"]
 
 _KEY = "model.use_liger_kernel = true"
-#: Arguments of liger's functions -> what is asked for; those that a function does not have are left out.
+#: Arguments of liger's functions; arguments that a function lacks are dropped.
 _LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 _NO_MLP = {"swiglu": False, "geglu": False}
 
@@ -33,7 +33,7 @@ def has_liger_kernels() -> bool:
 
 
 def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
-    """See whether ``apply_liger_kernels`` can do its work.
+    """Check whether ``apply_liger_kernels`` would succeed.
 
     Raises:
         UnsupportedModelError: not on a GPU; not installed; no kernels for this kind of model.
@@ -44,23 +44,23 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
-    """Let the modules of ``model`` compute with liger's kernels; parameters and their names stay.
+    """Make the modules of ``model`` compute with liger's kernels; parameters and their names stay.
 
-    Results are rounded in other places, at every placement in the same ones. A trace counts what these kernels read
-    and write (``engine/kernel_work.py``).
+    Results are rounded differently, but equally at every placement. A trace counts the reads and writes of these
+    kernels (``engine/kernel_work.py``).
 
     Raises:
-        UnsupportedModelError: as above, or its layers are not what liger takes them for.
+        UnsupportedModelError: as `check_liger_kernels`, or liger does not fit the model's layers.
     """
     function = _function_for(model)
     wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
     known = inspect.signature(function).parameters
-    # It changes this model's modules, and classes for models that are built later: those are none of ours.
+    # It changes this model's modules, and also classes for later models, which are restored below.
     namespace = vars(sys.modules[type(model).__module__])
     before = dict(namespace)
     try:
         function(model=model, **{name: value for name, value in wanted.items() if name in known})
-    except Exception as error:  # it takes for granted what layers look like, in its own way for each family
+    except Exception as error:  # each family's function assumes a layer structure and fails differently
         raise UnsupportedModelError(
             _KEY,
             f"liger-kernel does not fit {type(model).__name__} ({type(error).__name__}: {error}). "

@@ -1,9 +1,9 @@
-"""Whether a model keeps apart the documents that share a row: tried on a small copy of it.
+"""Checks on a small copy whether a model keeps documents that share a row apart.
 
-Rows tell documents apart by positions that restart, and by nothing else. Attention takes that as a border where its
-class hands the positions to the mask; recurrences, scans and short convolutions mostly carry what they hold across it,
-and some attention does, too (biases by distance, masks made without positions). Nothing that transformers declares
-tells which, so a document is computed behind another one and alone.
+Only restarting positions separate the documents of a row. Attention treats them as a border if its class passes the
+positions to the mask. Recurrences, scans and short convolutions mostly carry their state across the border. Some
+attention also ignores it (biases by distance, masks made without positions). transformers declares none of this, so a
+document is computed behind another one and alone, and the results are compared.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ __all__ = ["settle_packing", "settle_packing_of", "why_documents_mix"]
 
 PackingMode = bool | Literal["concat"]
 
-_MIXES = "it carries what it has read of one document into the next one of the row"
-_HAS_IMAGES = "rows with images have positions and masks of their own"
+_MIXES = "it carries state from one document of a row into the following one"
+_HAS_IMAGES = "rows with images have special positions and masks"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
 
-_TOKENS = (37, 41)  # of the document before, and of the one that is compared; longer than a small copy's windows
-_ROWS = 4  # what is chosen, experts or keys, may happen to be the same in one
-_FIRST_TOKEN = 3  # those before are padding, begin and end of text, mostly
-#: Of the largest logit. Sums in another order differ by 1e-5 at most, documents that mix by 1e-3 at least.
+_TOKENS = (37, 41)  # of the first document, and of the compared one; longer than a small copy's windows
+_ROWS = 4  # in a single row, the chosen experts or keys may happen to agree
+_FIRST_TOKEN = 3  # lower ids are mostly padding, begin and end of text
+#: Relative to the largest logit. Another order of sums changes 1e-5 at most, mixed documents 1e-3 at least.
 _TOLERANCE = 1e-4
-_FEW_LAYERS, _MANY_LAYERS = 3, 16  # of the copy; the more where the few lack a kind of module that the model has
+_FEW_LAYERS, _MANY_LAYERS = 3, 16  # of the copy; the larger number if a kind of module is missing in the smaller copy
 
-_found: dict[object, str | None] = {}  # alternatives to a plan are of the same model
+_found: dict[object, str | None] = {}  # cached, because alternatives to a plan use the same model
 
 
 def settle_packing(
     model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
 ) -> tuple[PackingMode, str]:
-    """Return the packing that suits a model, and a warning where that is not the default.
+    """Return the packing that suits a model, and a warning if it differs from the default.
 
-    "concat" promises no border between texts, so that it suits every model of text.
+    "concat" promises no border between texts, so it suits every text model.
 
     Args:
-        is_default: the config does not ask for it.
+        is_default: Whether the config leaves packing at its default.
 
     Raises:
         UnsupportedModelError: the config asks for packing, and the model would mix documents.
@@ -73,12 +73,12 @@ def settle_packing(
 def _off_by_itself(name: str, problem: str) -> str:
     return (
         f"data.packing is off, one document a row, where it is on by default: {name}: {problem}. "
-        "data.packing = false says the same without this warning"
+        "Write data.packing = false to silence this warning"
     )
 
 
 def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
-    """Do as :func:`settle_packing` without a plan, for looks at the data; an unusable model changes nothing."""
+    """Return the result of :func:`settle_packing` without a plan; an unusable model changes nothing."""
     if not packing:
         return packing, ""
     try:
@@ -88,17 +88,17 @@ def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: boo
 
 
 def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None:
-    """Return why documents in one row must not be expected to be computed as if alone; None: they are.
+    """Return why a model may mix the documents of a row, or None if it computes each as if alone.
 
-    Kernels of a GPU are judged by the same model on the CPU: what separates documents only there counts as mixing.
+    GPU kernels are judged by the same model on the CPU: a separation that exists only on the GPU counts as mixing.
 
     Args:
         graph: the model, without weights.
         attn_implementation: as in transformers, or "auto".
     """
     if carried_modules(graph.model) is not None:
-        return f"as it reads images as well, {_MIXES_PERHAPS}"  # the copy is of causal language models only
-    attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # which no CPU has
+        return f"as it also reads images, {_MIXES_PERHAPS}"  # small copies are causal language models only
+    attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # not available on a CPU
     kinds = _kinds(graph.model)
     key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
     if key not in _found:
@@ -117,7 +117,7 @@ def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | Non
             break
     try:
         is_apart = _is_apart(model)
-    except Exception as error:  # each class refuses inputs in its own way
+    except Exception as error:  # each class refuses inputs differently
         return f"{_MIXES_PERHAPS}: that cannot be tried ({type(error).__name__}: {error})"
     if not is_apart:
         return _MIXES
@@ -127,11 +127,11 @@ def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | Non
 
 
 def _is_apart(model: PreTrainedModel) -> bool:
-    """Compare the logits of a document behind another one, as rows are packed, with those of the same alone."""
+    """Compare the logits of a document behind another one, as in packed rows, with its logits alone."""
     generator = torch.Generator().manual_seed(0)
     num_words = model.get_input_embeddings().weight.shape[0]
     most = getattr(model.config, "max_position_embeddings", None)
-    longest = most // 2 if isinstance(most, int) else max(_TOKENS)  # some masks are of so many positions for a row
+    longest = most // 2 if isinstance(most, int) else max(_TOKENS)  # some masks have a fixed number of positions
     before, document = (
         torch.randint(_FIRST_TOKEN, num_words, (_ROWS, min(n, longest)), generator=generator) for n in _TOKENS
     )
@@ -149,5 +149,5 @@ def _logits(model: PreTrainedModel, *documents: Tensor) -> Tensor:
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:
-    """Return the classes of a model's modules, of those that come with it."""
+    """Return the classes of a model's modules that its module file defines."""
     return {type(module).__name__ for module in model.modules() if type(module).__module__ == type(model).__module__}

@@ -1,4 +1,4 @@
-"""Which model a run trains, and the converters that it is built with: the one file that knows all of them."""
+"""The model of a run, and the converters that build it; the only file that imports all converters."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def converters_for(
     """Return new converters for one graph, in the order in which they change it.
 
     Args:
-        images: Whether what reads images is in the model, and trained; else it is carried.
-        lora: Adapters, to train or only to run; the model's own weights are frozen then.
-        cuts_experts: Whether fused experts that are larger than a part are several units, of some experts each.
-        text_only: No folder has weights of the model, so nothing of it can be carried.
-        of_task: What makes the model that the task trains of a language model; None: it trains that.
+        images: Treatment of image modules: "off" carries them, otherwise they are in the model.
+        lora: Adapters, to train or only to run; they freeze the model's weights.
+        cuts_experts: Whether fused experts that are larger than a part become several units.
+        text_only: Whether no folder has weights of the model, so that nothing can be carried.
+        of_task: Converter settings that turn a language model into the task's model, if it is another one.
     """
     found: list[ModelConverter] = []
     if of_task is not None:
@@ -75,7 +75,7 @@ def build_graph(
         cuts_experts: As in `converters_for`.
         text_only: As in `converters_for`, and in `converted_graph`.
         of_task: As in `converters_for`.
-        options: Those of `converted_graph`.
+        options: Options of `converted_graph`.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
@@ -90,16 +90,16 @@ def build_graph(
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which model is trained, and with which kernels.
+    """The trained model and its kernels.
 
     Attributes:
         table: The ``[model]`` table.
         folder: Hugging Face folder with config.json and safetensors.
         tokenizer_folder: folder with the tokenizer's files.
-        hub: the model on the hub that the folder is the cache of; None: the folder is the user's.
-        lora: adapters that are trained in place of the model; None: there are none.
-        is_trained: False: it is only run, with all of it frozen.
-        of_task: what makes the model that the task trains of a language model; None: it trains that.
+        hub: the hub model whose cache the folder is; None for the user's folder.
+        lora: adapters that are trained instead of the model, if any.
+        is_trained: False if the model is only run, with all weights frozen.
+        of_task: converter settings that turn a language model into the task's model, if it is another one.
     """
 
     table: ModelConfig

@@ -1,11 +1,11 @@
-"""MLPs of a model run over a few rows at a time, forward and backward, for long sequences.
+"""Runs the MLPs of a model over a few rows at a time, forward and backward, for long sequences.
 
-A row is the hidden state of one token. A submodule that computes each row by itself can run in pieces: its forward
-saves its input alone, and its backward recomputes one piece after another. So what it computes inside is in memory for
+A row is the hidden state of one token. A submodule that computes each row independently can run in pieces: its forward
+saves only its input, and its backward recomputes one piece after another. So its internal activations take memory for
 the rows of one piece.
 
-Which submodules are position-wise is tried out, whatever they are called, on a small copy of the model with random
-weights: outputs and gradients of a whole input and of its pieces must agree.
+A trial on a small copy of the model with random weights finds the position-wise submodules, whatever their names:
+outputs and gradients of a whole input and of its pieces must agree.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 __all__ = ["TiledForward", "find_position_wise", "is_position_wise", "tile_mlps"]
 
-_TOKENS = (2, 7)  # rows and tokens of the input that is tried
+_TOKENS = (2, 7)  # rows and tokens of the trial input
 _PIECES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # fp32 sums in another order
 _FEWEST_MATRICES = 2  # into the MLP and out of it; a single projection holds little memory inside
 
-#: What a layer consists of: (path, class) of its larger submodules. Layers of one signature are taken to be alike.
+#: Signature of a layer: (path, class) of its larger submodules. Layers with one signature count as equal.
 _Signature = tuple[tuple[str, str], ...]
 
 
 def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
-    """Replace the forward of all layers' MLPs by one over ``rows`` rows at a time; return their names.
+    """Make the MLPs of all layers run over ``rows`` rows at a time; return their names.
 
-    Their weights' gradients are sums over pieces, in fp32: other bits than without, the same ones wherever blocks live
-    and whatever memory there is.
+    Their weight gradients are fp32 sums over pieces. This changes bits, but equally in every placement and with any
+    amount of memory.
 
     Args:
         graph: changed.
-        rows: at least 1; a part of the numbers.
+        rows: at least 1; part of the numerical definition.
 
     Raises:
-        UnsupportedModelError: no submodule of the layers is position-wise, or it cannot be tried.
+        UnsupportedModelError: no submodule of the layers is position-wise, or the trial is not possible.
     """
     names = find_position_wise(graph)
     for name in names:
@@ -65,7 +65,7 @@ class TiledForward:
     Args:
         name: path of the module, for messages.
         module: takes and returns hidden states [..., H].
-        rows: hidden states that a piece has at most.
+        rows: maximum rows of a piece.
     """
 
     def __init__(self, name: str, module: nn.Module, rows: int) -> None:
@@ -77,7 +77,7 @@ class TiledForward:
         ]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run the module; an input of no more rows than a piece runs whole."""
+        """Run the module; an input that is not larger than a piece runs whole."""
         if hidden.numel() // hidden.shape[-1] <= self._rows:
             return self._whole(hidden)
         if not torch.is_grad_enabled():
@@ -87,7 +87,7 @@ class TiledForward:
         return out
 
     def pieces(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows of each piece, and the piece in the rank of `hidden`: [1, rows, H] or [rows, H]."""
+        """Yield the rows of each piece, and the piece with the rank of `hidden`: [1, rows, H] or [rows, H]."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         for start in range(0, len(flat), self._rows):
             part = slice(start, min(start + self._rows, len(flat)))
@@ -97,7 +97,7 @@ class TiledForward:
         """Run one piece; return its rows [rows, H].
 
         Raises:
-            UnsupportedModelError: an output recorder of the model collects values inside, and would once per piece.
+            UnsupportedModelError: an output recorder of the model collects values inside, and would do so per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -113,7 +113,7 @@ class TiledForward:
         return out.reshape(-1, out.shape[-1])
 
     def in_pieces(self, hidden: Tensor) -> Tensor:
-        """Run all pieces, in the current grad mode, and put them together: [..., H]."""
+        """Run all pieces, in the current grad mode, and join the results: [..., H]."""
         out: Tensor | None = None
         for part, piece in self.pieces(hidden):
             rows = self.piece(piece).detach()
@@ -137,7 +137,7 @@ class TiledForward:
 
 
 class _TiledFunction(torch.autograd.Function):
-    """Saves a module's input and weights for the backward, and nothing that it computes inside."""
+    """Saves only a module's input and weights for the backward."""
 
     @staticmethod
     def forward(ctx: Any, tiled: TiledForward, hidden: Tensor, *weights: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class _TiledFunction(torch.autograd.Function):
         ctx.random_state = ctx.random.get()
         ctx.modes = ThreadModes.current(hidden.device.type)
         ctx.save_for_backward(hidden, *weights)
-        # In grad mode, as the recompute is: both must pick the same kernels.
+        # In grad mode, like the recompute: both must select the same kernels.
         with torch.enable_grad(), without_saved_tensors():
             return tiled.in_pieces(hidden)
 
@@ -156,7 +156,7 @@ class _TiledFunction(torch.autograd.Function):
         tiled: TiledForward = ctx.tiled
         hidden, *weights = ctx.saved_tensors
         _, needs_hidden, *need_weights = ctx.needs_input_grad
-        # Gradients of matrices are added to their accumulators, piece by piece.
+        # Matrix gradients are added to their accumulators, piece by piece.
         leaves = [new_leaf(w, requires_grad=need) for w, need in zip(weights, need_weights, strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
@@ -199,21 +199,21 @@ def _accumulate(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> No
             total.add_(gradient)
 
 
-# -- which submodules are position-wise ---------------------------------------------------------------------------
+# -- find position-wise submodules --------------------------------------------------------------------------------
 
 
 def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
     """Return the names of the outermost position-wise submodules of the layers that hold matrices.
 
-    Of a model that reads images, those of its text's layers: images are never as long.
+    In a model that reads images, only the text layers are searched: images are never that long.
 
     Raises:
-        UnsupportedModelError: there are none, or a kind of layer is missing in the small copy that they are tried on.
+        UnsupportedModelError: there are none, or the small copy for the trial lacks a kind of layer.
     """
     small = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
     proven = _position_wise_paths(small)
     names: list[str] = []
-    # Adapters add what computes each token by itself, and with them no layer would look like one of the copy.
+    # Adapters are also position-wise, but with them no layer would match the small copy.
     with graph.plain_model():
         for unit in graph.units:
             if not unit.is_layer or unit.index in graph.optional_units:
@@ -236,7 +236,7 @@ def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def _position_wise_paths(model: Any) -> dict[_Signature, tuple[str, ...]]:
-    """Return the position-wise submodules by signature of their layer, as paths in the layer."""
+    """Return the position-wise submodules as paths in their layer, by the layer's signature."""
     layers = find_layers(model)
     calls = _call_widths(model, layers.values())
     found: dict[_Signature, tuple[str, ...]] = {}
@@ -258,9 +258,9 @@ def _outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | N
 
 
 def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
-    """Run the model once; return the width of the input of each submodule's calls.
+    """Run the model once; return the input width of each call, by submodule.
 
-    None stands for a call that does not take and return one tensor of hidden states.
+    None marks a call that does not take and return one tensor of hidden states.
     """
     seen: dict[nn.Module, list[int | None]] = {}
 
@@ -281,7 +281,7 @@ def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
 
 
 def is_position_wise(module: nn.Module, width: int) -> bool:
-    """Return whether a module computes the same for a whole input as for its pieces, gradients included.
+    """Return whether a module gives equal results for a whole input and for its pieces, including gradients.
 
     Args:
         module: takes hidden states [B, S, width], with real weights on the CPU. It must draw no random numbers.
@@ -294,14 +294,14 @@ def is_position_wise(module: nn.Module, width: int) -> bool:
         whole = _run(module, [hidden], generator.manual_seed(1))
         pieces = list(hidden.reshape(1, -1, width).split_with_sizes(_PIECES, dim=1))
         parts = _run(module, pieces, generator.manual_seed(1))
-    except Exception:  # whatever fails on pieces cannot be run on them
+    except Exception:  # a module that fails on pieces cannot run on them
         return False
     same = all(torch.allclose(a, b, rtol=_RTOL, atol=_ATOL) for a, b in zip(whole, parts, strict=True))
     return same and all(torch.equal(a, b) for a, b in zip(buffers, module.buffers(), strict=True))
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Run a module on some inputs; return its outputs joined [tokens, H], and the gradients of a random sum of them."""
+    """Run a module on several inputs; return joined outputs [tokens, H], and gradients of a random weighted sum."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with torch.enable_grad():

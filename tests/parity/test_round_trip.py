@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "idefics": (UnsupportedModelError, "no causal language model"),
     "pi0": (UnsupportedModelError, "no causal language model"),
     "udop": (UnsupportedModelError, "no causal language model"),
-    "pp_formulanet": (UnsupportedModelError, "does not tell its language model from the rest"),
+    "pp_formulanet": (UnsupportedModelError, "does not separate its language model from the rest"),
     "shieldgemma2": (ModelFolderError, "are missing"),  # transformers saves names that its own class does not load
 }
 

@@ -188,7 +188,7 @@ def test_a_release_with_other_names_makes_masks(monkeypatch: pytest.MonkeyPatch)
     expected = train_step(build_model(config), one_by_one(packed_rows()), 3)
     loss, _ = engine_step(config, [packed_rows()], context=lambda: attention_by_documents(noted.append))
     assert loss == pytest.approx(expected.loss, rel=1e-6)
-    assert noted == ["a mask of its own kind"]
+    assert noted == ["a mask of an unknown kind"]
 
 
 # -- one kernel for all documents: torch's operators, computed in software ---------------------------------------------
