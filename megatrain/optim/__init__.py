@@ -1,1 +1,1 @@
-"""The update: optimizers, exact clipping and learning-rate schedules. Imports no kernel and compiles nothing."""
+"""Optimizers, exact clipping and learning-rate schedules. Imports no kernel and compiles nothing."""

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["MAX_ROW_BLOCKS", "Adafactor", "rows_per_block", "second_moment_elements"]
 
 MAX_ROW_BLOCKS = 64
-"""A matrix is cut into at most this many groups of rows: each keeps its own column sums until they are added up."""
+"""Maximum number of row groups per matrix: each keeps its column sums until they are added up."""
 
 
 def second_moment_elements(entry: TensorEntry) -> int:
-    """Return what Adafactor keeps of a parameter: one element per row and column of its matrices, or per element."""
+    """Return the elements of a parameter's Adafactor state: one per row and column of its matrices, or per element."""
     num_matrices, num_rows, num_columns = as_matrices(entry.shape, entry.numel)
     return num_matrices * (num_rows + num_columns) if len(entry.shape) >= 2 else entry.numel
 
@@ -35,20 +35,20 @@ _STATE = (StateKind("v", torch.float32, second_moment_elements, needs_whole=True
 
 
 def as_matrices(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]:
-    """Return `(matrices, rows, columns)`: the last two dimensions are factored, those before them are a batch."""
+    """Return `(matrices, rows, columns)`: the last two dimensions are factored, earlier ones are a batch."""
     if len(shape) < 2:
         return 1, 1, num_elements
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
 def rows_per_block(num_rows: int, num_columns: int) -> int:
-    """Return how many rows add up their column sums together. A function of the shape: it is part of the bits."""
+    """Return the number of rows that share column sums. It depends only on the shape, because it affects bits."""
     return max(RANGE_ELEMENTS // max(num_columns, 1), -(-num_rows // MAX_ROW_BLOCKS), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _KernelSlice:
-    """What one kernel call works on: whole matrices, or some rows of one."""
+    """The work of one kernel call: whole matrices, or some rows of one."""
 
     matrices: slice
     rows: slice
@@ -57,8 +57,8 @@ class _KernelSlice:
 class Adafactor:
     """Adafactor over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
 
-    From Shazeer and Stern (2018), with a learning rate from outside: `transformers.Adafactor` with `scale_parameter`
-    and `relative_step` off and no first moment. Per parameter, in fp32 but for the sums, which are in fp64::
+    From Shazeer and Stern (2018), with an external learning rate: `transformers.Adafactor` with `scale_parameter` and
+    `relative_step` off and no first moment. Per parameter, in fp32 except for the sums, which are in fp64::
 
         g = grad * grad_scale
         rows = rows * b + (mean(g * g, columns) + eps) * (1 - b)       where b = 1 - step ** decay_rate
@@ -66,7 +66,7 @@ class Adafactor:
         u = g * (sqrt(mean(rows) / rows) * sqrt(1 / columns))          a vector: u = g / sqrt(v), v per element
         w = w * (1 - lr * weight_decay) - u * (lr / max(1, rms(u) / clip_threshold))
 
-    The gradient is read three times, as the mean square of the update must be known before the first weight moves.
+    The gradient is read three times, because the mean square of the update must be known before a weight changes.
 
     Args:
         decay_rate: The second moments decay by `1 - step ** decay_rate`; below 0.
@@ -88,7 +88,7 @@ class Adafactor:
         self.threads = KernelThreads() if threads is None else threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master and `v`, whose length is not that of the weights."""
+        """Return the master and `v`, which has another length than the weights."""
         return (*master_kinds(split_master), *_STATE)
 
     def update(
@@ -107,7 +107,7 @@ class Adafactor:
             matrices = as_matrices(segment.shape, size)
             is_matrix = len(segment.shape) >= 2
             kept = matrices[0] * (matrices[1] + matrices[2]) if is_matrix else size
-            assert "v" in segment.state_starts, segment  # build_segments puts it there when it is told the kinds
+            assert "v" in segment.state_starts, segment  # set by build_segments if it receives the kinds
             start = segment.state_starts["v"]
             assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
             if size:
@@ -131,7 +131,7 @@ class Adafactor:
 
 
 class _Parameter:
-    """One step of one parameter. All arrays are its own: its part of the blocks."""
+    """One step of one parameter. All arrays are views of its part of the blocks."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Parameter:
         )
 
     def update_matrices(self, shape: tuple[int, int, int]) -> None:
-        """Update a parameter of two or more dimensions, `shape` being matrices, rows and columns."""
+        """Update a parameter of two or more dimensions; `shape` is (matrices, rows, columns)."""
         from megatrain.optim import kernels
 
         num_matrices, num_rows, num_columns = shape
@@ -186,7 +186,7 @@ class _Parameter:
         rows = self._moments[:num_row_means].reshape(num_matrices, num_rows)
         columns = self._moments[num_row_means:].reshape(num_matrices, num_columns)
         self._update_means(shape, rows, columns)
-        with np.errstate(all="ignore"):  # what is not finite shows in the weights, as in every other optimizer
+        with np.errstate(all="ignore"):  # non-finite values reach the weights, as in every other optimizer
             mean = np.add.accumulate(rows, axis=1, dtype=np.float64)[:, -1:] / num_rows
             row_factor = np.sqrt(mean / rows).astype(np.float32)
             column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)
@@ -221,7 +221,7 @@ class _Parameter:
         )
 
     def _update_means(self, shape: tuple[int, int, int], rows: Array, columns: Array) -> None:
-        """Bring the mean squares of rows and columns up to date, in place."""
+        """Update the mean squares of rows and columns in place."""
         from megatrain.optim import kernels
 
         num_matrices, num_rows, num_columns = shape
@@ -252,7 +252,7 @@ class _Parameter:
             means[:] = means * self._beta2 + new * self._one_minus_beta2
 
     def _step_size(self, sums: Array) -> np.float32:
-        """Return the factor on the update, given the sums of its squares, which are added in order."""
+        """Return the factor on the update from the sums of its squares, added in order."""
         with np.errstate(all="ignore"):
             total = float(np.add.accumulate(sums.reshape(-1))[-1])
         rms = math.sqrt(total / self._grad.size)
@@ -261,7 +261,7 @@ class _Parameter:
 
 
 def _pieces(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
-    """Cut matrices into kernel calls of about RANGE_ELEMENTS: several matrices, or the row blocks of one."""
+    """Split matrices into kernel calls of about RANGE_ELEMENTS: several matrices, or row blocks of one."""
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)
     if block >= num_rows:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, as one more kind of state beside those of any optimizer."""
+"""An exponential moving average of the weights, as an additional kind of state for any optimizer."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 
 
 class WeightAverage:
-    """Any optimizer, with an average of the weights that it makes; see `megatrain.optim.base.Optimizer`.
+    """Any optimizer, extended by an average of its weights; see `megatrain.optim.base.Optimizer`.
 
     After the update of an element, each operation rounded to fp32::
 
         ema = ema + (w - ema) * (1 - decay)
 
-    with its fp32 master. The average begins as the weights do. As in the update, a parameter without a gradient in a
-    step is left alone.
+    with its fp32 master. The average begins as a copy of the weights. Like the update, it skips parameters without a
+    gradient in a step.
 
     Args:
         inner: Updates the weights; none of its kinds is named "ema".
         decay: Above 0 and below 1.
-        threads: Threads to compute on; None: those of ``inner``, if it has some.
+        threads: Threads to compute on; default: the threads of ``inner``, or new ones.
     """
 
     def __init__(self, inner: Optimizer, decay: float, threads: KernelThreads | None = None) -> None:
@@ -56,7 +56,7 @@ class WeightAverage:
 
     @property
     def share(self) -> np.float32:
-        """The weight of the newest numbers in the average."""
+        """The weight of the newest values in the average."""
         return np.float32(1.0 - self.decay)
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
@@ -64,7 +64,7 @@ class WeightAverage:
         return (*self.inner.state_kinds(split_master), EMA)
 
     def workspace_bytes(self, entry: Any) -> int:
-        """Return the bytes that the update of a parameter takes beside its blocks."""
+        """Return the scratch bytes of a parameter's update."""
         bytes_of = getattr(self.inner, "workspace_bytes", None)
         return 0 if bytes_of is None else int(bytes_of(entry))
 
@@ -85,13 +85,13 @@ class WeightAverage:
         for kind in self.inner.state:
             arrays[kind.name] = flat_block(kind.name, own[kind.name], kind.dtype, kind.elements_for(num_elements))
         updating = self.inner.calls(arrays, flat_gradient(gradient), segments, update)
-        # Both cut segments alike: a range is averaged by the thread that updated it, while it is in the cache.
+        # Both cut segments equally: the thread that updated a range averages it while it is in the cache.
         self.threads.run(partial(_both, *calls) for calls in zip(updating, averaging, strict=True))
 
     def _calls(
         self, weight: Array, low: Array | None, average: Array, segments: Sequence[Segment]
     ) -> Iterator[Callable[[], None]]:
-        from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
+        from megatrain.optim import kernels  # late: importing numba takes half a second, and only updates need it
 
         for segment in segments:
             for start, stop in cut(segment.start, segment.stop):
@@ -101,19 +101,19 @@ class WeightAverage:
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows_call` can be used, as of the optimizer."""
+        """Whether `rows_call` can be used, as in the optimizer."""
         return isinstance(self.inner, ElementwiseOptimizer) and self.inner.has_rows
 
     @property
     def rows_kinds(self) -> tuple[str, ...]:
-        """The average before the kinds of the optimizer; see `ElementwiseOptimizer.rows_kinds`."""
+        """State kinds, EMA first; see `ElementwiseOptimizer.rows_kinds`."""
         assert isinstance(self.inner, ElementwiseOptimizer), self.inner
         return (EMA.name, *self.inner.rows_kinds)
 
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return the function that updates the parameters of some rows, then averages them.
+        """Return the function that updates and then averages the parameters of some rows.
 
         See `ElementwiseOptimizer.rows_call`.
         """
@@ -140,12 +140,12 @@ class WeightAverage:
 
 
 def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
-    """Begin an average as the masters.
+    """Initialize an average with the masters.
 
     Args:
-        weight: 1-D and contiguous in host memory: masters, or their upper halves.
-        low: the lower halves; None: `weight` has the whole masters.
-        average: fp32, as long; written.
+        weight: 1-D and contiguous in host memory: masters, or their high halves.
+        low: the low halves; None if `weight` has whole masters.
+        average: fp32, of the same length; written.
     """
     if low is None:
         average.copy_(weight)
@@ -154,7 +154,7 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
-    """Swap masters and their averages, bit for bit: once more, and each is what it was.
+    """Swap masters and their averages, bit for bit; a second call restores both.
 
     Args:
         weight: As in `begin_average`; written.
@@ -171,17 +171,17 @@ def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 class MatrixWeightAverage(WeightAverage):
-    """The same for an optimizer of whole matrices; see `megatrain.optim.base.MatrixOptimizer`."""
+    """`WeightAverage` for an optimizer of whole matrices; see `megatrain.optim.base.MatrixOptimizer`."""
 
     inner: MatrixOptimizer
 
     @property
     def piece_bytes(self) -> int:
-        """What the optimizer takes; averaging takes nothing."""
+        """Scratch bytes of the wrapped optimizer; averaging takes none."""
         return self.inner.piece_bytes
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return what the optimizer does."""
+        """Return the result of the wrapped optimizer."""
         return self.inner.is_matrix_of(entry)
 
     def make_directions(
@@ -192,19 +192,19 @@ class MatrixWeightAverage(WeightAverage):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Begin an update of matrices; nothing to average yet."""
+        """Begin an update of matrices; averaging follows in `apply_directions`."""
         self.inner.make_directions(blocks, gradient, segments, update, directions)
 
     def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
-        """Make of a matrix what the optimizer does."""
+        """Orthogonalize a matrix with the wrapped optimizer."""
         self.inner.orthogonalize(matrix, room, name)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that it takes."""
+        """Return the scratch bytes of the wrapped optimizer."""
         return self.inner.orthogonalize_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations that it takes."""
+        """Return the operations of the wrapped optimizer."""
         return self.inner.orthogonalize_flops(rows, columns, name)
 
     def apply_directions(

@@ -1,4 +1,4 @@
-"""The contract between engine and optimizer: its kinds of state, and the update of one block group."""
+"""The contract between engine and optimizer: kinds of state, and the update of one block group."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = [
 ]
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of a gradient block. bf16 is widened exactly when it is read, so arithmetic is in fp32 either way."""
+"""Dtypes of a gradient block. Kernels widen bf16 exactly, so arithmetic is in fp32 in both cases."""
 
 Format = tuple[bool, torch.dtype]
 """A variant of a kernel: whether the master is split, and the dtype of the gradient block."""
 FORMATS: tuple[Format, ...] = tuple((is_split, dtype) for is_split in (False, True) for dtype in GRADIENT_DTYPES)
 
 _STATE_ALIGNMENT_ELEMENTS = 16
-"""Parameters start at multiples of this in a block of `elements_of`: a cache line in fp32."""
+"""Alignment of parameters in a block of `elements_of`: a cache line in fp32."""
 _BLOCK_ALIGNMENT_ELEMENTS = 1024
-"""The length of every block is a multiple of this, as a weight block's is."""
+"""Alignment of the length of every block, as of a weight block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class StateKind:
     Attributes:
         name: Kind of the block: the part of its key after the unit's name.
         dtype: Element type.
-        elements_of: Returns the number of elements of a parameter in the block, which holds them one parameter after
-            another. None: one per `granularity` elements of the parameter, in the order of the weight block.
-        needs_whole: The update needs all of a parameter at once, also where each element has one in the block.
-        granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024, to which
-            parameters and parts are aligned, so that none is shared by two of them.
-        begins_as_weight: New state is the fp32 masters, not zeros: one element for each.
+        elements_of: Returns the number of a parameter's elements in the block, which holds one parameter after another.
+            Without it, one per `granularity` elements of the parameter, in the order of the weight block.
+        needs_whole: Whether the update needs the whole parameter at once, even if the block is like the weight.
+        granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024. Parameters
+            and parts are aligned to it, so no two of them share an element.
+        begins_as_weight: Whether new state is a copy of the fp32 masters instead of zeros; requires one element each.
     """
 
     name: str
@@ -77,11 +77,11 @@ class StateKind:
         return max(1, -(-self._extent(layout)[1] // _BLOCK_ALIGNMENT_ELEMENTS)) * _BLOCK_ALIGNMENT_ELEMENTS
 
     def elements_for(self, num_elements: int) -> int:
-        """Return the length of the range that belongs to a range of the weight block which begins where one does."""
+        """Return the length of the state of a range of the weight block with an aligned start."""
         return -(-num_elements // self.granularity)
 
     def is_like_weight(self, layout: UnitLayout) -> bool:
-        """Return whether the block of a layout can be cut as its weight is, one part after the other updated."""
+        """Return whether the block can be cut like its weight, so that parts are updated one after another."""
         if self.elements_of is None or self.needs_whole:
             return not self.needs_whole
         return len(layout.entries) == 1 and self.elements_of(layout.entries[0]) == layout.entries[0].numel
@@ -93,7 +93,7 @@ class StateKind:
         return self._extent(layout)[0]
 
     def length_of(self, entry: TensorEntry) -> int:
-        """Return how many elements of the block belong to a parameter."""
+        """Return the number of a parameter's elements in the block."""
         return self.elements_for(entry.numel) if self.elements_of is None else self.elements_of(entry)
 
     def _extent(self, layout: UnitLayout) -> tuple[dict[str, int], int]:
@@ -114,11 +114,11 @@ class Segment:
         stop: One past the last element; the padding after it is never touched.
         weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
         lr_scale: Factor on the learning rate of the step.
-        shape: Shape of the parameter, for optimizers that need it; `()` stands for a vector.
-        state_starts: Kind -> first element of the parameter in that block, for kinds with `elements_of`.
+        shape: Shape of the parameter, for optimizers that need it; `()` for a vector.
+        state_starts: First element of the parameter in the block, by kind, for kinds with `elements_of`.
         name: Full name of the parameter.
-        first: Its element that `start` is: not 0 in a block that begins inside of the parameter. With `name` it tells
-            an element from all others of the model, however blocks are cut and whichever rank has them.
+        first: Index in the parameter of element `start`: not 0 if the block begins inside the parameter. With `name` it
+            identifies an element of the model, however blocks are cut and whichever rank holds them.
     """
 
     start: int
@@ -131,22 +131,22 @@ class Segment:
     first: int = 0
 
     def within(self, block: range) -> Segment:
-        """Return what of the segment lies in a part of its block, counted from the start of that part."""
+        """Return the part of the segment within a part of its block, relative to the start of that part."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
         first = self.first + start - self.start
-        starts = dict.fromkeys(self.state_starts, start - block.start)  # only blocks that are like the weight are cut
+        starts = dict.fromkeys(self.state_starts, start - block.start)  # only blocks like the weight are cut
         return replace(self, start=start - block.start, stop=stop - block.start, first=first, state_starts=starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The numbers of one optimizer step, the same for every block group.
+    """The scalars of one optimizer step, equal for every block group.
 
     Attributes:
         step: Number of this update, counted from 1; it sets the bias corrections.
-        grad_scale: Factor on every gradient, applied in fp32: the clip coefficient, 1 when nothing is clipped.
-        decision: ``[2]`` fp32 on the device of the blocks, in place of ``grad_scale``: the factor, and 0 where nothing
-            is to be updated. None: the host knows the factor. Only a `TableOptimizer` gets one.
+        grad_scale: Factor on every gradient, applied in fp32: the clip coefficient, or 1 without clipping.
+        decision: ``[2]`` fp32 on the blocks' device, instead of ``grad_scale``: the factor, and 0 to skip the update.
+            None if the host knows the factor. Only a `TableOptimizer` receives a decision.
     """
 
     step: int
@@ -159,15 +159,15 @@ class Update:
 class Optimizer(Protocol):
     """The contract between the engine and an optimizer.
 
-    An optimizer object holds settings only. All state lies in the blocks, so it can live in any tier and be resumed
-    from them alone. New state is all zeros, but for kinds that begin as the weights.
+    An optimizer object holds only settings. All state is in the blocks, so it can live in any tier, and the blocks
+    suffice to resume. New state is zeros, except for kinds that begin as the weights.
     """
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return every kind of block that `update` needs, the master weight first. Names are unique.
 
         Args:
-            split_master: The master is a bf16 `weight` and an int16 `low` block; otherwise one fp32 `weight` block.
+            split_master: Whether the master is a bf16 `weight` and an int16 `low` block, not one fp32 `weight` block.
         """
         ...
 
@@ -176,11 +176,11 @@ class Optimizer(Protocol):
     ) -> None:
         """Apply one step to one block group, in place, and return when it is done.
 
-        The result depends on the contents alone: neither on how the block is cut nor on the number of threads.
-        May run on any thread and beside updates of other block groups; releases the GIL while it computes.
+        The result depends only on the contents, not on how the block is cut or on the number of threads. May run on
+        any thread and concurrently with updates of other block groups; releases the GIL while it computes.
 
         Args:
-            blocks: The flat CPU tensor of each kind, by kind; a `low` block makes it the split-master update.
+            blocks: Flat CPU tensors by kind; a `low` block selects the split-master update.
             gradient: Sum of the gradients, as long as the weight block; fp32 or bf16; unchanged.
             segments: Ranges to update, without overlap. Elements outside all of them keep their values.
         """
@@ -190,26 +190,26 @@ class Optimizer(Protocol):
         """Compile or load the kernels before the first step. May be called twice, from any thread.
 
         Args:
-            formats: Variants that will be used; all of them take seconds more, most of all on a GPU.
+            formats: Variants to compile; compiling all takes additional seconds, most of all on a GPU.
         """
         ...
 
 
 @runtime_checkable
 class MatrixOptimizer(Optimizer, Protocol):
-    """An optimizer that makes matrices orthogonal one at a time, so that a device can do it for updates in RAM.
+    """An optimizer that orthogonalizes matrices one at a time, so that a device can do it for updates in RAM.
 
-    `update` is these three, one after the other. State is like the weight, or in `elements_of` one element for each
-    of what is no matrix.
+    `update` equals `make_directions`, `orthogonalize` and `apply_directions` in sequence. State is like the weight, or
+    `elements_of` packs only the elements outside of matrices.
     """
 
     @property
     def piece_bytes(self) -> int:
-        """The bytes that `make_directions` and `apply_directions` take at most, however much they are given."""
+        """Maximum scratch bytes of `make_directions` and `apply_directions`, whatever their input size."""
         ...
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return whether the last two dimensions of a parameter are matrices that have to be whole."""
+        """Return whether the last two dimensions of a parameter are matrices that an update needs whole."""
         ...
 
     def make_directions(
@@ -220,33 +220,33 @@ class MatrixOptimizer(Optimizer, Protocol):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the moments of matrices, and write the direction in which each element is to move; see `update`.
+        """Update the moments of matrices, and write the update direction of each element; see `update`.
 
         Args:
-            blocks: Those of `update`, or their elements of one matrix.
+            blocks: The blocks of `update`, or their elements of one matrix.
             gradient: As long as the weight block.
-            directions: bf16, as long as the weight block; of other elements it is unchanged.
+            directions: bf16, as long as the weight block; elements outside of matrices are unchanged.
         """
         ...
 
     def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
-        """Make the directions of a whole matrix what is to be applied, in place.
+        """Turn the directions of a whole matrix into its update, in place.
 
-        On a GPU it queues the work on the current stream, and returns before it is done.
+        On a GPU it queues the work on the current stream, and returns before the work is done.
 
         Args:
             matrix: [rows, columns] in bf16, contiguous, on any device.
-            room: uint8, `orthogonalize_bytes` long or longer, on the same device. Nothing large is allocated beside it.
+            room: uint8 scratch of at least `orthogonalize_bytes`, on the same device; nothing else large is allocated.
             name: Full name of its parameter, which may fuse several logical matrices.
         """
         ...
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that this takes beside the matrix."""
+        """Return the scratch bytes of `orthogonalize`."""
         ...
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations that this takes; the plan predicts its time from them."""
+        """Return the operations of `orthogonalize`, from which the plan predicts its time."""
         ...
 
     def apply_directions(
@@ -260,24 +260,24 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Update the weights of matrices, and all other parameters; see `make_directions`.
 
         Args:
-            blocks: As there; of packed state, the tensors that `Segment.state_starts` tells the places in.
-            directions: What was made of them.
+            blocks: As in `make_directions`; for packed state, tensors in which `Segment.state_starts` are offsets.
+            directions: The results of `orthogonalize`.
         """
         ...
 
 
 def master_kinds(split_master: bool) -> tuple[StateKind, ...]:
-    """Return the blocks that hold the fp32 master: 4 bytes per parameter either way."""
+    """Return the blocks that hold the fp32 master: 4 bytes per parameter in both forms."""
     if split_master:
         return (StateKind("weight", torch.bfloat16), StateKind("low", torch.int16))
     return (StateKind("weight", torch.float32),)
 
 
 def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = None) -> float:
-    """Return the bytes that `kinds` take together for one parameter.
+    """Return the total bytes of `kinds` per parameter.
 
     Args:
-        layout: Count its blocks, padding included. None: no padding; kinds with `elements_of` count as nothing.
+        layout: Counts the layout's blocks with padding. Without it, padding and kinds with `elements_of` count as 0.
     """
     if layout is None:
         return sum(kind.dtype.itemsize / kind.granularity for kind in kinds if kind.elements_of is None)
@@ -287,11 +287,11 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
     """Return whether weight decay applies to a parameter.
 
-    Where anything is excluded, only parameters of two or more dimensions decay: biases and weights of norms are vectors
-    in every architecture, whatever their names. `exclude` takes out more by name. Where it is empty, all decay.
+    If anything is excluded, only parameters of two or more dimensions decay, because biases and norm weights are
+    vectors in every architecture. `exclude` also removes parameters by name. If it is empty, all parameters decay.
 
     Args:
-        exclude: Globs matched against its full name, case-sensitively.
+        exclude: Globs matched against the full name, case-sensitively.
     """
     if not exclude:
         return True
@@ -309,10 +309,10 @@ def build_segments(
     """Return one segment per parameter of a block group, in the order of the block.
 
     Args:
-        exclude: Globs of parameter names that do not; see `decays`.
+        exclude: Globs of parameter names without decay; see `decays`.
         groups: Settings by name; the first group that matches a parameter counts.
-        kinds: Kinds of the optimizer; needed where one has `elements_of`.
-        learning_rate: Peak of the run, of which groups with a rate of their own have a share.
+        kinds: Kinds of the optimizer; required if one has `elements_of`.
+        learning_rate: Peak of the run, which scales the absolute rates of groups.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []

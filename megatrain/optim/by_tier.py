@@ -1,4 +1,4 @@
-"""What updates the blocks of each tier; where GPU and RAM are one memory, the GPU or the host in the same bytes."""
+"""Chooses the optimizer for the blocks of each tier; in one memory, the GPU or the host updates the same bytes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["HostUpdates", "optimizers_by_tier"]
 
 
 class HostUpdates:
-    """An optimizer of the host over blocks of a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
+    """A host optimizer over blocks of a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
 
     Waits for the device first, and moves nothing.
 
     Args:
-        device: whose queued work wrote the blocks.
+        device: The device whose queued work wrote the blocks.
     """
 
     def __init__(self, host: Optimizer, device: torch.device) -> None:
         self._host, self._device = host, device
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the host's optimizer."""
+        """Return the kinds of the host optimizer."""
         return self._host.state_kinds(split_master)
 
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Make one step of one block group; it is done when this returns."""
+        """Apply one step to one block group; it is done when this returns."""
         torch.cuda.current_stream(self._device).synchronize()
         views = {name: host_view(block) for name, block in blocks.items()}
         self._host.update(views, host_view(gradient), segments, update)
@@ -50,15 +50,15 @@ class HostUpdates:
 def optimizers_by_tier(
     host: Optimizer, on_device: Optimizer | None, compute_tier: str, device: torch.device
 ) -> dict[str, Optimizer]:
-    """Return the tier that blocks are updated in -> what updates them there, with the bits of ``host``.
+    """Return the optimizer for blocks in each tier, with the bits of ``host``.
 
-    Where a GPU computes in RAM itself its own kernels make the updates, of optimizers that have some: it reads the one
-    memory faster than the processor's cores do.
+    If a GPU computes in RAM, its kernels make the updates if they exist: it reads the one memory faster than the
+    processor's cores do.
 
     Args:
         host: updates blocks in RAM.
-        on_device: updates those in the compute tier; None: ``host`` does.
-        compute_tier: "ram", or that of a device with memory of its own.
+        on_device: updates blocks in the compute tier; default: ``host``.
+        compute_tier: "ram", or the tier of a device with separate memory.
     """
     if compute_tier != "ram" or device.type != "cuda":
         return {compute_tier: on_device or host, "ram": host}

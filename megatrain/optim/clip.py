@@ -1,8 +1,8 @@
-"""Gradients as a whole: sums over use sites, the exact global norm, the norm of a unit, and the clip coefficient.
+"""Gradients of a step: sums over use sites, the exact global norm, the norm of a unit, and the clip coefficient.
 
-The norm is the square root of a sum in fp64 whose order depends on the layout alone: 65,536 elements at a time inside a
-block group, then block group after block group. So it is the same for every placement and number of threads, and on a
-GPU (`on_device.device_squared_norm`). Clipping takes no pass over the gradients: the coefficient is a scalar of the
+The norm is the square root of an fp64 sum whose order depends only on the layout: 65,536 elements at a time within a
+block group, then block group after block group. So it is equal for every placement and number of threads, and on a GPU
+(`on_device.device_squared_norm`). Clipping takes no pass over the gradients, because the coefficient is a scalar of the
 update.
 """
 
@@ -44,7 +44,7 @@ _CALLER = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
-    """The gradient of a step is NaN or infinite, and was not used. Whether others of its step were, the text says."""
+    """A gradient is NaN or infinite, and was not used. The text says whether other gradients of its step were used."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
@@ -68,7 +68,7 @@ def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None =
 def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> float:
     """Return the fp64 sum of squares of one block group's gradient.
 
-    Infinite or NaN exactly when an element is: fp64 holds the square of every finite fp32 number and sums of them.
+    Infinite or NaN exactly if an element is, because fp64 holds squares and sums of all finite fp32 numbers.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 CPU tensor, padding (zeros) included.
@@ -81,7 +81,7 @@ def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> T
     """Return the fp64 sum of squares of each 65,536 elements of a gradient: [blocks], on its device. No host sync.
 
     Args:
-        gradient: As for `squared_norm`, or as for `device_squared_norm`.
+        gradient: As in `squared_norm` or `device_squared_norm`.
         threads: Threads to compute on; None computes on the calling thread.
     """
     if gradient.is_cuda:
@@ -111,7 +111,7 @@ def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[floa
 
 
 class SquaredNorm:
-    """The sum of squares of one block group's gradient that comes in parts, in any order: the bits of the whole one's.
+    """The sum of squares of a block group's gradient that comes in parts, in any order; same bits as for the whole.
 
     Args:
         threads: Threads to compute on; None computes on the calling thread.
@@ -123,11 +123,11 @@ class SquaredNorm:
         self._device: dict[int, Tensor] = {}
 
     def add(self, number: int, part: Tensor) -> None:
-        """Add a part: as for `squared_norm`, or as for `device_squared_norm`.
+        """Add a part, as in `squared_norm` or `device_squared_norm`.
 
         Args:
             number: place of the part in the order of the sum, from 0.
-            part: its gradient; but for the last part a multiple of ``kernels.NORM_BLOCK_ELEMENTS`` long.
+            part: its gradient; every part except the last is a multiple of ``kernels.NORM_BLOCK_ELEMENTS`` long.
         """
         if part.is_cuda:
             self._device[number] = device_partials(part)
@@ -135,7 +135,7 @@ class SquaredNorm:
             self._host[number] = _host_partials(part, self._threads)
 
     def add_all(self, parts: Sequence[Tensor]) -> None:
-        """Add all parts at once, in order, as ``add`` would one by one."""
+        """Add all parts at once, in order, with the result of separate ``add`` calls."""
         if parts[0].is_cuda:
             self._device[0] = device_partials_of_parts(parts)
             return
@@ -187,13 +187,13 @@ def global_norm(squared_norms: Iterable[float]) -> float:
     """Return the norm over all block groups.
 
     Args:
-        squared_norms: `squared_norm` of each block group, in layout order: the order of addition is part of the result.
+        squared_norms: `squared_norm` of each block group, in layout order, because the order of addition affects bits.
     """
     return math.sqrt(_sum_in_order(squared_norms))
 
 
 def clip_coefficient(norm: float, max_grad_norm: float) -> float:
-    """Return the factor that scales a gradient of this norm down to `max_grad_norm`; 1 where it is shorter.
+    """Return the factor that scales a gradient of this norm down to `max_grad_norm`; 1 if the norm is smaller.
 
     Computed in fp64 as `torch.nn.utils.clip_grad_norm_` does in fp32. 0 means no clipping.
 
@@ -207,12 +207,12 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 
 def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> float | None:
-    """Return the factor on every gradient of a step; None where the step is not to be used.
+    """Return the factor on every gradient of a step, or None if the step must not be used.
 
     Args:
         norm: Global norm of the step.
-        max_grad_norm: Largest norm that is let through.
-        nonfinite: What a norm of NaN or infinity does: "ignore" scales by it as torch does, else the step is not used.
+        max_grad_norm: Largest norm after clipping.
+        nonfinite: Treatment of a NaN or infinite norm: "ignore" scales by it like torch, others reject the step.
     """
     if math.isfinite(norm):
         return clip_coefficient(norm, max_grad_norm)
@@ -222,18 +222,18 @@ def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop",
 def decide_on_device(
     squared_norms: Sequence[Tensor], max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]
 ) -> Tensor:
-    """Return what `gradient_scale` decides, as an `Update.decision` on the device of the norms. No host sync.
+    """Return the decision of `gradient_scale` as an `Update.decision` on the device of the norms. No host sync.
 
-    Every operation is one of fp64 that rounds to nearest, on the host and on a GPU.
+    Every operation is in fp64 and rounds to nearest, on the host and on a GPU.
 
     Args:
         squared_norms: Scalars of fp64 on one device, in layout order.
-        max_grad_norm: As for `gradient_scale`.
-        nonfinite: As for `gradient_scale`.
+        max_grad_norm: As in `gradient_scale`.
+        nonfinite: As in `gradient_scale`.
     """
     norm = sum_partials(torch.stack(list(squared_norms))).sqrt()
     is_finite, one = norm.isfinite(), torch.ones_like(norm)
-    # A tensor divided by a tensor: torch multiplies by the reciprocal of a number, and divides one by way of it.
+    # Divide tensors only: torch multiplies by the reciprocal of a number, and divides a number by way of a reciprocal.
     largest = torch.full_like(norm, max_grad_norm)
     scale = torch.div(largest, norm + _EPS).minimum(one) if max_grad_norm > 0 else one
     if nonfinite == "ignore":
@@ -251,7 +251,7 @@ def warm_up() -> None:
 
 
 def _sum_in_order(values: Iterable[float]) -> float:
-    total = 0.0  # not sum(): from Python 3.12 on it compensates, which is another number
+    total = 0.0  # not sum(), which compensates since Python 3.12 and so gives another result
     for value in values:
         total += value
     return total

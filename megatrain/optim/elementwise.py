@@ -1,4 +1,4 @@
-"""AdamW, Lion and SGD: elementwise updates, by one rule each over ranges of a block, for both kinds of master."""
+"""AdamW, Lion and SGD: elementwise updates, one rule each, over ranges of a block, for both kinds of master."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Scalars = tuple[np.float32, tuple[np.float32, ...]]
 MOMENTS = ("m", "v")
-"""Moments that the kernels of every elementwise optimizer take, None for one that it does not have."""
+"""Moments in the kernels of every elementwise optimizer; an optimizer passes None for a moment that it lacks."""
 
-#: Empty arrays: numba takes the types of a kernel's arguments from them.
+#: Empty arrays, from which numba infers the types of a kernel's arguments.
 _EXAMPLES: dict[torch.dtype, Array] = {
     torch.float32: np.empty(0, np.float32),
     torch.bfloat16: np.empty(0, np.uint16),
@@ -44,16 +44,15 @@ _SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch
 
 
 class ElementwiseOptimizer(ABC):
-    """An optimizer over flat CPU blocks that updates each element by itself.
+    """An optimizer over flat CPU blocks that updates each element separately.
 
     A subclass names its kernels and its moments, some of `MOMENTS`, and computes the scalars of the kernels. See
     `megatrain.optim.base.Optimizer` for the contract.
 
-    Moments in bf16 are rounded up or down at random, so that the mean of many roundings is the number; with which
-    random bits is a function of seed, step, name of the parameter and number of the element alone. Moments in int8 are
-    bytes of a code (`moments.code_of`), in blocks of 256 elements that share a scale: segments begin at multiples of
-    it, but for one that is the only one. Arithmetic is in fp32 with all of them, and the weight is updated with the new
-    moments before these are rounded.
+    Moments in bf16 are rounded stochastically, so the mean of many roundings is the exact number. The random bits
+    depend only on seed, step, parameter name and element index. Moments in int8 are bytes of a code
+    (`moments.code_of`), in blocks of 256 elements with a shared scale, and segments begin at multiples of 256.
+    Arithmetic is always in fp32, and the weight is updated with the new moments before they are rounded.
 
     Args:
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
@@ -78,11 +77,11 @@ class ElementwiseOptimizer(ABC):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """Names of the moments, in the order of `MOMENTS`. Known before `__init__` of this class."""
+        """Names of the moments, in the order of `MOMENTS`. Available before `__init__` of this class."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows_call` can be used: rows have no room for keys and scales."""
+        """Whether `rows_call` can be used; rows have no columns for keys and scales."""
         return self.state_dtype == "float32"
 
     @abstractmethod
@@ -107,13 +106,13 @@ class ElementwiseOptimizer(ABC):
     def calls(
         self, arrays: Mapping[str, Array | None], gradient: Array, segments: Sequence[Segment], update: Update
     ) -> Iterator[Callable[[], None]]:
-        """Yield the kernel calls of an update; they may run in any order, on any threads, beside other updates.
+        """Yield the kernel calls of an update; they may run in any order, on any thread, and concurrently with others.
 
         Args:
             arrays: by kind, from `flat_master` and `flat_block`.
             gradient: from `flat_gradient`.
         """
-        from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
+        from megatrain.optim import kernels  # late: importing numba takes half a second, and only updates need it
 
         assert update.step >= 1, update.step
         in_bytes = self.state_dtype == "int8"
@@ -138,25 +137,25 @@ class ElementwiseOptimizer(ABC):
                     yield partial(of_this.update, weight, low, m, v, grad, key, *scalars)
 
     def rounding(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
-        """Return the key of the random bits for a segment from its element `start` on; None: nothing is rounded so."""
+        """Return the key of the random bits for a segment from its element `start` on, or None without rounding."""
         if self.state_dtype != "bfloat16":
             return None
         return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.first + start))
 
     @property
     def rows_kinds(self) -> tuple[str, ...]:
-        """Kinds whose addresses are the columns of a table of rows, before gradient and size; 0 for an unused one."""
+        """State kinds in the column order of an address table, before gradient and size; an unused one has 0."""
         return ("weight", "low", *MOMENTS)
 
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return the function that updates the parameters of some rows, which share their settings; on any thread.
+        """Return the function that updates the parameters of some rows with equal settings; on any thread.
 
         Args:
-            split_master: as for `state_kinds`.
+            split_master: As in `state_kinds`.
             gradient: dtype of the gradients.
-            segment: settings of all rows; its range does not matter.
+            segment: settings of all rows; its range is ignored.
         """
         from megatrain.optim import kernels
 
@@ -169,14 +168,14 @@ class ElementwiseOptimizer(ABC):
     def scalars(self, segment: Segment, update: Update) -> Scalars:
         """Return the factor on gradients and the scalars of the rule, each rounded to fp32 once.
 
-        Cached from the last call: most parameters share them.
+        Caches the last result, which most parameters share.
         """
         wanted = (segment.weight_decay, segment.lr_scale, update)
         known, scalars = self._last_scalars
         if known != wanted:
             rounded = tuple(np.float32(number) for number in self.coefficients(segment, update))
             scalars = (np.float32(update.grad_scale), rounded)
-            self._last_scalars = (wanted, scalars)  # one assignment: other threads see both or neither
+            self._last_scalars = (wanted, scalars)  # a single assignment, so other threads see both or neither
         return scalars
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
@@ -187,12 +186,12 @@ class ElementwiseOptimizer(ABC):
 
 
 def master_examples(split_master: bool) -> tuple[Array, Array | None]:
-    """Return empty arrays `(weight, low)` with the dtypes of a master's, for kernels that are given addresses."""
+    """Return empty arrays `(weight, low)` with the dtypes of a master, for kernels that receive addresses."""
     return _SPLIT if split_master else _WHOLE
 
 
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:
-    """Return the arrays `(weight, low)` of a master; `low` is None where the weight is fp32."""
+    """Return the arrays `(weight, low)` of a master; `low` is None if the weight is fp32."""
     kinds = master_kinds("low" in blocks)
     flats = [flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements) for kind in kinds]
     return flats[0], flats[1] if len(flats) > 1 else None
@@ -205,7 +204,7 @@ def flat_gradient(gradient: Tensor) -> Array:
 
 
 def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int) -> Array:
-    """Return a block's memory as numpy; bf16, which numpy lacks, as its 16 bits.
+    """Return a block's memory as numpy; bf16 becomes its 16 bits, because numpy lacks it.
 
     Args:
         name: Kind of the block, for assertions.
@@ -233,14 +232,14 @@ class AdamW(ElementwiseOptimizer):
         v = v * beta2 + ((1 - beta2) * g) * g
         w = w - ((lr / (1 - beta1**step)) * m) / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
-    torch's own kernels fuse some products and sums, so they may differ from this by the last bit of an operation.
+    torch's kernels fuse some products and sums, so they may differ by the last bit of an operation.
 
     Args:
         beta1: Decay of the mean of gradients, at least 0 and below 1.
         beta2: Decay of the mean of squared gradients, at least 0 and below 1.
         eps: Added to the denominator.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        seed: Of the rounding of moments in bf16.
+        seed: Seed of the rounding of moments in bf16.
     """
 
     kernel_name = "adamw"
@@ -278,7 +277,7 @@ class AdamW(ElementwiseOptimizer):
 class Lion(ElementwiseOptimizer):
     """Lion over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 8 bytes per parameter.
 
-    From Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2. Each element goes through these
+    Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (2023). Each element goes through these
     operations, each one rounded to fp32::
 
         g = grad * grad_scale
@@ -292,7 +291,7 @@ class Lion(ElementwiseOptimizer):
         beta1: Weight of the momentum in the direction, at least 0 and below 1.
         beta2: Decay of the momentum, at least 0 and below 1.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        seed: Of the rounding of moments in bf16.
+        seed: Seed of the rounding of moments in bf16.
     """
 
     kernel_name = "lion"
@@ -334,13 +333,13 @@ class SGD(ElementwiseOptimizer):
         m = m * momentum + g
         w = w - m * lr                      # with nesterov: w - (g + m * momentum) * lr
 
-    torch's own kernels fuse some products and sums, so they may differ from this by the last bit of an operation.
+    torch's kernels fuse some products and sums, so they may differ by the last bit of an operation.
 
     Args:
         momentum: Decay of the sum of gradients, at least 0 and below 1; 0 keeps no state.
         nesterov: Step along the gradient plus the decayed sum instead of along the sum. Needs momentum.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        seed: Of the rounding of moments in bf16.
+        seed: Seed of the rounding of moments in bf16.
     """
 
     def __init__(
@@ -358,12 +357,12 @@ class SGD(ElementwiseOptimizer):
 
     @property
     def kernel_name(self) -> str:
-        """`nesterov`, or `sgd` with another momentum or none."""
+        """`nesterov`, or `sgd` with plain momentum or none."""
         return "nesterov" if self.nesterov else "sgd"
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """`m`; nothing without momentum."""
+        """`m`; none without momentum."""
         return ("m",) if self.momentum else ()
 
     def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""From the settings of a run to an optimizer, and to what it does with each parameter."""
+"""Makes the optimizer of a run, and its settings for each parameter, from the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ParameterGroupError(OptimizerError):
-    """A group of `[[optimizer.groups]]` has no effect: it names no trained parameter, or none that decays."""
+    """A group of `[[optimizer.groups]]` has no effect: it matches no trained parameter, or none that decays."""
 
 
 def make_optimizer(
@@ -46,12 +46,12 @@ def make_optimizer(
 
     Args:
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        vocabulary: Full names of the parameters of embeddings and heads, for optimizers that treat these otherwise.
+        vocabulary: Full names of the embedding and head parameters, for optimizers that treat these differently.
         seed: Seed of the rounding of moments in bf16.
         fused: Parameters that hold several logical matrices, by full name.
 
     Raises:
-        OptimizerError: a custom one cannot be made.
+        OptimizerError: a custom optimizer cannot be made.
     """
     made = _updating(table, threads, vocabulary, seed, fused)
     if not table.ema_decay:
@@ -59,7 +59,7 @@ def make_optimizer(
     if any(kind.name == EMA.name for kind in made.state_kinds(True)):
         name = table.custom_optimizer
         raise OptimizerError(
-            f'optimizer.ema_decay: "{name}" has state of the name "{EMA.name}" itself. Take the key out'
+            f'optimizer.ema_decay: "{name}" already has state with the name "{EMA.name}". Take the key out'
         )
     kind = MatrixWeightAverage if isinstance(made, MatrixOptimizer) else WeightAverage
     return kind(made, table.ema_decay, threads)
@@ -72,7 +72,7 @@ def _updating(
     seed: int,
     fused: Mapping[str, FusedMatrix] | None,
 ) -> Optimizer:
-    """Return what updates the weights; see `make_optimizer`."""
+    """Return the optimizer of the weights, without averaging; see `make_optimizer`."""
     if table.optim == "custom":
         return make_custom_optimizer(table.custom_optimizer, table.optim_args)
     if table.optim == "adafactor":
@@ -102,10 +102,10 @@ def _updating(
 
 
 def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
-    """Return the factor on the learning rate of each block group, by the name of its layout.
+    """Return the learning rate factor of each block group, by the name of its layout.
 
-    As in timm: what comes after the last layer has 1, the last layer `layer_decay`, each layer before it once more,
-    and what comes before the first layer most of all. A tied weight is where it is used first.
+    As in timm: units after the last layer have 1, the last layer `layer_decay`, and each earlier layer one more power
+    of it. Units before the first layer have the highest power. A tied weight counts where it is used first.
     """
     num_layers = len({unit.layer for unit in graph.units if unit.layer})
     scales: dict[str, float] = {}
@@ -122,12 +122,12 @@ def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
 def segment_builder(
     table: OptimizerConfig, optimizer: Optimizer, *, split_master: bool, graph: ModelGraph | None = None
 ) -> Callable[[UnitLayout], tuple[Segment, ...]]:
-    """Return the function that tells what of a layout is updated, and how.
+    """Return the function that builds the segments of a layout.
 
     Args:
-        optimizer: What `make_optimizer` made of it.
-        split_master: As for `Optimizer.state_kinds`.
-        graph: The model, where layers have learning rates of their own.
+        optimizer: Result of `make_optimizer`.
+        split_master: As in `Optimizer.state_kinds`.
+        graph: The model, required if layers have different learning rates.
     """
     build = partial(
         build_segments,
@@ -149,13 +149,13 @@ def segment_builder(
 
 
 def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None:
-    """Find groups and globs without an effect.
+    """Refuse groups and globs without an effect.
 
     Args:
-        trained: Every parameter that is trained, under its owner's name.
+        trained: Every trained parameter, under its owner's name.
 
     Raises:
-        ParameterGroupError: names the group, the glob, and the parameter that looks most like it.
+        ParameterGroupError: names the group, the glob, and the most similar parameter.
     """
     entries = list(trained)
     names = list(dict.fromkeys(entry.parameter for entry in entries))
@@ -178,6 +178,6 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
         ):
             raise ParameterGroupError(
                 f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which do "
-                "not decay, or stand in optimizer.weight_decay_exclude. Take them out there ([]: vectors decay as "
-                "well), or the key out here"
+                "not decay, or match optimizer.weight_decay_exclude. Take them out there (with [], vectors also "
+                "decay), or the key out here"
             )

@@ -1,4 +1,4 @@
-"""Matrices that a parameter holds several of: rows or columns of one product that the model splits afterwards."""
+"""Logical matrices that share a parameter: rows or columns of one product, which the model splits afterwards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["FusedMatrix"]
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """How the rows of a parameter, or its columns, belong to several logical matrices.
+    """Assignment of the rows or columns of a parameter to several logical matrices.
 
     Attributes:
         sizes: Rows of each logical matrix in one group, in order.
-        num_groups: Groups that follow one another; each logical matrix has its rows of all groups. 1: matrices follow
-            one another whole.
-        by_column: Columns are divided instead of rows.
+        num_groups: Number of consecutive groups; every group has rows of each logical matrix. With 1, whole matrices
+            follow one another.
+        by_column: Whether columns are divided instead of rows.
     """
 
     sizes: tuple[int, ...]
@@ -28,21 +28,21 @@ class FusedMatrix:
 
     def __post_init__(self) -> None:
         assert self.sizes and min(self.sizes) > 0 and self.num_groups > 0, self
-        # One factor on the learning rate serves all columns then: rows of a matrix are updated together.
+        # With equal sizes, one learning rate factor serves all columns: rows of a matrix are updated together.
         assert not self.by_column or len(set(self.sizes)) == 1, self
 
     @property
     def length(self) -> int:
-        """Rows of the parameter, or columns."""
+        """Number of rows of the parameter, or of columns if these are divided."""
         return self.num_groups * sum(self.sizes)
 
     @property
     def needs_copies(self) -> bool:
-        """Whether logical matrices are not contiguous where they lie."""
+        """Whether the logical matrices are not contiguous in the parameter."""
         return self.by_column or self.num_groups > 1
 
     def shapes(self, rows: int, columns: int) -> list[tuple[int, int]]:
-        """Return rows and columns of each logical matrix, given those of the parameter."""
+        """Return rows and columns of each logical matrix, given the parameter's rows and columns."""
         assert self.length == (columns if self.by_column else rows), (self, rows, columns)
         lengths = [self.num_groups * size for size in self.sizes]
         return [(rows, length) if self.by_column else (length, columns) for length in lengths]
@@ -59,12 +59,12 @@ class FusedMatrix:
         return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.by_column else 1)
 
     def runs(self, columns: int, first: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return ranges of elements of a stack of matrices whose rows are divided, with their logical matrix's number.
+        """Return element ranges of a stack of matrices with divided rows, and the number of their logical matrix.
 
         Args:
             columns: Number of columns of each matrix.
-            first: First element of the stack that is asked for.
-            stop: The one after the last.
+            first: First requested element of the stack.
+            stop: One past the last requested element.
         """
         assert not self.by_column, self
         found: list[tuple[int, int, int]] = []

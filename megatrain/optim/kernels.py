@@ -1,20 +1,20 @@
 """The numba kernels of the optimizers. Importing this file imports numba; kernels are compiled at their first call.
 
-Rules that make the bits the same for every cut of a block, every thread count and every CPU:
+These rules make the bits equal for every cut of a block, every thread count and every CPU:
 
-* one fp32 operation per line of arithmetic, in the order written, rounded each time. `fastmath` stays off, so LLVM may
-  neither reassociate nor contract a product and a sum into a fused multiply-add (a test reads the machine code);
-* elements never meet, except in sums over a tensor, which are in fp64 and in an order fixed by position in the block;
+* one fp32 operation per line of arithmetic, in the order written, rounded each time. `fastmath` stays off, so LLVM
+  neither reassociates nor contracts a product and a sum into a fused multiply-add (a test reads the machine code);
+* elements are independent, except in sums over a tensor, which are in fp64 in an order fixed by block position;
 * scalars arrive in fp32, rounded once from fp64 by the caller.
 
-`error_model="numpy"` makes division by zero give infinity instead of a branch, without which nothing vectorizes.
+`error_model="numpy"` makes division by zero return infinity instead of branching, which vectorization requires.
 
-Moments are fp32, or bf16 whose rounding is a coin toss by a hash of the element (`random_bits`), or bytes in blocks of
-256 that share a scale (`megatrain.optim.moments`).
+Moments are fp32, or bf16 with stochastic rounding by a hash of the element (`random_bits`), or bytes in blocks of 256
+with a shared scale (`megatrain.optim.moments`).
 
 A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.base.precision`. A
-gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the types it is called with and
-drops the branches of the others.
+gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the argument types and drops
+unused branches.
 
 An elementwise optimizer is one function of a weight, a gradient and two moments, in fp32. `UPDATES` has its kernels:
 over a range of blocks, over moments in bytes, and over many parameters in one call.
@@ -74,8 +74,8 @@ Rows = NDArray[np.int64]
 
 
 def as_float32(value: Any) -> Any:
-    """Return an element of a gradient block: fp32 as it is, bf16 bits widened exactly."""
-    raise NotImplementedError("only compiled code calls this")  # overloaded below by type, as numba wants it
+    """Return an element of a gradient block in fp32; bf16 bits are widened exactly."""
+    raise NotImplementedError("only compiled code calls this")  # numba requires an overload by type, below
 
 
 @overload(as_float32)
@@ -90,9 +90,9 @@ def _as_float32(value: Any) -> Any:
 
 
 def as_gradient(value: Any) -> Any:
-    """Return an element of a gradient block as an update takes it: in fp32, and -0 as 0.
+    """Return an element of a gradient block for an update: in fp32, with -0 as 0.
 
-    So it does not matter who adds the zeros of parameters without a gradient, and where.
+    So it does not matter where the zeros of parameters without a gradient are added.
     """
     raise NotImplementedError("only compiled code calls this")
 
@@ -109,7 +109,7 @@ def _as_gradient(value: Any) -> Any:
 
 
 def from_float32(value: Any, like: Any) -> Any:
-    """Return `value` as an element of a block that holds elements like `like`: bf16 is rounded to nearest, even."""
+    """Return `value` in the dtype of `like`, an element of a block: bf16 is rounded to nearest, ties to even."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -122,7 +122,7 @@ def _from_float32(value: Any, like: Any) -> Any:
         bits = np.float32(value).view(np.uint32)
         odd = (bits >> np.uint32(16)) & np.uint32(1)
         nearest = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-        return np.uint16(0x7FC0) if np.isnan(value) else nearest  # a NaN could round to infinity
+        return np.uint16(0x7FC0) if np.isnan(value) else nearest  # rounding could turn a NaN into infinity
 
     return rounded if like == types.uint16 else same
 
@@ -152,7 +152,7 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
 
 @njit(fastmath=False, error_model="numpy")
 def mix(bits: Any) -> Any:
-    """Return 32 bits, each of which depends on all bits of the argument (a bijection: Wellons' lowbias32)."""
+    """Return 32 bits that each depend on all bits of the argument (a bijection: Wellons' lowbias32)."""
     x = np.uint32(bits)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
@@ -162,10 +162,10 @@ def mix(bits: Any) -> Any:
 
 
 def random_bits(key: Any, i: int) -> Any:
-    """Return 32 random bits for element `i` of the arrays; nothing to compute without a key.
+    """Return 32 random bits for element `i` of the arrays, or 0 without a key.
 
     Args:
-        key: `(two halves of a 64-bit key, number of the arrays' first element)`, or None.
+        key: `(two halves of a 64-bit key, index of the arrays' first element)`, or None.
     """
     raise NotImplementedError("only compiled code calls this")
 
@@ -185,7 +185,7 @@ def _random_bits(key: Any, i: int) -> Any:
 
 
 def moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
-    """Return `value` as an element of a block of moments; bf16 is rounded up with the probability of what is cut off.
+    """Return `value` as an element of a block of moments; bf16 rounds up with the probability of the cut-off part.
 
     Args:
         value: fp32.
@@ -209,7 +209,7 @@ def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def load_moment(moment: Moment, i: int) -> Any:
-    """Return fp32 moment number `i`; None of an optimizer that has no such moment."""
+    """Return fp32 moment number `i`, or None if the optimizer lacks this moment."""
     if moment is None:
         return None
     return as_float32(moment[i])
@@ -217,14 +217,14 @@ def load_moment(moment: Moment, i: int) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
-    """Write fp32 moment number `i`, rounded by the lowest 16 of random bits."""
+    """Write fp32 moment number `i`, rounded with the lowest 16 random bits."""
     if moment is not None:
         moment[i] = moment_from_float32(value, np.uint32(bits & np.uint32(0xFFFF)), moment[i])
 
 
 # -- elementwise optimizers: one element --------------------------------------------------------------------------
 #
-# Each returns the new weight and the new moments. Moments that an optimizer does not have are None.
+# Each returns the new weight and the new moments. Moments that an optimizer lacks are None.
 
 
 @register_jitable(fastmath=False, error_model="numpy")
@@ -260,7 +260,7 @@ def _sgd(w: np.float32, g: np.float32, m: np.float32 | None, v: None, scalars: S
 
 @register_jitable(fastmath=False, error_model="numpy")
 def _nesterov(w: np.float32, g: np.float32, m: np.float32, v: None, scalars: Scalars) -> Any:
-    """SGD with the momentum of Nesterov; see `megatrain.optim.elementwise.SGD`."""
+    """SGD with Nesterov momentum; see `megatrain.optim.elementwise.SGD`."""
     decay, momentum, lr = scalars
     decayed = g + w * decay
     m_new = m * momentum + decayed
@@ -282,7 +282,7 @@ def update_range(
     grad_scale: np.float32,
     scalars: Scalars,
 ) -> None:
-    """Update a range. The halves of one hash round both moments."""
+    """Update a range. The two halves of one hash round the two moments."""
     for i in range(grad.size):
         g = as_gradient(grad[i]) * grad_scale
         w = load_master(weight, low, i)
@@ -295,7 +295,7 @@ def update_range(
 
 @njit(fastmath=False, error_model="numpy")
 def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) -> None:
-    """Write the numbers that bytes stand for."""
+    """Write the numbers that bytes encode."""
     values = code[0]
     for i in range(codes.size):
         moments[i] = values[codes[i]] * scale
@@ -303,9 +303,9 @@ def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) 
 
 @njit(fastmath=False, error_model="numpy")
 def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
-    """Write the bytes nearest to numbers; return their scale. The smaller of two equally near ones is taken.
+    """Write the bytes of the nearest code values, the smaller one on a tie; return the scale.
 
-    Bits are compared for the scale: a NaN is above all others, so that it shows in all moments of its block.
+    The scale compares bits, so a NaN is the largest value and reaches all moments of its block.
     """
     largest = np.uint32(0)
     for i in range(codes.size):
@@ -323,7 +323,7 @@ def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
 
 
 def second_of(moments: BytesOfMoments, new: NDArray[np.float32]) -> Any:
-    """Return the second row of an array that has one for each moment; None for a single moment."""
+    """Return the second row of an array with a row per moment, or None for a single moment."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -370,10 +370,10 @@ class UpdateKernels:
 
     Attributes:
         update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, arrays of one length.
-        in_bytes: `(weight, low, moments, grad, grad_scale, scalars)`, where a moment is its bytes, their scales, and
-            the code. A block of moments becomes fp32, is updated, and becomes bytes again.
-        rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. A row of a parameter has the addresses of these
-            arrays, then their size. The arrays in the arguments are empty: only their dtypes count.
+        in_bytes: `(weight, low, moments, grad, grad_scale, scalars)`; a moment consists of its bytes, their scales, and
+            the code. Each block of moments is decoded to fp32, updated, and encoded again.
+        rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. A parameter's row has the addresses of these
+            arrays, then their size. The array arguments are empty: they only supply dtypes.
     """
 
     update: Callable[..., None]
@@ -382,10 +382,10 @@ class UpdateKernels:
 
 
 def _kernels_of(rule: Any) -> UpdateKernels:
-    """Compile the kernels of an optimizer around the function of one element.
+    """Compile the kernels of an optimizer around its function of one element.
 
     numba's cache names a closure by its pickled cells. `rule` is pickled by its name, as a plain function of this
-    module; a function that `njit` made has another key in each process and would be compiled again there.
+    module. A function made by `njit` would get another key in each process and be compiled again.
     """
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -415,7 +415,7 @@ def _kernels_of(rule: Any) -> UpdateKernels:
             own_low = None if low is None else low[start:stop]
             own_grad = grad[start:stop]
             update_range(rule, weight[start:stop], own_low, m_new, v_new, own_grad, None, grad_scale, scalars)
-            # A scale is the largest magnitude of its block: all new moments are known before the first is rounded.
+            # A scale is the largest magnitude of its block, so all new moments must be known before rounding.
             for number in range(len(moments)):
                 codes, scales, code = moments[number]
                 scales[block] = store_moments(new[number], code, codes[start:stop])
@@ -463,7 +463,7 @@ def muon_direction(
     one_minus_momentum: np.float32,
     nesterov: bool,
 ) -> None:
-    """Update moments, and write what is to be made orthogonal in bf16; see `megatrain.optim.muon.Muon`."""
+    """Update moments, and write the bf16 directions to orthogonalize; see `megatrain.optim.muon.Muon`."""
     for i in range(grad.size):
         g = as_gradient(grad[i]) * grad_scale
         m_new = m[i] + (g - m[i]) * one_minus_momentum
@@ -476,13 +476,13 @@ def muon_direction(
 def muon_apply(
     weight: Master, low: Low, directions: NDArray[np.uint16], decay: np.float32, step_size: np.float32
 ) -> None:
-    """Update weights with what was made orthogonal; see `megatrain.optim.muon.Muon`."""
+    """Update weights with the orthogonalized directions; see `megatrain.optim.muon.Muon`."""
     for i in range(directions.size):
         decayed = load_master(weight, low, i) * decay
         store_master(weight, low, i, decayed - as_float32(directions[i]) * step_size)
 
 
-# -- gradients as a whole ----------------------------------------------------------------------------------------
+# -- sums and norms of gradients ---------------------------------------------------------------------------------
 
 
 @njit(fastmath=False, error_model="numpy")
@@ -495,7 +495,7 @@ def sum_lanes(lanes: Float64) -> float:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def add_in_place(total: Any, addend: Gradient) -> None:
-    """Add `addend` to `total`, element by element: in fp32, then rounded to what `total` holds."""
+    """Add `addend` to `total`, element by element: in fp32, then rounded to the dtype of `total`."""
     for i in range(total.size):
         total[i] = from_float32(as_float32(total[i]) + as_float32(addend[i]), total[i])
 
@@ -526,7 +526,7 @@ def squared_norms(grad: Gradient, partials: Float64) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
-    """Run `squared_norms` for each row: gradient, size, first of its partial sums, one past its last."""
+    """Run `squared_norms` for each row: gradient, size, index of its first partial sum, one past its last."""
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])
@@ -534,14 +534,14 @@ def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
 
 # -- Adafactor -----------------------------------------------------------------------------------------------------
 #
-# Row sums are in the lanes of `squared_norms`, whose loops are repeated here so that each kernel reads a gradient once.
+# Row sums use the lanes of `squared_norms`, whose loops are repeated here so that each kernel reads a gradient once.
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64, column_sums: Float64) -> None:
     """Write the sums of squares over each row and each column, in fp64.
 
-    Column sums add rows in order. Row sums are in the lanes of `squared_norms`.
+    Column sums add rows in order. Row sums use the lanes of `squared_norms`.
 
     Args:
         grad: `matrices x rows x columns`.
@@ -578,7 +578,7 @@ def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64,
 def adafactor_square_sums(
     grad: Gradient, grad_scale: np.float32, row_factor: Float32, column_factor: Float32, sums: Float64
 ) -> None:
-    """Write the sum of squares of the update of each row, in fp64 and in the lanes of `squared_norms`.
+    """Write the sum of squares of each row's update, in fp64 and in the lanes of `squared_norms`.
 
     Args:
         grad: `matrices x rows x columns`.
@@ -609,12 +609,12 @@ def adafactor_square_sums(
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
-    """Move an average of the masters towards them, in place; see `average.WeightAverage`.
+    """Move an average towards the masters, in place; see `average.WeightAverage`.
 
     Args:
         weight: 1-D.
-        low: as long, or None.
-        ema: as long; written.
+        low: of the same length, or None.
+        ema: of the same length; written.
         share: weight of the masters in the new average.
     """
     for i in range(ema.size):
@@ -624,7 +624,7 @@ def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def average_rows(rows: Rows, weight: Any, low: Any, ema: Any, share: np.float32) -> None:
-    """Run `average` for each row: average, weight, low, whatever the update takes, size."""
+    """Run `average` for each row: average, weight, low, further columns of the update, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         size = row[rows.shape[1] - 1]
@@ -645,8 +645,8 @@ def apply_factored(
     """Apply Adafactor's update to matrices, in place.
 
     Args:
-        weight: 1-D, as many elements as `grad`.
-        low: likewise, or None.
+        weight: 1-D, with the number of elements of `grad`.
+        low: of the same length, or None.
         grad: `matrices x rows x columns`.
         row_factor: `matrices x rows`.
         column_factor: `matrices x columns`.
@@ -681,7 +681,7 @@ def adafactor_vector(
     Args:
         v: 1-D.
         grad: 1-D, as long as `v`.
-        sums: one per NORM_BLOCK_ELEMENTS, each summed in order in fp64; written.
+        sums: one fp64 sum per NORM_BLOCK_ELEMENTS, added in order; written.
     """
     for block in range(sums.size):
         total = 0.0

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the ones of transformers, as a function of the step."""
+"""Learning-rate schedules of transformers, as a function of the step."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def learning_rate_schedule(
         arguments: `lr_scheduler_kwargs` of transformers, such as `{"min_lr_rate": 0.1}`.
 
     Returns:
-        A function from the number of finished steps (0 before the first update) to the learning rate of the next one.
-        It keeps no state, so resuming needs the step alone. With warm-up the first learning rate is 0, as it is in
+        A function from the number of finished steps (0 before the first update) to the following learning rate.
+        It keeps no state, so resuming needs only the step. With warm-up the first learning rate is 0, as in
         transformers.
 
     Raises:
-        ScheduleError: no such schedule, a schedule that follows a metric, or arguments it does not take.
+        ScheduleError: no such schedule, a schedule that follows a metric, or invalid arguments.
     """
     check_internals(with_schedules=True)
     from transformers import get_scheduler
@@ -69,7 +69,7 @@ def learning_rate_schedule(
         reason = "follows a metric, not the step" if name in followers else "is not a learning-rate schedule"
         raise ScheduleError(f'lr_scheduler_type "{name}" {reason}. Use one of: {", ".join(known)}')
     given = dict(arguments or {})
-    # get_scheduler drops the arguments of these two without a word
+    # get_scheduler silently drops the arguments of these two
     if given and name in {SchedulerType.CONSTANT.value, SchedulerType.CONSTANT_WITH_WARMUP.value}:
         raise ScheduleError(
             f'lr_scheduler_type "{name}" takes no lr_scheduler_kwargs, but got: {", ".join(sorted(given))}'

@@ -1,8 +1,8 @@
-"""Updates that need whole matrices, one after the other: made orthogonal on the host, or where the model computes.
+"""Updates of whole matrices, one after the other, orthogonalized on the host or on the compute device.
 
-Products have other bits on a GPU than on a processor. So where they are made never follows from where blocks are at
-home: it is the compute device, always (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All else of an update is
-element by element, and is made in RAM.
+Products on a GPU and on a processor have different bits. So the place of computation is always the compute device, and
+never depends on the home of blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an
+update are elementwise and run in RAM.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = [
 Shape = tuple[int, int]
 """Rows and columns of a matrix."""
 DIRECTION_BYTES = 2
-"""Of an element: directions are in bf16, which is what the iteration begins with."""
+"""Bytes per element of directions: bf16, the input dtype of the iteration."""
 _NUM_SLOTS = 2
-"""Matrices whose directions are in RAM at once beside a device: one is made while the one before it is out."""
+"""Matrices with directions in RAM at once: one is filled while the previous one is on the device."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
-"""What cuBLAS takes for each stream that it computes on, at the setting under which its sums are repeatable."""
+"""Workspace of cuBLAS per stream, at the setting with deterministic sums."""
 
 
 class Matrices(Protocol):
-    """Makes matrices orthogonal, one after the other."""
+    """Orthogonalizes matrices, one after the other."""
 
     def make_each(
         self,
@@ -59,19 +59,19 @@ class Matrices(Protocol):
         use: Callable[[int, Tensor], None],
         names: Sequence[str],
     ) -> None:
-        """Fill, make orthogonal and use the directions of one matrix after the other.
+        """Fill, orthogonalize and use the directions of one matrix after the other.
 
         Args:
             fill: Writes the directions of a matrix, by number, into a flat bf16 tensor of the host.
-            use: Is given what was made of them, in the same order. Of one matrix it is called after its `fill`, and
-                maybe after that of the next one.
+            use: Receives the orthogonalized directions, in the same order. It is called for a matrix after its `fill`,
+                and maybe after the `fill` of the following matrix.
             names: Full names of their parameters.
         """
         ...
 
 
 class HostMatrices:
-    """Makes matrices orthogonal on the processor; see `Matrices`. May be used by several threads."""
+    """Orthogonalizes matrices on the processor; see `Matrices`. Thread-safe."""
 
     def make_each(
         self,
@@ -92,19 +92,19 @@ class HostMatrices:
 
 
 class DeviceMatrices:
-    """Makes matrices of the host orthogonal on a device; see `Matrices`.
+    """Orthogonalizes matrices of the host on a device; see `Matrices`.
 
-    While one is there, the host uses the one before it and fills the next one. On a GPU, what is queued goes to a
-    stream of its own: the host waits for its matrices alone, not for the layers that are queued. May be used by several
-    threads, which take turns.
+    While one matrix is on the device, the host uses the previous one and fills the following one. On a GPU, the work
+    has a separate stream, so the host waits only for its matrices, not for queued layers. Thread-safe; calls are
+    serialized.
 
     Args:
         device: A CUDA device, or the CPU that emulates one.
 
     Attributes:
-        moved_bytes: To the device, and as many back.
-        sent_s: Seconds that copies there took.
-        fetched_s: Seconds that copies back took.
+        moved_bytes: Bytes copied to the device; the same number is copied back.
+        sent_s: Seconds of copies to the device.
+        fetched_s: Seconds of copies back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,10 +116,10 @@ class DeviceMatrices:
         self.moved_bytes, self.sent_s, self.fetched_s = 0, 0.0, 0.0
 
     def make_room(self, optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> None:
-        """Take the room for all matrices that there will be: `host_bytes` of pinned memory, `device_bytes` there."""
+        """Allocate for all later matrices: `host_bytes` of pinned memory, `device_bytes` on the device."""
         with self._lock:
             most = _most_elements(shapes)
-            self._slots, self._slabs = [], []  # the old ones go first
+            self._slots, self._slabs = [], []  # free the old ones first
             self._matrix = self._room = torch.empty(0)
             slabs = [HostSlab(DIRECTION_BYTES * most, pin=self._stream is not None) for _ in range(_NUM_SLOTS)]
             self._slabs, self._slots = slabs, [slab.tensor.view(torch.bfloat16)[:most] for slab in slabs]
@@ -147,7 +147,7 @@ class DeviceMatrices:
 
         with self._lock:
             for number, shape in enumerate(shapes):
-                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # what was in it has been used
+                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # its previous contents have been used
                 fill(number, own)
                 under_way.append((number, own, self._queue(optimizer, own, shape, names[number])))
                 if len(under_way) == _NUM_SLOTS:
@@ -156,7 +156,7 @@ class DeviceMatrices:
                 use_first()
 
     def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Mark]:
-        """Send a matrix there, make it orthogonal, and fetch it; return the marks around each copy."""
+        """Send a matrix to the device, orthogonalize it, and fetch it; return the marks around each copy."""
         with self._on_stream():
             matrix = self._matrix[: own.numel()]
             begun = self._mark()
@@ -176,7 +176,7 @@ class DeviceMatrices:
 
 
 class _Mark:
-    """A point in time: on the current stream of a GPU, else on the host."""
+    """A point in time: on the current stream of a GPU, or on the host."""
 
     def __init__(self, *, is_on_gpu: bool) -> None:
         self._event: Any = None
@@ -188,12 +188,12 @@ class _Mark:
             self._at_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until the stream is there."""
+        """Wait until the stream reaches this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_to(self, later: _Mark) -> float:
-        """Return the seconds up to a mark that was waited for."""
+        """Return the seconds up to a later mark that has been waited for."""
         if self._event is None:
             return later._at_s - self._at_s
         return float(self._event.elapsed_time(later._event)) / 1e3
@@ -208,11 +208,11 @@ def update_by_matrix(
     segments: Sequence[Segment],
     update: Update,
 ) -> None:
-    """Update a block group; of its matrices the directions of one or two are there at a time.
+    """Update a block group, with the directions of one or two matrices in memory at a time.
 
     Args:
-        is_matrix: Whether a parameter is one, or a stack of them.
-        blocks: As in `Optimizer.update`; matrices come whole.
+        is_matrix: Returns whether a parameter is a matrix or a stack of matrices.
+        blocks: As in `Optimizer.update`; matrices are whole.
     """
     found: list[tuple[Segment, slice]] = []
     others: list[Segment] = []
@@ -222,9 +222,9 @@ def update_by_matrix(
             continue
         assert segment.stop - segment.start == math.prod(segment.shape), segment
         size = math.prod(segment.shape[-2:])
-        starts = range(segment.start, segment.stop, size)  # one by one, as experts are stacked
+        starts = range(segment.start, segment.stop, size)  # stacked experts, one by one
         found += [(segment.within(range(start, start + size)), slice(start, start + size)) for start in starts]
-    # Packed state has no element of a matrix.
+    # Packed state holds no elements of matrices.
     like_weight = {name: block for name, block in blocks.items() if len(block) == len(gradient)}
 
     def step(make: Callable[..., None], number: int, directions: Tensor) -> None:
@@ -245,7 +245,7 @@ def update_by_matrix(
 
 
 def matrix_shapes(optimizer: MatrixOptimizer, layouts: Iterable[UnitLayout]) -> set[Shape]:
-    """Return the shapes of matrices that trained layouts have."""
+    """Return the shapes of the matrices in trained layouts."""
     return {
         _last_two(entry.shape)
         for layout in layouts
@@ -256,17 +256,17 @@ def matrix_shapes(optimizer: MatrixOptimizer, layouts: Iterable[UnitLayout]) -> 
 
 
 def matrix_elements(optimizer: MatrixOptimizer, layout: UnitLayout) -> int:
-    """Return the elements of the matrices of a layout."""
+    """Return the number of elements in the matrices of a layout."""
     return sum(entry.numel for entry in layout.entries if optimizer.is_matrix_of(entry))
 
 
 def host_bytes(shapes: Collection[Shape]) -> int:
-    """Return what `DeviceMatrices` of these shapes take in RAM."""
+    """Return the RAM of `DeviceMatrices` for these shapes."""
     return _NUM_SLOTS * round_up(DIRECTION_BYTES * _most_elements(shapes), PAGE_BYTES)
 
 
 def device_bytes(optimizer: MatrixOptimizer, device: torch.device, shapes: Collection[Shape]) -> int:
-    """Return what `DeviceMatrices` of these shapes take on a device."""
+    """Return the device memory of `DeviceMatrices` for these shapes."""
     if not shapes:
         return 0
     own = DIRECTION_BYTES * _most_elements(shapes) + _room_bytes(optimizer, shapes)

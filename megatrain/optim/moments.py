@@ -1,4 +1,4 @@
-"""Moments in less than 4 bytes: which formats there are, what bytes stand for, and keys of the rounding of bf16."""
+"""Moments in less than 4 bytes: their formats, the code of int8, and random keys for rounding to bf16."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ STATE_DTYPES: dict[StateDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "int8": torch.uint8,
 }
-"""Format of the moments by its name in a config -> dtype of their blocks. The bytes of int8 are numbers of codes."""
+"""Dtype of the blocks, by the format of the moments in a config. The bytes of int8 are indexes into a code."""
 
 BLOCK_ELEMENTS = 256
-"""Bytes that share an fp32 scale: as in bitsandbytes and torchao."""
+"""Bytes that share an fp32 scale, as in bitsandbytes and torchao."""
 
 Array = np.ndarray[Any, Any]
 Code = tuple[Array, Array, Array]
 
 
 def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
-    """Return the kinds of block that one moment takes: `m`, and `m_scale` where it is in bytes."""
+    """Return the kinds of block of one moment: `m`, and `m_scale` if it is in bytes."""
     moment = StateKind(name, STATE_DTYPES[state_dtype])
     if state_dtype != "int8":
         return (moment,)
@@ -47,7 +47,7 @@ def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
 
 
 def is_signed(name: str) -> bool:
-    """Return whether a moment is signed: all are but `v`, the mean of squares."""
+    """Return whether a moment is signed: all except `v`, the mean of squares."""
     return name != "v"
 
 
@@ -55,8 +55,8 @@ def is_signed(name: str) -> bool:
 def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]:
     """Return the key of the random bits that round the moments of a parameter in a step.
 
-    With the number of an element in its parameter it decides how that is rounded: not where the block lives, how it is
-    cut, which rank or how many threads update it.
+    With an element's index in its parameter, the key determines the rounding. The rounding does not depend on where the
+    block lives, how it is cut, which rank updates it or with how many threads.
     """
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     first, second = np.frombuffer(digest, "<u4")
@@ -65,13 +65,13 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
 
 @cache
 def code_of(signed: bool) -> Code:
-    """Return what 256 bytes stand for: the dynamic code of Dettmers et al. (2021), as bitsandbytes and torchao have it.
+    """Return the values of 256 bytes: the dynamic code of Dettmers et al. (2021), as in bitsandbytes and torchao.
 
-    Decimal exponents from 1e-6 to 1, each with twice as many fractions as the one below it.
+    Decimal exponents from 1e-6 to 1, each with twice the number of fractions of the one below it.
 
     Returns:
-        Values in rising order; the border between each and the next one, then infinity; and for the upper 16 bits of an
-        fp32 number how many borders are below all such numbers. At most one more lies among them.
+        Values in ascending order; the border above each value, the last one being infinity; and for the upper 16 bits
+        of an fp32 number, the number of borders below all such numbers. At most one more border is among them.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -82,8 +82,8 @@ def code_of(signed: bool) -> Code:
     assert table.size == 256, table.size
     between = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
     if not signed:
-        # A mean of squares that is not 0 is never rounded to 0: a first moment over almost nothing is a huge step. Rows
-        # of rare words beside frequent ones in a block are so small.
+        # A mean of squares that is not 0 is never rounded to 0, because dividing a first moment by almost nothing is a
+        # huge step. Embedding rows of rare tokens next to frequent ones in a block are that small.
         between[0] = 0.0
     first = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     last = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
@@ -96,7 +96,7 @@ def code_of(signed: bool) -> Code:
 
 
 def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the bytes and scales of fp32 numbers, as the kernels round them.
+    """Return the bytes and scales of fp32 numbers, rounded like the kernels.
 
     Args:
         moments: 1-D, in host memory.
@@ -112,6 +112,6 @@ def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode_moments(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 numbers that bytes stand for."""
+    """Return the fp32 numbers that bytes encode."""
     values = torch.from_numpy(code_of(signed)[0])
     return values[codes.long()] * scales.repeat_interleave(BLOCK_ELEMENTS)[: codes.numel()]

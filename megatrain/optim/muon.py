@@ -1,4 +1,4 @@
-"""Muon: momentum of matrices made orthogonal before it is applied; AdamW for all other parameters."""
+"""Muon: orthogonalizes the momentum of matrices before it is applied; AdamW updates all other parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["COEFFICIENTS", "EPS", "Muon", "newton_schulz", "newton_schulz_bytes"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
+"""Coefficients of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
 EPS = 1e-7
 _ROOM_ALIGNMENT_BYTES = 256
 
@@ -42,16 +42,16 @@ def newton_schulz(
 
     Args:
         matrix: [rows, columns] in bf16, contiguous, on any device.
-        room: uint8, at least `newton_schulz_bytes` long, on the same device.
+        room: uint8 scratch of at least `newton_schulz_bytes`, on the same device.
         num_steps: Steps of the Newton-Schulz iteration.
-        eps: The least norm that the matrix is divided by.
+        eps: Minimum norm that the matrix is divided by.
     """
     a, b, c = coefficients
     rows, columns = matrix.shape
     side = min(rows, columns)
     free = room[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
     other, gram, poly = (part.view(side, -1) for part in torch.split(free, [matrix.numel(), side * side, side * side]))
-    # The iteration multiplies by squares of the smaller side: a tall matrix lies on its side meanwhile.
+    # The iteration multiplies by squares of the smaller side, so a tall matrix is transposed meanwhile.
     is_tall = rows > columns
     x, y = (other.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, other)
     x.div_(x.norm().clamp(min=eps))
@@ -60,7 +60,7 @@ def newton_schulz(
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
         torch.addmm(x, poly, x, beta=a, out=y)
         x, y = y, x
-    lies_in_matrix = (num_steps % 2 == 1) == is_tall  # it began in `matrix` if wide, and changed places in every step
+    lies_in_matrix = (num_steps % 2 == 1) == is_tall  # a wide `x` began in `matrix`, and each step swapped the buffers
     if is_tall:
         matrix.copy_((y.copy_(x) if lies_in_matrix else x).T)
     elif not lies_in_matrix:
@@ -68,14 +68,14 @@ def newton_schulz(
 
 
 def newton_schulz_bytes(rows: int, columns: int) -> int:
-    """Return the bytes that `newton_schulz` takes beside the matrix: one copy, and two squares of the smaller side."""
+    """Return the scratch bytes of `newton_schulz`: one copy of the matrix, and two squares of the smaller side."""
     return 2 * (rows * columns + 2 * min(rows, columns) ** 2)
 
 
 class Muon:
     """Muon for matrices, AdamW for the rest; see `megatrain.optim.base.Optimizer` for the contract.
 
-    8 bytes per parameter of a matrix, 12 of all others. Of each matrix, each operation rounded to fp32 but for the
+    8 bytes per parameter of a matrix, 12 of all others. For each matrix, each operation rounded to fp32 except the
     iteration, which is in bf16::
 
         g = grad * grad_scale
@@ -83,20 +83,20 @@ class Muon:
         u = newton_schulz(g + (m - g) * momentum)         # without nesterov: of m
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
-    A parameter of more than two dimensions is a batch of matrices, as experts are stacked: each is made orthogonal
-    alone. So is each logical matrix of a parameter that fuses several, with the factor of its own shape. An update
-    needs whole matrices, so layouts that have some are not cut, and several ranks cannot use it. Products are torch's,
-    on the device that computes the model, wherever the blocks have their home (`megatrain.optim.matrices`): then their
-    bits are the same. All else is element by element.
+    A parameter of more than two dimensions is a batch of matrices, such as stacked experts; each matrix is
+    orthogonalized separately. So is each logical matrix of a fused parameter, with the factor of its shape. An update
+    needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes the
+    products on the device that computes the model, wherever the blocks are at home (`megatrain.optim.matrices`), so
+    the bits are equal. All other operations are elementwise.
 
     Args:
-        adamw: Updates the parameters that are no such matrices.
-        is_matrix: Tells those that are by full name and shape.
+        adamw: Updates the parameters outside of such matrices.
+        is_matrix: Returns whether a parameter consists of such matrices, by full name and shape.
         momentum: At least 0 and below 1.
         nesterov: Look one step of momentum ahead.
-        adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" 0.2 * sqrt(max(rows, columns)): with it
-            updates are as large as AdamW's, and one learning rate serves both.
-        matrices: Where `update` makes them orthogonal; None: on the host.
+        adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" 0.2 * sqrt(max(rows, columns)). The
+            latter makes updates as large as AdamW's, so one learning rate serves both.
+        matrices: Orthogonalizes the matrices of `update`; default: on the host.
         fused: Parameters that hold several logical matrices, by full name.
     """
 
@@ -125,7 +125,7 @@ class Muon:
 
     @property
     def piece_bytes(self) -> int:
-        """Kernels take nothing."""
+        """Scratch bytes of the kernels: none."""
         return 0
 
     @property
@@ -134,17 +134,17 @@ class Muon:
         return self.adamw.threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master, `m`, and `v` of what AdamW updates."""
+        """Return the master, `m`, and `v` for the parameters that AdamW updates."""
         first = StateKind("m", torch.float32)
         second = StateKind("v", torch.float32, lambda entry: 0 if self.is_matrix_of(entry) else entry.numel)
         return (*master_kinds(split_master), first, second)
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return whether a parameter is made of such matrices."""
+        """Return whether a parameter consists of such matrices."""
         return self.is_matrix(entry.name, entry.shape)
 
     def workspace_bytes(self, entry: TensorEntry) -> int:
-        """Return the bytes that `update` takes for a parameter beside its blocks."""
+        """Return the scratch bytes of `update` for a parameter."""
         if not self.is_matrix_of(entry):
             return 0
         rows, columns = entry.shape[-2:]
@@ -185,7 +185,7 @@ class Muon:
             if not fused.needs_copies:
                 make(view.flatten(dim, dim + 1))
                 continue
-            # Behind it the iteration has as much room as for the whole matrix.
+            # The rest of the scratch is as large as for the whole matrix.
             taken = DIRECTION_BYTES * view.numel()
             own = room[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
             self._newton_schulz(room[round_up(taken, _ROOM_ALIGNMENT_BYTES) :], own.flatten(dim, dim + 1))
@@ -195,12 +195,12 @@ class Muon:
         newton_schulz(matrix, room, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that this takes beside the matrix, whichever logical matrices it has."""
+        """Return the scratch bytes of `orthogonalize`, for any logical matrices."""
         copied = round_up(DIRECTION_BYTES * rows * columns, _ROOM_ALIGNMENT_BYTES) if self._copies_matrices else 0
         return copied + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations that this takes: two products with the matrix, and one of squares, in each step."""
+        """Return the operations of `orthogonalize`: per step, two products with the matrix and one of squares."""
         fused = self.fused.get(name)
         if fused is not None:
             return sum(self.orthogonalize_flops(*shape) for shape in fused.shapes(rows, columns))
@@ -215,7 +215,7 @@ class Muon:
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the weights of matrices, and all else; see `megatrain.optim.base.MatrixOptimizer`."""
+        """Update the weights of matrices, and all other parameters; see `megatrain.optim.base.MatrixOptimizer`."""
         for segment in segments:
             if self.is_matrix(segment.name, segment.shape):
                 inside = range(segment.start, segment.stop)
@@ -233,14 +233,14 @@ class Muon:
             return
         inside = slice(segment.start, segment.stop)
         own = {name: block[inside] for name, block in blocks.items() if name != "v"}
-        start = segment.state_starts["v"]  # build_segments puts it there when it is told the kinds
+        start = segment.state_starts["v"]  # set by build_segments if it receives the kinds
         own["v"] = blocks["v"][start : start + size]
         self.adamw.update(own, gradient[inside], (replace(segment, start=0, stop=size),), update)
 
     def _make_direction(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, elements: range, update: Update, directions: Tensor
     ) -> None:
-        from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
+        from megatrain.optim import kernels  # late: importing numba takes half a second, and only updates need it
 
         num_elements = gradient.numel()
         assert update.step >= 1, update.step
@@ -262,7 +262,7 @@ class Muon:
         )
 
     def _logical_matrices(self, segment: Segment) -> Iterator[tuple[range, tuple[int, int]]]:
-        """Yield the ranges of a segment whose factor is that of one shape, and that shape."""
+        """Yield the ranges of a segment with one factor each, and the shape that determines the factor."""
         rows, columns = segment.shape[-2:]
         fused = self.fused.get(segment.name)
         shapes = [(rows, columns)] if fused is None else fused.shapes(rows, columns)
@@ -274,7 +274,7 @@ class Muon:
             yield range(first + shift, stop + shift), shapes[number]
 
     def _ratio(self, rows: int, columns: int) -> float:
-        """Return the factor on the learning rate of a matrix."""
+        """Return the factor on a matrix's learning rate."""
         return math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
 
     def _apply_direction(
@@ -286,7 +286,7 @@ class Muon:
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the weights of some elements of a matrix, or of a stack of them."""
+        """Update the weights of some elements of a matrix, or of a stack of matrices."""
         from megatrain.optim import kernels
 
         lr = update.lr * segment.lr_scale

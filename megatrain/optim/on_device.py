@@ -1,4 +1,4 @@
-"""Updates and norms of blocks in the memory of a compute device, with the bits of the host's kernels."""
+"""Updates and norms of blocks in the memory of a compute device, bit-identical to the host's kernels."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megatrain.optim.moments import code_of, is_signed
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer
 
-#: Rows of a block of `kernels.squared_norms` whose loads are under way at once.
+#: Rows of a block of `kernels.squared_norms` that are loaded concurrently.
 _UNROLLED = 16
-#: Piece of a gradient whose norm is taken without Triton, of whole blocks: bounds the fp64 temporary to 32 MiB.
+#: Elements per piece of a norm without Triton, whole blocks: bounds the fp64 temporary to 32 MiB.
 _PIECE_ELEMENTS = 1 << 22
 
 __all__ = [
@@ -52,21 +52,21 @@ __all__ = [
 
 
 class DeviceKernelError(RuntimeError):
-    """Updates on a GPU are impossible: there is no kernel, or Triton is missing."""
+    """Updates on a GPU are impossible: no kernel exists, or Triton is missing."""
 
 
-#: Blocks of one group by kind, its gradient, and the ranges to update, as `Optimizer.update` takes them.
+#: Blocks of one group by kind, its gradient, and the ranges to update, as in `Optimizer.update`.
 UpdateGroup = tuple[Mapping[str, Tensor], Tensor, Sequence[Segment]]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTable:
-    """Addresses of ranges that one launch updates. Valid as long as their blocks stay where they are.
+    """Addresses of ranges that one launch updates. Valid while their blocks do not move.
 
     Attributes:
         rows: The table on the device, ``[num_rows, columns]``, see `triton_kernels`.
         examples: Empty tensors with the dtypes of the arrays, in the order of the kernel's arguments.
-        segment: Has the settings of all ranges.
+        segment: The settings of all ranges.
     """
 
     rows: Tensor
@@ -77,36 +77,36 @@ class UpdateTable:
 
 @runtime_checkable
 class TableOptimizer(Protocol):
-    """An optimizer of a device: many block groups in one launch, with the bits of an update of each.
+    """An optimizer of a device that updates many block groups in one launch, with the same bits as separate updates.
 
-    Its updates take an `Update.decision`.
+    Its updates accept an `Update.decision`.
     """
 
     def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
-        """Return where tensors are: tables are valid as long as those of their blocks stay the same."""
+        """Return the addresses of tensors: tables are valid while the addresses of their blocks do not change."""
         ...
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateTable] | None:
-        """Return tables that update all block groups, one for each setting; None: they need launches of their own."""
+        """Return tables that update all block groups, one per setting; None if they need separate launches."""
         ...
 
     def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
-        """Queue one step of the block groups that tables were made of."""
+        """Queue one step of the block groups in these tables."""
         ...
 
 
 class TritonOptimizer:
     """An optimizer over flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
-    Same bits as the host's optimizer, so a block group may be updated here or there; only the payload of a NaN depends
-    on the processor. Unlike the contract, `update` queues the work on the current stream of the blocks' device and
-    returns before it is done.
+    Its bits equal the host's, so a block group may be updated in either place; only the payload of a NaN depends on the
+    processor. Unlike the contract, `update` queues the work on the current stream of the blocks' device and returns
+    before it is done.
 
     Args:
-        host: The host's optimizer: its kinds of state, its scalars, and the name of its kernel.
+        host: The host optimizer, which defines the kinds of state, the scalars, and the name of the kernel.
 
     Raises:
-        DeviceKernelError: Triton is not installed, or this optimizer has no kernel here.
+        DeviceKernelError: Triton is not installed, or this optimizer has no kernel.
     """
 
     def __init__(self, host: ElementwiseOptimizer) -> None:
@@ -124,7 +124,7 @@ class TritonOptimizer:
         )
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the host's optimizer."""
+        """Return the kinds of the host optimizer."""
         return self._host.state_kinds(split_master)
 
     def update(
@@ -133,8 +133,8 @@ class TritonOptimizer:
         """Queue one step of one block group.
 
         Args:
-            blocks: The flat tensor of each kind, all on one GPU.
-            gradient: Likewise; fp32 or bf16; unchanged.
+            blocks: Flat tensors by kind, all on one GPU.
+            gradient: On the same GPU; fp32 or bf16; unchanged.
             segments: Ranges to update, without overlap.
         """
         num_elements = gradient.numel()
@@ -143,7 +143,7 @@ class TritonOptimizer:
         codes = self._codes(gradient.device)
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
-        with torch.accelerator.device_index(gradient.device.index):  # launches go to the current device
+        with torch.accelerator.device_index(gradient.device.index):  # launches use the current device
             for segment in segments:
                 assert 0 <= segment.start <= segment.stop <= num_elements, (segment, num_elements)
                 count = segment.stop - segment.start
@@ -184,7 +184,7 @@ class TritonOptimizer:
     def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
         """Return tables; see `TableOptimizer`.
 
-        None for moments in bf16 and int8, and for ranges that begin or end at no multiple of 16.
+        None for moments in bf16 and int8, and if a range is not aligned to 16.
         """
         if not self._host.has_rows:
             return None
@@ -230,7 +230,7 @@ class TritonOptimizer:
                 )
 
     def _arrays(self, blocks: Mapping[str, Tensor], gradient: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Return the blocks as the kernel takes them: by kind, and in the order of its arguments, the gradient last."""
+        """Return the blocks in the kernel's format: by kind, and in argument order with the gradient last."""
         known = {
             kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
             for kind in self.state_kinds("low" in blocks)
@@ -240,7 +240,7 @@ class TritonOptimizer:
         return known, [known["weight"], known.get("low"), *moments, grad]
 
     def _scalars(self, segment: Segment, update: Update) -> tuple[float, tuple[float, ...]]:
-        """Return the kernel's scalars as Python's numbers, cached for one update: most parameters share them."""
+        """Return the kernel's scalars as Python numbers, cached for one update, because most parameters share them."""
         if self._known_scalars[0] != update:
             self._known_scalars = (update, {})
         known, settings = self._known_scalars[1], (segment.weight_decay, segment.lr_scale)
@@ -250,7 +250,7 @@ class TritonOptimizer:
         return known[settings]
 
     def _codes(self, device: torch.device) -> list[Tensor | None]:
-        """Return the code of each moment in the device's memory, with its cells; None where it has none."""
+        """Return the code of each moment in device memory, with its cells, or None for a moment without a code."""
         if device not in self._tables:
             found: list[Tensor | None] = []
             for name in MOMENTS:
@@ -268,10 +268,10 @@ class TritonOptimizer:
 
 
 class TritonWeightAverage:
-    """`WeightAverage` over flat blocks on a GPU, as `TritonOptimizer` is the host's optimizer there.
+    """`WeightAverage` over flat blocks on a GPU; like `TritonOptimizer` for its optimizer.
 
     Raises:
-        DeviceKernelError: As for `TritonOptimizer`.
+        DeviceKernelError: As in `TritonOptimizer`.
     """
 
     def __init__(self, host: WeightAverage) -> None:
@@ -280,7 +280,7 @@ class TritonWeightAverage:
         self._kernels = _import_kernels()
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the host's optimizer."""
+        """Return the kinds of the host optimizer."""
         return self._host.state_kinds(split_master)
 
     def update(
@@ -313,7 +313,7 @@ class TritonWeightAverage:
 
 def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleType, formats: Iterable[Format]) -> None:
     device = "cpu" if kernels.IS_INTERPRETED else "cuda"
-    # A length that 16 divides and one that it does not: the kernel is compiled for each.
+    # One length that is a multiple of 16 and one that is not: the kernel is compiled for each.
     size = MOMENT_BLOCK_ELEMENTS + 17
     segments = (Segment(0, MOMENT_BLOCK_ELEMENTS, 0.0), Segment(MOMENT_BLOCK_ELEMENTS, size, 0.0))
     for split_master, dtype in formats:
@@ -350,24 +350,24 @@ def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: 
 
 
 def _import_kernels() -> ModuleType:
-    """Import the kernels, and with them Triton, only in runs that update on a GPU."""
+    """Import the kernels, and so Triton, only in runs that update on a GPU."""
     try:
         from megatrain.optim import triton_kernels
     except ImportError as error:
         raise DeviceKernelError(
-            f"updates on a GPU need Triton, which cannot be imported ({error}). PyTorch's builds for CUDA bring it "
-            "along: install one of them, or let the host make the updates"
+            f"updates on a GPU need Triton, which cannot be imported ({error}). PyTorch's builds for CUDA include it: "
+            "install one of them, or let the host make the updates"
         ) from error
     return triton_kernels
 
 
 def _as_int32(bits: int) -> int:
-    """Return 32 bits as a signed number, which Triton takes in 32 bits."""
+    """Return 32 bits as a signed number, which Triton passes in 32 bits."""
     return (int(bits) ^ 0x80000000) - 0x80000000
 
 
 def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granularity: int = 1) -> Tensor:
-    """Return a block as the kernel takes it: bf16 as its 16 bits."""
+    """Return a block in the kernel's format: bf16 as its 16 bits."""
     tensor = tensor.detach()
     assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
     assert tensor.device == gradient.device, (name, tensor.device, gradient.device)
@@ -377,18 +377,18 @@ def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granu
 
 
 def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """Return the optimizer for blocks on a device, with the same bits as the host's.
+    """Return the optimizer for blocks on a device, with the same bits as the host optimizer.
 
     Args:
-        optimizer: The host's.
-        device: Of the blocks: a CUDA device, or the CPU that emulates one (`advanced.emulate_gpu`).
+        optimizer: The host optimizer.
+        device: Device of the blocks: a CUDA device, or the CPU that emulates one (`advanced.emulate_gpu`).
 
     Raises:
-        DeviceKernelError: This optimizer runs on the host alone; the text says why.
+        DeviceKernelError: This optimizer runs only on the host; the text gives the reason.
     """
     updating = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
     if isinstance(updating, MatrixOptimizer):
-        raise DeviceKernelError(f"of {type(updating).__name__}'s, the GPU makes the matrix products alone")
+        raise DeviceKernelError(f"for {type(updating).__name__}, the GPU makes only the matrix products")
     if not isinstance(updating, ElementwiseOptimizer):
         raise DeviceKernelError(f"{type(updating).__name__} has no kernel for a GPU")
     if device.type == "cpu":
@@ -399,8 +399,8 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
 def device_squared_norm(gradient: Tensor) -> Tensor:
     """Return the fp64 sum of squares of one block group's gradient, a scalar on its device. No host sync.
 
-    The bits of `clip.squared_norm`, wherever the gradient lives. Two launches of Triton kernels, which read it once.
-    Without Triton a thousand launches and more, each small: right, and slow.
+    Has the bits of `clip.squared_norm`, wherever the gradient lives. Two Triton launches read the gradient once. It
+    takes more than a thousand small launches without Triton, which are correct but slow.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
@@ -419,7 +419,7 @@ def device_partials(gradient: Tensor) -> Tensor:
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
-    """Return the sums of a gradient, or of the gradients of a table, which have its dtype and device."""
+    """Return the sums of a gradient, or of the gradients in a table, which share its dtype and device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat = _flat("gradient", gradient, gradient.dtype, gradient)
@@ -440,13 +440,13 @@ def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | N
     return partials
 
 
-#: Addresses and lengths of gradients -> their table; gradients stay where they are from step to step.
+#: Tables by addresses and lengths of gradients, which do not move between steps.
 _norm_tables: OrderedDict[tuple[object, ...], tuple[Tensor, int]] = OrderedDict()
 _MOST_NORM_TABLES = 1024
 
 
 def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return `device_partials` of several gradients one after the other, with one launch where that is possible."""
+    """Return the concatenated `device_partials` of several gradients, with one launch if possible."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 
     triton_kernels, first = _kernels_for(parts[0]), parts[0]
@@ -502,7 +502,7 @@ def _kernels_or_none() -> ModuleType | None:
 
 
 def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) -> Tensor:
-    """Add what the kernel adds, in its order."""
+    """Add the same values as the kernel, in the same order."""
     found: list[Tensor] = []
     for piece in torch.split(gradient, max(block_elements, _PIECE_ELEMENTS // block_elements * block_elements)):
         count = -(-piece.numel() // block_elements)

@@ -1,4 +1,4 @@
-"""Optimizers that installed packages bring: found by an entry point, and made with the arguments of a config."""
+"""Optimizers of installed packages: found by an entry point, and made with the arguments of a config."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatrain.optim.base import Optimizer
 
 __all__ = ["ENTRY_POINT_GROUP", "OptimizerError", "available_optimizers", "make_custom_optimizer"]
 
-#: The group under which a package names its optimizers: classes, or functions that return one.
+#: Group of the entry points that name optimizers: classes, or functions that return one.
 ENTRY_POINT_GROUP = "megatrain.optimizers"
 
 
 class OptimizerError(ValueError):
-    """What the config says of the optimizer cannot be done; the text says which key, and what to write."""
+    """A setting of the optimizer is impossible; the text names the key and the remedy."""
 
 
 def available_optimizers() -> tuple[str, ...]:
-    """Return the names that installed packages have, in order. Imports none of them."""
+    """Return the sorted names of optimizers in installed packages. Imports none of them."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
@@ -30,7 +30,7 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
         arguments: Passed by keyword.
 
     Raises:
-        OptimizerError: no package has it, two have, it cannot be imported or made, or it is no optimizer.
+        OptimizerError: no package or several have it, it cannot be imported or made, or it is not an optimizer.
     """
     where = f'optimizer.custom_optimizer = "{name}"'
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
@@ -46,12 +46,12 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     place = _place_of(points[0])
     try:
         factory = points[0].load()
-    except Exception as cause:  # whatever a module does when it is imported
+    except Exception as cause:  # importing a module may raise anything
         text = f"{where} of {place} cannot be imported: {type(cause).__name__}: {cause}"
         raise OptimizerError(f"{text}. Install what it needs, or another version of it") from cause
     try:
         made = factory(**arguments)
-    except Exception as cause:  # arguments that it does not take, or values that it refuses
+    except Exception as cause:  # unknown arguments, or refused values
         text = f"{where} of {place} cannot be made of optimizer.optim_args: {type(cause).__name__}: {cause}"
         raise OptimizerError(text) from cause
     if not isinstance(made, Optimizer):
@@ -60,7 +60,7 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     names = [kind.name for kind in made.state_kinds(True)]
     if names[:2] != ["weight", "low"] or len(set(names)) != len(names):
         text = f"{where} of {place}: its kinds of state are {', '.join(names)}"
-        raise OptimizerError(f"{text}; weight and low come first, and each has a name of its own")
+        raise OptimizerError(f"{text}; weight and low must come first, and names must be unique")
     return made
 
 

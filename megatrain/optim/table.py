@@ -30,14 +30,14 @@ class ParameterGroupConfig(Table):
     weight_decay: float | None = key("Weight decay of those that decay. Not set: the optimizer's.", None, ge=0)
 
     def matches(self, name: str) -> bool:
-        """Return whether a parameter is in the group; globs tell upper and lower case apart."""
+        """Return whether a parameter is in the group; globs are case-sensitive."""
         return any(fnmatchcase(name, glob) for glob in self.params)
 
     def lr_scale(self, learning_rate: float) -> float:
         """Return the factor on the learning rate of the step.
 
         Args:
-            learning_rate: peak of the optimizer's.
+            learning_rate: the optimizer's peak learning rate.
         """
         return (self.lr_mult or 1.0) if self.learning_rate is None else self.learning_rate / learning_rate
 
@@ -169,14 +169,14 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     def defers_updates(self) -> bool:
         """Whether updates wait for the norm of all gradients, which are all held until then.
 
-        Without clipping a step that is to stop the run can stop at the first layer that is not finite: nothing is used
-        of a step that ends a run. To leave out a whole step, its last gradient must be known before its first update.
+        Without clipping, "stop" can end the run at the first layer that is not finite, because the state after a
+        stopped step is not used. "skip" must know the last gradient of a step before its first update.
         """
         return self.clip_scope == "global" and (self.max_grad_norm > 0 or self.nonfinite == "skip")
 
     @property
     def learning_rates(self) -> Mapping[str, float]:
-        """Key of the config -> each peak learning rate that it names, of the run and of groups."""
+        """Peak learning rates of the run and of groups, by config key."""
         rates = {"optimizer.learning_rate": self.learning_rate}
         for number, group in enumerate(self.groups):
             if group.learning_rate is not None:
@@ -188,15 +188,15 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
 
     @property
     def has_warmup(self) -> bool:
-        """Whether the schedule looks at ``warmup_steps``; the constant one of transformers does not."""
+        """Whether the schedule uses ``warmup_steps``; transformers' "constant" does not."""
         return self.lr_scheduler_type != "constant"
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the learning rate of a step depends on the number of all steps."""
+        """Whether the learning rate of a step depends on the total number of steps."""
         only_warmup = self.lr_scheduler_type in ("constant", "constant_with_warmup", "inverse_sqrt")
         return not only_warmup or (self.has_warmup and 0 < self.warmup_steps < 1)
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the steps of linear warm-up in a run of ``num_steps``; a fraction is rounded up (transformers 5)."""
+        """Return the linear warm-up steps in a run of ``num_steps``; a fraction is rounded up (transformers 5)."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(num_steps * self.warmup_steps)

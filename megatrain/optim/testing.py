@@ -1,4 +1,4 @@
-"""OptimizerSuite: all that the engine relies on in an optimizer, as tests to inherit."""
+"""OptimizerSuite: tests to inherit, for everything that the engine requires of an optimizer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatrain.optim.base import Optimizer, Segment, Update, build_segments
 
 __all__ = ["OptimizerSuite"]
 
-_PART = 65_536  # parts of a layout begin at multiples of it
+_PART = 65_536  # alignment of the parts of a layout
 Blocks = dict[str, Tensor]
 
 
 class OptimizerSuite:
-    """Subclass it, say how an optimizer is made, and pytest collects the tests::
+    """Tests for an optimizer. Subclass it and define ``make_optimizer``; pytest collects the tests::
 
     class TestMyOptimizer(OptimizerSuite):
         def make_optimizer(self) -> Optimizer:
@@ -32,11 +32,11 @@ class OptimizerSuite:
         raise NotImplementedError
 
     def make_layout(self) -> UnitLayout:
-        """Return the parameters that the tests update: matrices, stacked matrices, a vector, and one of one element."""
+        """Return the parameters of the tests: matrices, stacked matrices, a vector, and a single element."""
         shapes = [("up", (40, 72)), ("experts", (3, 16, 24)), ("norm", (72,)), ("scale", (1,)), ("down", (72, 40))]
         return build_layout("layer", shapes, True)
 
-    # -- what it is --------------------------------------------------------------------------------------------
+    # -- interface -----------------------------------------------------------------------------------------------
 
     def test_it_is_an_optimizer(self) -> None:
         optimizer = self.make_optimizer()
@@ -47,14 +47,14 @@ class OptimizerSuite:
             assert len(set(names)) == len(names), f"two kinds have one name: {names}"
             assert not any(set(name) & set("./") or name.startswith("grad") for name in names), names
         plain, split = ({kind.name for kind in optimizer.state_kinds(each)} for each in (False, True))
-        assert split - plain == {"low"}, "the state is the same for both kinds of master"
+        assert split - plain == {"low"}, "the state differs between the kinds of master"
 
     def test_it_can_be_warmed_up_twice(self) -> None:
         optimizer = self.make_optimizer()
         optimizer.warm_up()
         optimizer.warm_up([(True, torch.bfloat16)])
 
-    # -- what an update does -----------------------------------------------------------------------------------
+    # -- updates -------------------------------------------------------------------------------------------------
 
     def test_it_learns_and_leaves_alone_what_is_not_its_own(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
@@ -71,12 +71,12 @@ class OptimizerSuite:
         for segment in chosen:
             mine[segment.start : segment.stop] = True
         moved = blocks["weight"] != before["weight"]
-        assert not moved[~mine].any(), "weights outside of the segments changed: of other parameters, or padding"
+        assert not moved[~mine].any(), "weights outside of the segments changed: other parameters, or padding"
         assert moved[mine].float().mean() > 0.5, "hardly a weight moved"
         assert blocks["weight"].isfinite().all()
 
     def test_state_and_weights_are_all_that_it_remembers(self) -> None:
-        """A run is continued by a new object on the same blocks."""
+        """A new object continues a run on the same blocks."""
         layout = self.make_layout()
         one = self.make_optimizer()
         first, second = self._blocks(one, layout), self._blocks(one, layout)
@@ -135,7 +135,7 @@ class OptimizerSuite:
         assert all(self._same(blocks, expected) for blocks in found), "bits depend on the order, or on other threads"
 
     def test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts(self) -> None:
-        """Where no kind of state needs whole parameters, an update comes in parts that begin inside of one."""
+        """If no kind of state needs whole parameters, updates may come in parts that begin inside a parameter."""
         optimizer = self.make_optimizer()
         layout = build_layout("embedding", [("weight", (1100, 128))], True)
         kinds = optimizer.state_kinds(False)
@@ -153,7 +153,7 @@ class OptimizerSuite:
             optimizer.update(own, gradient[part.start : part.stop], inside, Update(1, 1e-2))
         assert self._same(whole, cut), "an update in parts gave other bits: give the kinds of state needs_whole=True"
 
-    # -- how -----------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------
 
     def _blocks(self, optimizer: Optimizer, layout: UnitLayout, *, split_master: bool = False) -> Blocks:
         """Return masters with random numbers, and new state: zeros."""

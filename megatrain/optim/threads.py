@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 RANGE_ELEMENTS = 1 << 20
-"""Elements of one call: enough to hide its overhead, few enough for an even load of the threads."""
+"""Elements per call: enough to hide its overhead, few enough to balance the threads."""
 
 _FEWEST_ELEMENTS = 1 << 16
 _CALLS_PER_THREAD = 4
@@ -39,7 +39,7 @@ def default_num_threads() -> int:
 def num_update_threads(device_type: str) -> int:
     """Return the number of threads that update blocks on the host.
 
-    Updates run while a GPU computes. Two cores stay free then: one launches kernels, the other one starts copies.
+    Updates run while a GPU computes, so two cores stay free: one launches kernels, the other starts copies.
     """
     num_cores = default_num_threads()
     return max(1, num_cores - 2) if device_type == "cuda" else num_cores
@@ -52,14 +52,14 @@ def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple
 
 
 def elements_per_call(num_elements: int, num_threads: int) -> int:
-    """Return how many elements a call takes where many small arrays are updated; at least 1."""
+    """Return the number of elements per call for updates of many small arrays; at least 1."""
     if num_threads == 1:
         return max(1, num_elements)
     return min(RANGE_ELEMENTS, max(_FEWEST_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
 
 
 def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
-    """Cut consecutive items into calls of about `at_once` elements: first item, one past the last.
+    """Group consecutive items into calls of about `at_once` elements: first item, one past the last.
 
     Args:
         sizes: elements of each item, at most `at_once`.
@@ -79,13 +79,13 @@ def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
 class KernelThreads:
     """Runs one kernel call per range, on the calling thread or on a pool.
 
-    The pool starts with the first call that has work for it, never before. Several threads may call `run` at once.
+    The pool starts with the first call that needs it. Several threads may call `run` at once.
 
     Args:
-        num_threads: Threads that compute, at least 1; 1 computes on the calling thread. None: one per usable CPU.
-        among_operations: Calls come between torch's operations on the CPU, whose OpenMP threads spin for milliseconds
-            before they sleep: run the calls on those threads, where the OpenMP library allows it, instead of competing
-            with them.
+        num_threads: Threads that compute, at least 1; 1 computes on the calling thread. Default: one per usable CPU.
+        among_operations: Whether calls alternate with torch's CPU operations, whose OpenMP threads spin for
+            milliseconds before they sleep. Then calls run on those threads, if the OpenMP library allows it, to avoid
+            competing with them.
     """
 
     def __init__(self, num_threads: int | None = None, *, among_operations: bool = False) -> None:
@@ -98,7 +98,7 @@ class KernelThreads:
     def run(self, calls: Iterable[Callable[[], None]]) -> None:
         """Run every call and return when all are done; then raise the first error.
 
-        Threads take calls one by one from the iterator: the next is prepared while others run.
+        Threads take calls one by one from the iterator: the following call is prepared while others run.
         """
         remaining, lock = iter(calls), threading.Lock()
         ahead = list(islice(remaining, self.num_threads))
@@ -122,7 +122,7 @@ class KernelThreads:
 
     def _run_on_pool(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         futures = [self._executor().submit(worker) for _ in range(num_threads - 1)]
-        errors = _errors_of(worker)  # the calling thread works too, and never waits for the pool to start
+        errors = _errors_of(worker)  # the calling thread also works, and never waits for the pool to start
         return errors + [error for future in futures if (error := future.exception()) is not None]
 
     def _run_on_openmp(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
@@ -130,7 +130,7 @@ class KernelThreads:
         call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
         assert self._openmp is not None
         with _interrupts_deferred():
-            self._openmp(call, None, num_threads, 0)  # returns when every thread of the team is done
+            self._openmp(call, None, num_threads, 0)  # returns when all threads of the team are done
         return errors
 
     def close(self) -> None:
@@ -149,9 +149,9 @@ class KernelThreads:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C to the end: an exception in a callback from C is printed and lost.
+    """Defer Ctrl-C to the end, because an exception in a C callback is printed and lost.
 
-    Python handles signals in the main thread alone; in another one there is nothing to defer.
+    Python handles signals only in the main thread; other threads have nothing to defer.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -172,9 +172,9 @@ _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _openmp_parallel() -> Any:
-    """Return `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library; None: it has none.
+    """Return `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library, or None if it lacks it.
 
-    GCC's library and LLVM's both export it.
+    The libraries of GCC and LLVM export it.
     """
     import torch
 

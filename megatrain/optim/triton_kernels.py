@@ -1,21 +1,21 @@
 """The Triton kernels of the optimizers, and of the norm of a gradient. Importing this file imports triton.
 
-Kernels are compiled at their first launch. The same operations as in `megatrain.optim.kernels`, in the same order, in
-updates each one rounded to fp32:
+Kernels are compiled at their first launch. They have the same operations as `megatrain.optim.kernels`, in the same
+order. Updates round each operation to fp32:
 
 * every launch has `enable_fp_fusion=False` (`LAUNCH_OPTIONS`): no product and sum are fused;
-* division and square root are those that round to nearest: `/` and `tl.sqrt` on fp32 are approximations;
-* nothing flushes denormal numbers to zero, and scalars arrive in fp32, rounded once from fp64 by the caller.
+* division and square root round to nearest, because `/` and `tl.sqrt` on fp32 are approximations;
+* denormal numbers are not flushed to zero, and scalars arrive in fp32, rounded once from fp64 by the caller.
 
-As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient and moment, and the high half of a split master, are int16
-tensors. Moments in bytes come with their scales and a code; those of other formats have None there.
+As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient or moment, and the high half of a split master, are int16
+tensors. Moments in bytes have scales and a code; other formats pass None for both.
 
-`update` is the kernel of every elementwise optimizer. An optimizer adds a function of a weight, a gradient and two
-moments, in fp32: its rule in `RULES`.
+`update` is the kernel of every elementwise optimizer. An optimizer adds a rule to `RULES`: a function of a weight, a
+gradient and two moments, in fp32.
 
-An update takes one array of each kind, or with `rows` many at once: a table of their addresses, `ROW_COLUMNS` each. The
-arrays are then examples of their dtypes. Addresses and lengths in a table are multiples of `ROW_ALIGNMENT`, in bytes
-and elements. With a `decision`, that of an `Update`, its factor takes the place of `grad_scale`.
+An update takes one array of each kind, or many at once with `rows`, a table of their addresses, `ROW_COLUMNS` each. The
+array arguments then only supply their dtypes. Addresses and lengths in a table are multiples of `ROW_ALIGNMENT`, in
+bytes and elements. With a `decision`, as in `Update`, its factor replaces `grad_scale`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = [
 ]
 
 BLOCK_ELEMENTS = 1024
-"""Elements of one program: 8 for each of its threads, two loads of 16 bytes of an fp32 stream."""
+"""Elements per program: 8 per thread, two 16-byte loads of an fp32 stream."""
 ROW_COLUMNS = ("program", "num_elements", "weight", "low", "gradient", "m", "v")
-"""A row of a table: its first program, the elements of its arrays, and their addresses, 0 for an unused one."""
+"""A row of a table: its first program, the elements of its arrays, and their addresses, 0 if unused."""
 ROW_ALIGNMENT = 16
 _MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
 _NUM_COLUMNS = tl.constexpr(len(ROW_COLUMNS))
 _ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
-_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # the keys are others in every step
+_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # the keys change in every step
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 @triton.jit
 def _load_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return fp32 masters: the weights themselves, or their high halves put together with `low`."""
+    """Return fp32 masters: the weights themselves, or their high halves joined with `low`."""
     if low is None:
         return tl.load(weight + at, mask=inside)
     else:
@@ -72,13 +72,13 @@ def _store_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.t
 
 @triton.jit
 def _load_gradient(grad: tl.tensor, at: tl.tensor, inside: tl.tensor, grad_scale: tl.tensor) -> tl.tensor:
-    """Return gradients in fp32, scaled; bf16 bits are widened exactly, and -0 is 0."""
+    """Return gradients in fp32, scaled; bf16 bits are widened exactly, and -0 becomes 0."""
     return (_load_float32(grad, at, inside) + 0.0) * grad_scale
 
 
 @triton.jit
 def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return gradients in fp32, 0 where they are not `inside`."""
+    """Return gradients in fp32, and 0 outside of `inside`."""
     g = tl.load(grad + at, mask=inside, other=0)
     if grad.dtype.element_ty == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -87,13 +87,13 @@ def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tenso
 
 @triton.jit
 def _positions(block_elements: tl.constexpr) -> tl.tensor:
-    """Return the elements of this program, in 64 bits: the embedding of a large model has more than 2**31."""
+    """Return the elements of this program as 64-bit indexes: a large model's embedding has more than 2**31."""
     return tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
 
 
 @triton.jit
 def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return the address of the row of this program: the last one whose first program does not come later."""
+    """Return the address of this program's row: the last row whose first program is not later."""
     found = 0
     stop = num_rows
     while stop - found > 1:
@@ -112,18 +112,18 @@ def _positions_in_row(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def _length_of_row(row: tl.tensor) -> tl.tensor:
-    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # which tells the compiler of the alignment
+    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # declares the alignment to the compiler
 
 
 @triton.jit
 def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
-    """Return the address of an array of the dtype of an example."""
+    """Return the address of an array with the dtype of an example."""
     return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
 
 @triton.jit
 def _where_used(inside: tl.tensor, decision: tl.tensor) -> tl.tensor:
-    """Return what is `inside`, nothing if the decision is not to update."""
+    """Return `inside`, or an empty mask if the decision skips the update."""
     if decision is None:
         return inside
     else:
@@ -151,7 +151,7 @@ def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, 
 
 @triton.jit
 def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return moments in fp32. `code`: what the bytes stand for, then the borders between these."""
+    """Return moments in fp32. `code` holds the values of the bytes, then the borders between them."""
     if moment.dtype.element_ty == tl.uint8:
         number = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
         return tl.load(code + number) * tl.load(scale + at // _MOMENTS, mask=inside, other=0.0)
@@ -178,7 +178,7 @@ def _store_moment(
     decision: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Write moments in the format of their block. `bits`: 16 random ones; `cells`: as in `moments.code_of`."""
+    """Write moments in the format of their block. `bits`: 16 random bits; `cells`: as in `moments.code_of`."""
     if moment is None:
         pass
     elif moment.dtype.element_ty == tl.uint8:
@@ -204,7 +204,7 @@ def _store_moment(
 
 @triton.jit
 def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
-    """AdamW; see `elementwise.AdamW`. Each rule returns the new weight and two moments, any for one that it has not."""
+    """AdamW; see `elementwise.AdamW`. Rules return the new weight and two moments; unused moments are arbitrary."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
@@ -220,7 +220,7 @@ def _lion(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) 
     decayed = w * decay
     direction = m * beta1 + g * one_minus_beta1
     minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
-    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
+    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # zero for zero and NaN
     m_new = m * beta2 + g * one_minus_beta2
     return decayed - step, m_new, m_new
 
@@ -237,7 +237,7 @@ def _sgd(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -
 
 @triton.jit
 def _nesterov(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -> tl.tuple:
-    """SGD with the momentum of Nesterov; see `megatrain.optim.elementwise.SGD`."""
+    """SGD with Nesterov momentum; see `megatrain.optim.elementwise.SGD`."""
     decay, momentum, lr = scalars
     decayed = g + w * decay
     m_new = m * momentum + decayed
@@ -269,10 +269,10 @@ def update(
     rule: tl.constexpr,
     block_elements: tl.constexpr,
 ) -> None:
-    """Update elements by a rule of `RULES`. Programs take `block_elements` each; without a split `low` is None.
+    """Update elements by a rule of `RULES`, `block_elements` per program. `low` is None without a split master.
 
-    A moment that the rule has not is None. Of the rest each format of moments uses its own: int8 scales and codes, bf16
-    the key and the number of the first element.
+    A moment that the rule lacks is None. The other arguments depend on the format of moments: int8 uses scales and
+    codes, bf16 the key and the index of the first element.
     """
     if rows is None:
         at = _positions(block_elements)
@@ -293,7 +293,7 @@ def update(
     inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
     g = _load_gradient(grad, at, inside, grad_scale)
-    # Here, not in a function: Triton 3.6 has no functions that return None.
+    # Inline, not in a function: Triton 3.6 has no functions that return None.
     m_old = None
     v_old = None
     if m is not None:
@@ -326,7 +326,7 @@ def average(
     share: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Average masters; see `megatrain.optim.average.WeightAverage`."""
+    """Average the masters; see `megatrain.optim.average.WeightAverage`."""
     at = _positions(block_elements)
     inside = at < num_elements
     old = tl.load(ema + at, mask=inside)
@@ -352,9 +352,9 @@ def squared_norms(
 ) -> None:
     """Write the sum of squares of each `block_elements` of `grad`, in fp64, as `kernels.squared_norms` does.
 
-    A program is a block: lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in order.
-    The square of an fp32 number is exact in fp64, so it does not matter whether it is rounded before it is added. With
-    `rows` it takes many gradients, whose partial sums follow each other.
+    Each program computes a block: lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in
+    order. The square of an fp32 number is exact in fp64, so rounding before the addition has no effect. With `rows` it
+    computes many gradients, with consecutive partial sums.
     """
     lane = tl.arange(0, num_lanes)
     if rows is None:
@@ -366,13 +366,13 @@ def squared_norms(
         grad = _array_of_row(row, 4, grad)
     lanes = tl.full([num_lanes], 0.0, tl.float64)
     for row in range(0, block_elements // num_lanes, unrolled):
-        for step in tl.static_range(unrolled):  # loads of several rows are under way at once
+        for step in tl.static_range(unrolled):  # several rows are loaded concurrently
             at = first + (row + step) * num_lanes + lane
             value = _load_float32(grad, at, at < num_elements).to(tl.float64)
             lanes += value * value
     total = tl.reduce(tl.where(lane == 0, lanes, 0.0), 0, _add)
     for number in range(1, num_lanes):
-        total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)  # of one lane and zeros: exact in any order
+        total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)  # one lane and zeros: exact in any order
     tl.store(partials + tl.program_id(0), total)
 
 

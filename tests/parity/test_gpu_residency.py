@@ -100,7 +100,7 @@ def test_every_optimizer(
     if optim in ("adafactor", "muon"):
         why = {
             "adafactor": "Adafactor has no kernel for a GPU",
-            "muon": "of Muon's, the GPU makes the matrix products alone",
+            "muon": "for Muon, the GPU makes only the matrix products",
         }
         assert there == 0 and f"updates run in ram: {why[optim]}" in messages(result.plan)
         assert (result.moved_beside.get("ram->gpu", 0) > 0) == (optim == "muon")
