@@ -1,4 +1,4 @@
-"""Where every block lives: homes, residents of GPU memory, copies that stay, and the traffic that results."""
+"""Placement of blocks: homes, residents of GPU memory, copies that stay, and the resulting traffic."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tiered import Mode
 from tiered.ext import Routes
 from tiered.units import format_size
 
-#: Kind of blocks -> tiers that may be their home, preferred first. ``in place``: of weights that a folder has.
+#: Kind of blocks -> allowed home tiers, preferred first. ``in place``: for weights read from the model's folder.
 Homes = Mapping[Kind | Literal["in place"], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementSpec:
-    """Where a run lets kinds of blocks live.
+    """Allowed homes for each kind of block.
 
     Attributes:
-        homes: kind -> tiers that may be the home of its blocks, preferred first.
-        residents: kinds whose blocks the planner may put into the compute tier, where that is not RAM.
+        homes: Kind -> allowed home tiers of its blocks, preferred first.
+        residents: Kinds whose blocks may have their home in the compute tier if that tier is not RAM.
     """
 
     homes: Homes
@@ -40,12 +40,12 @@ class PlacementSpec:
 
 
 class Traffic:
-    """Counts contents by ``"src->dst"``.
+    """Counter of the block bytes that each link ``"src->dst"`` moves.
 
     Args:
-        routes: The ways between the tiers.
+        routes: Links between the tiers.
         homes: Block key -> tier.
-        stays: Which copies wait for which next use.
+        stays: Copies that wait for their next use.
     """
 
     def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
@@ -57,24 +57,24 @@ class Traffic:
         self._last = compile_step(program, homes, stays, passes=False, pinned=pinned)
 
     def of_first_step(self) -> dict[str, int]:
-        """Return what a step moves that finds nothing waiting and nothing to update."""
+        """Return the bytes that a first step moves: no copies are waiting and no updates are due."""
         return self._count(self._first)
 
     def of_step(self, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
-        """Return what a step between the first and the last moves.
+        """Return the bytes that a step between the first and the last moves.
 
         Args:
-            counts: whether a block counts, by key; default: all do.
+            counts: Filter of blocks by key. All blocks count by default.
         """
         return self._count(self._step, counts)
 
     def num_transfers(self, tier: str, counts: Callable[[str], bool] | None = None) -> int:
-        """Return how many contents a step between the first and the last moves into a tier or out of it."""
+        """Return the number of block copies that a middle step moves into a tier or out of it."""
         transfers = self._step.transfers(self._homes)
         return sum(tier in (src, dst) and (counts is None or counts(key)) for key, src, dst in transfers)
 
     def of_last_updates(self) -> dict[str, int]:
-        """Return what the updates after the last step move, and what is left then on its way home."""
+        """Return the bytes of the updates after the last step, including the final write-backs to the homes."""
         moved = self._count(self._last)
         for key, pinned in self._last.pinned.items():
             if pinned.is_newer:
@@ -100,13 +100,13 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A copy of ``key`` in ``tier`` from one use to the next one.
+    """A copy of ``key`` that stays in ``tier`` from one use to the next.
 
     Attributes:
-        start: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
-        stop: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
-        between: the ticks between them, at which it takes room that it would not take anyway.
-        ends: which of the two uses are such ticks as well.
+        start: Tick of the first use.
+        stop: Tick of the next use; not greater than ``start`` if it falls in the next step.
+        between: Ticks between the uses, where the copy takes extra memory.
+        ends: The ticks ``start`` and ``stop``, if the copy takes extra memory there.
         nbytes: Bytes of its slot.
     """
 
@@ -120,16 +120,16 @@ class Stay:
 
     @property
     def num_held(self) -> int:
-        """For how many ticks it takes room."""
+        """The number of ticks at which the copy takes extra memory."""
         return sum(map(len, self.between)) + len(self.ends)
 
     @property
     def held(self) -> Iterator[int]:
-        """All of these ticks."""
+        """The ticks at which the copy takes extra memory."""
         return chain(*self.between, self.ends)
 
     def fits(self, left: Sequence[int]) -> bool:
-        """Return whether there is room for it: for every tick, the bytes that are left."""
+        """Return whether the copy fits into ``left``, the free bytes at every tick."""
         if any(left[end] < self.nbytes for end in self.ends):
             return False
         return all(min(left[each.start : each.stop]) >= self.nbytes for each in self.between)
@@ -142,12 +142,12 @@ def choose_stays(
     room: Mapping[str, Sequence[int]],
     buffers: Mapping[str, BufferRoom] | None = None,
 ) -> Stays:
-    """Return the stays that fit, those that take room for the shortest time first.
+    """Return the stays that fit; those that take memory for the fewest ticks are chosen first.
 
     Args:
-        slot_bytes: by tier, the size of a slot for contents of so many bytes.
-        room: tier -> for every tick, the bytes that stays may take there.
-        buffers: by tier, the buffers that they must leave room for; filled.
+        slot_bytes: Tier -> function from content bytes to slot bytes.
+        room: Tier -> free bytes for stays at every tick.
+        buffers: Tier -> buffers that must still fit. Updated for each chosen stay.
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}
@@ -174,7 +174,7 @@ def _possible(
             if key in tick.spent or mode == "w":  # dead by then, or not read
                 continue
             between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
-            # Of what passes through a tick only one group is in its working set; those that stay are all there.
+            # A working set has only one of the groups that pass through a tick, but all copies that stay.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
             yield Stay(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
@@ -193,8 +193,8 @@ class TickCopies:
     """The copies of one tick in a tier: key -> bytes of its slot.
 
     Attributes:
-        held: for the whole tick, or staying until a later one.
-        passing: groups that come one after the other.
+        held: Copies held for the whole tick, or staying until a later tick.
+        passing: Groups leased one after the other.
     """
 
     held: dict[str, int]
@@ -202,16 +202,16 @@ class TickCopies:
 
 
 class CopyWindows:
-    """Counts the buffers that so many ticks in a row need, the next step's included.
+    """Counter of the buffers that a number of consecutive ticks needs, wrapping into the next step.
 
-    What is held is there together; of what passes, as many groups as there are ticks, so that the next one arrives
-    while one is used.
+    Held copies all exist together. The count includes one passing group per tick, so that the next group arrives while
+    one is in use.
     """
 
     def __init__(self, copies: Sequence[TickCopies]) -> None:
         self._num_ticks = len(copies)
         in_group = Counter[int]()
-        kinds: dict[tuple[bool, int], int] = {}  # whether they pass, and their size -> number
+        kinds: dict[tuple[bool, int], int] = {}  # (passes, size) -> number
         last: dict[tuple[bool, str], int] = {}
         uses: list[tuple[int, int, int]] = []  # tick, tick of the last use of the same copy, kind
         keys: list[tuple[bool, str]] = []
@@ -226,7 +226,7 @@ class CopyWindows:
                 for size, count in Counter(group.values()).items():
                     in_group[size] = max(in_group[size], count)
         ticks, before, kind_of_use = np.array(uses, dtype=np.int64).reshape(-1, 3).T
-        # A second step after the first: its first uses come after the last ones of that.
+        # Append a second step: its first uses follow the last uses of the first step.
         afresh = np.array([last[key] for key in keys], dtype=np.int64)
         again = np.where(before == _NEVER, afresh, before + self._num_ticks)
         self._ticks = np.concatenate([ticks, ticks + self._num_ticks])
@@ -235,8 +235,8 @@ class CopyWindows:
         self._in_group, self._kind_of = in_group, kinds
 
     def counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
-        """Return size -> for every tick, how many buffers so many ticks from there on need."""
-        # A use counts in the windows in which it is the first of its copy: they begin after the use before it.
+        """Return size -> number of buffers that ``num_ticks`` ticks need, for every first tick."""
+        # A use counts in the windows that begin after the previous use of its copy: there it is the first.
         first = np.maximum(np.maximum(self._before + 1, self._ticks - num_ticks + 1), 0)
         stop = np.minimum(self._ticks + 1, self._num_ticks)
         counted = first < stop
@@ -251,28 +251,28 @@ class CopyWindows:
         return found
 
     def most(self, num_ticks: int) -> dict[int, int]:
-        """Return size -> the most buffers that so many ticks in a row need."""
+        """Return size -> the largest number of buffers that any ``num_ticks`` consecutive ticks need."""
         return {size: int(counts.max()) for size, counts in self.counts(num_ticks).items()}
 
 
 _NEVER = -(1 << 40)
 
 
-#: Share of the compute tier in which no buffers beyond those of two ticks are made: inside of layers more may be
-#: allocated than the trace saw.
+#: Share of the compute tier that stays free of buffers beyond those of two ticks. Layers may allocate more memory
+#: than the trace recorded.
 _UNMADE_SHARE = 0.05
 
 
 def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
-    """Return the first ticks of the pairs that have one of these."""
+    """Return the first ticks of all pairs of consecutive ticks that contain one of ``ticks``."""
     return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
 
 
 class BufferRoom:
-    """Room for the copies of any two ticks in a row, each size in buffers of its own.
+    """Memory for the copies of any two consecutive ticks, with separate buffers for each size.
 
     Args:
-        copies: How many copies of each size a tick needs, tick by tick.
+        copies: Copies of every tick.
     """
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
@@ -283,12 +283,12 @@ class BufferRoom:
 
     @property
     def missing_bytes(self) -> int:
-        """What is missing of the room; 0: they fit."""
+        """Bytes by which the buffers exceed the memory; 0 if they fit."""
         return max(0, -self._left_bytes)
 
     def add(self, stay: Stay, num_ticks: int) -> bool:
-        """Add a copy that stays, if there is room for its buffer; say whether it was added."""
-        used = {stay.start, stay.stop} - {*stay.held}  # where it is counted already
+        """Add a copy that stays if its buffer fits. Return whether it was added."""
+        used = {stay.start, stay.stop} - {*stay.held}  # ticks whose counts already include the copy
         windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)
         counts = self._counts.setdefault(stay.nbytes, [0] * num_ticks)
         before = self._most.get(stay.nbytes, 0)
@@ -307,13 +307,12 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What is given about homes in the compute tier, where that is not RAM.
+    """Rules for homes in the compute tier if that tier is not RAM.
 
     Attributes:
-        kinds: Kinds of blocks whose home the planner may put there.
-        bus_s_per_byte: what a byte between it and RAM costs.
-        host_update_s_per_element: what it costs that a weight is updated in RAM. On a machine that was not measured 1
-            and 0: then bytes decide.
+        kinds: Kinds of blocks that may have their home there.
+        bus_s_per_byte: Seconds per byte moved between it and RAM. 1 without measured rates, so that bytes decide.
+        host_update_s_per_element: Seconds per weight updated in RAM. 0 without measured rates.
     """
 
     kinds: frozenset[Kind]
@@ -323,7 +322,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class _PlacementCandidate:
-    """Blocks that go together. Of two that save equally much per byte the lower ``rank`` goes first."""
+    """Blocks that move together. If two save equally much per byte, the one with the lower ``rank`` goes first."""
 
     keys: tuple[str, ...]
     rank: tuple[float, ...]
@@ -331,11 +330,11 @@ class _PlacementCandidate:
 
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
-    """What the cost of a candidate depends on besides the tiers' rates.
+    """Inputs to the cost of a candidate other than the tiers' rates.
 
     Attributes:
-        keys: the blocks whose homes it depends on: the candidate's, and those of their groups.
-        alike: the same number for candidates whose costs are equal where homes of ``keys`` are, in their order.
+        keys: Blocks whose homes affect the cost: the candidate's blocks and those of their groups.
+        alike: Number shared by candidates whose costs are equal if the homes of ``keys``, in order, are equal.
     """
 
     keys: tuple[str, ...]
@@ -343,22 +342,22 @@ class _Surroundings:
 
 
 class ResidentChooser:
-    """Chooses residents of the compute tier, greedily.
+    """Greedy choice of residents of the compute tier.
 
     Args:
-        slot_bytes: What contents of so many bytes take in that tier.
+        slot_bytes: Function from content bytes to slot bytes of that tier.
     """
 
     def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
         self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
         self._tier = program.compute_tier
-        #: A gradient that shares its block is in several groups: what it moves depends on all of them.
+        #: A gradient that shares its block is in several groups, and its moves depend on all of them.
         self._groups: dict[str, list[tuple[str, ...]]] = {}
         self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
-        #: Tier of every tick with the homes as they are. A gradient that shares its block has hundreds of uses.
+        #: Tier of every tick with the current homes. A gradient that shares its block has hundreds of uses.
         self._tiers_now = [self._tier] * len(program.ticks)
-        self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # key -> of its uses, made when they are asked for
+        self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # key -> tiers of its uses, computed on demand
         #: Key -> updates whose tier depends on its home.
         self._deciding: dict[str, list[int]] = {}
         for number, tick in enumerate(program.ticks):
@@ -379,19 +378,19 @@ class ResidentChooser:
         for number, candidate in enumerate(self._candidates):
             for key in candidate.keys:
                 self._of_key.setdefault(key, []).append(number)
-        #: By candidate; layers of a model are alike, so few costs are ever computed.
+        #: By candidate. Layers of a model are alike, so only a few costs are computed.
         self._surroundings: dict[int, _Surroundings | None] = {}
         self._numbers_of_patterns: dict[Hashable, int] = {}
         self._patterns: dict[tuple[str, ...], int] = {}
         self._costs: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def _of_groups(self) -> Iterator[_PlacementCandidate]:
-        """Yield the groups that can be updated there, with their gradient and without."""
+        """Yield the groups that the compute tier can update, with their gradient and without."""
         if not self._program.updates.in_compute_tier:
             return
         updates = [tick for tick in self._program.ticks if tick.phase == "update"]
         for number, tick in enumerate(updates):
-            # Spread over the model: between two layers that are fetched, one that is there leaves time for it.
+            # Spread residents over the model: a resident layer leaves time to fetch the next one.
             rank = (-1.0, number * _GOLDEN % 1.0)
             keys = tuple(key for key, _ in tick.uses)
             yield _PlacementCandidate(keys, rank)
@@ -405,7 +404,7 @@ class ResidentChooser:
             yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
 
     def everything(self) -> Sequence[str]:
-        """Return all blocks, if a step could do without any copy then; else nothing."""
+        """Return all blocks if every kind may be resident, so that a step needs no copies; else nothing."""
         return list(self._program.blocks) if len(self._residency.kinds) == len(KINDS) else ()
 
     def choose(
@@ -414,12 +413,12 @@ class ResidentChooser:
         try_move: Callable[[Sequence[str]], bool],
         is_needed: Callable[[], bool] | None = None,
     ) -> None:
-        """Move blocks, those first that save most per byte.
+        """Move blocks, those that save most per byte first.
 
         Args:
-            homes: Block key -> tier; seen as they change.
-            try_move: makes the tier their home, or says that they do not fit.
-            is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
+            homes: Block key -> tier; ``try_move`` changes it.
+            try_move: Makes the compute tier the home of blocks. Returns False if they do not fit.
+            is_needed: If given, blocks move as long as it returns True, even if that costs time.
         """
         self._tiers_now = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
         self._tiers_now_of.clear()
@@ -430,14 +429,14 @@ class ResidentChooser:
             if is_needed is None and cost >= 0:
                 return
             keys = self._left(number, homes)
-            if not keys or self._cost_of(number, keys, homes) != cost:  # others of its group moved: it is queued again
+            if not keys or self._cost_of(number, keys, homes) != cost:  # stale: its group moved and was queued again
                 continue
             if try_move(keys):
                 self._follow(keys, homes)
                 self._push(queue, self._beside(keys, homes), homes)
 
     def _follow(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
-        """Note in which tiers ticks are made now that blocks have moved."""
+        """Update the tiers of ticks after blocks have moved."""
         for tick, tier in self._tiers_with(keys, homes).items():
             if self._tiers_now[tick] != tier:
                 self._tiers_now[tick] = tier
@@ -456,10 +455,10 @@ class ResidentChooser:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
 
     def _beside(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
-        """Return the candidates that cost something else now that blocks have moved: those of the same groups."""
+        """Return the candidates whose cost may have changed after blocks have moved: those of the same groups."""
         groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
         related = {key for group in groups.values() for key in group}
-        # A shared block that is there moves for the others as it did before.
+        # A shared block that is already resident moves as before for the other blocks.
         related -= {key for key in related if self._is_shared(key) and homes[key] == self._tier}
         return sorted({number for key in related for number in self._of_key.get(key, ())})
 
@@ -467,11 +466,11 @@ class ResidentChooser:
         return len(self._groups.get(key, ())) > 1
 
     def _beside_one(self, key: str) -> tuple[str, ...]:
-        """Return the blocks whose moves depend on the home of one: its group's; of a shared one, itself."""
+        """Return the blocks whose moves depend on the home of one block: its group, or itself if it is shared."""
         return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
 
     def _cost_of(self, number: int, keys: Sequence[str], homes: Mapping[str, str]) -> float:
-        """Return the cost of what is left of a candidate, computed once for all that are alike."""
+        """Return the cost of the blocks of a candidate that still have to move, computed once for all alike."""
         if number not in self._surroundings:
             self._surroundings[number] = self._look_around(self._candidates[number])
         around = self._surroundings[number]
@@ -484,7 +483,7 @@ class ResidentChooser:
         return cost
 
     def _look_around(self, candidate: _PlacementCandidate) -> _Surroundings | None:
-        """Return what a candidate's cost depends on; None: on homes in several groups, since a block is shared."""
+        """Return the inputs to a candidate's cost, or None if a shared block makes it depend on several groups."""
         keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._beside_one(key)))
         if any(self._is_shared(key) for key in keys):
             return None
@@ -493,7 +492,7 @@ class ResidentChooser:
         return _Surroundings(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
 
     def _pattern_of(self, keys: tuple[str, ...]) -> int:
-        """Return the same number for blocks that are as large, and used as, others are, one by one."""
+        """Return a number that is equal for two key sequences whose blocks match in size and use, one by one."""
         if keys not in self._patterns:
             wholes = dict[str, int]()
             pattern = tuple(
@@ -511,7 +510,7 @@ class ResidentChooser:
         return self._patterns[keys]
 
     def _use_pattern(self, key: str) -> tuple[Hashable, ...]:
-        """Return how a block is used: all that its moves depend on but homes."""
+        """Return how a block is used: everything except homes that its moves depend on."""
         pattern, before = [], -1
         for number, mode in self._uses[key]:
             tick = self._program.ticks[number]
@@ -522,7 +521,7 @@ class ResidentChooser:
         return tuple(pattern)
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
-        """Return the seconds per byte that a step takes longer if blocks move; negative if they are worth it."""
+        """Return the extra seconds of a step per byte if blocks move; negative if the move saves time."""
         related = tuple(dict.fromkeys(other for key in keys for other in self._beside_one(key)))
         after = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
         loads = self._load(related, after, self._tiers_with(keys, after)), self._load(related, homes, {})
@@ -531,19 +530,19 @@ class ResidentChooser:
         return more_s / max(1, sum(self._slot_bytes(self._program.blocks[key].nbytes) for key in keys))
 
     def _tiers_with(self, keys: Sequence[str], homes: Mapping[str, str]) -> dict[int, str]:
-        """Return the tiers of those ticks that depend on the homes of some blocks."""
+        """Return the tiers of the ticks that depend on the homes of these blocks."""
         ticks = {number for key in keys for number in self._deciding.get(key, ())}
         return {number: self._program.tier_of(self._program.ticks[number], homes) for number in ticks}
 
     def _load(self, keys: Sequence[str], homes: Mapping[str, str], tiers: Mapping[int, str]) -> tuple[int, int]:
-        """Return the bytes that some blocks move over the bus in a step, and the elements updated in RAM.
+        """Return the bytes that these blocks move over the bus in a step, and the elements updated in RAM.
 
         Args:
-            keys: Names the blocks.
+            keys: Block keys.
             homes: Block key -> tier.
-            tiers: Tick -> its tier, of ticks that have others than now.
+            tiers: Tick -> tier, for ticks whose tier changes.
         """
-        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts are used alike
+        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole are used alike
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
             if (block.whole, home) not in num_moves:
@@ -558,7 +557,7 @@ class ResidentChooser:
         return moved, updated
 
     def _num_moves(self, key: str, home: str, tiers: Mapping[int, str]) -> int:
-        """Return how often a block crosses the bus in a step; from one tick to the very next its copy stays."""
+        """Return how often a block crosses the bus in a step. Between two adjacent ticks its copy stays."""
         of_uses = self._tiers_now_of.get(key)
         if of_uses is None:
             of_uses = self._tiers_now_of[key] = tuple(self._tiers_now[number] for number, _ in self._uses[key])
@@ -579,22 +578,22 @@ class ResidentChooser:
             is_pinned = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
             accesses.append(BlockUse(number, mode, tiers[n], is_last, is_pinned))
         found, _ = follow(key, accesses, home)
-        # What moves between RAM and a drive does not cross the bus.
+        # Transfers between RAM and a drive do not cross the bus.
         lives_there = home == self._tier
         crosses = [lives_there != (tier == self._tier) for tier in tiers]
         return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)
 
 
-#: Bytes that a slot of a tier takes for contents of so many bytes.
+#: Function from content bytes to slot bytes of a tier.
 SlotBytes = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class WayOut:
-    """A change of the config after which a run needs less.
+    """A change of the config that reduces a run's need.
 
     Attributes:
-        fits: whether it has as much; a drive that is to be added has whatever it needs.
+        fits: Whether the tier has this capacity. Always True for a drive to be added.
     """
 
     change: str
@@ -613,9 +612,9 @@ class Shortfall:
     """A tier that is too small for a run.
 
     Attributes:
-        need_bytes: the smallest capacity that would do.
-        ways_out: changes of the config after which the tier needs less.
-        message: in place of one that names the tier and its bytes; "": that one.
+        need_bytes: The smallest sufficient capacity.
+        ways_out: Changes of the config that reduce the need.
+        message: Replacement for the default message, which names the tier and its bytes. Unused if empty.
     """
 
     tier: str
@@ -634,12 +633,12 @@ class Shortfall:
 
 
 class DoesNotFitError(Exception):
-    """The run cannot fit the tiers it was given. Raised before anything is allocated.
+    """The run does not fit its tiers. Raised before anything is allocated.
 
     Attributes:
-        tier: the tier that is too small.
-        need_bytes: the smallest capacity that would do.
-        ways_out: changes of the config after which the tier needs less.
+        tier: The tier that is too small.
+        need_bytes: The smallest sufficient capacity.
+        ways_out: Changes of the config that reduce the need.
     """
 
     def __init__(self, shortfall: Shortfall) -> None:
@@ -653,7 +652,7 @@ _Found = TypeVar("_Found")
 
 
 def fitting(found: _Found | Shortfall) -> _Found:
-    """Return what was found.
+    """Return ``found``, which must not be a shortfall.
 
     Raises:
         DoesNotFitError: a tier is too small.
@@ -665,18 +664,18 @@ def fitting(found: _Found | Shortfall) -> _Found:
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """What the planner may use of a tier: its capacity, its slot rounding, and what else it must hold.
+    """The planner's budget for a tier: its capacity, its slot rounding, and its other contents.
 
     Attributes:
-        workspace_bytes: taken by what is no block.
-        generations: committed sets of the durable blocks at home there, beside the live one.
-        filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
-        residency: What decides about homes in the compute tier, if it is not RAM.
+        workspace_bytes: Bytes outside blocks.
+        generations: Number of committed sets of its durable blocks, in addition to the live set.
+        filling_bytes: Bytes to load or save the weights of one layout, in addition to the durable blocks.
+        residency: Rules for homes in the compute tier if that tier is not RAM.
         links: Pairs (source, destination) of its links with faster tiers, one for each direction.
-        is_addressable: Blocks can be used in it; else copies in other tiers are.
-        is_read_only: Blocks that have their home there have their contents from the start, and are never written.
-        is_durable: It keeps its part of checkpoints; what other tiers hold of them is written to ``output_dir``.
-        num_processes: Processes on this host, which have as much each; the config gives the size of all.
+        is_addressable: Whether blocks can be used in place; otherwise they are copied to other tiers for use.
+        is_read_only: Whether blocks at home there exist from the start and are never written.
+        is_durable: Whether it keeps its part of checkpoints. Other tiers write their part to ``output_dir``.
+        num_processes: Processes on this host; each has this capacity. The size in the config is for all of them.
     """
 
     name: str
@@ -693,31 +692,31 @@ class TierBudget:
     num_processes: int = 1
 
     def generation_bytes(self, block: BlockPlan) -> int:
-        """Return what the generations of a block take that is at home here."""
+        """Return the bytes that the generations of a block take if its home is this tier."""
         return self.generations * self.slot_bytes(block.nbytes) if block.is_saved else 0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The answer: homes, what each tier holds at its fullest, and the bytes each link moves per step.
+    """The homes of all blocks, the peak contents of each tier, and the bytes that each link moves per step.
 
     Attributes:
-        homes: block key -> tier.
-        home_bytes: tier -> kind -> slot bytes.
-        working_bytes: tier -> the largest working set of a tick that is not at home; where bringing in a layout's
-            weights takes more, that.
-        median_working_bytes: tier -> what half of the ticks need at most.
-        traffic_bytes: ``"src->dst"`` -> contents moved per step, between the first and the last.
-        first_traffic_bytes: the same for a first step, which finds nothing to update.
-        last_traffic_bytes: the same for the updates after the last step.
-        lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
-        workspace_bytes: tier -> bytes outside blocks.
-        stays: copies that wait for their next use.
-        generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
-        routes: The ways between the tiers.
-        buffers: tier -> bytes of a slot -> how many copies of that size have a buffer, made before the first step. In
-            a tier that is not named buffers of one size give way to those of another, if there are copies at all.
-        missing_bytes: tier of a run on a GPU -> what it would need more for buffers that no other size takes.
+        homes: Block key -> tier.
+        home_bytes: Tier -> kind -> slot bytes.
+        working_bytes: Tier -> bytes of a tick's largest working set that is not at home; more if loading the weights
+            of a layout takes more.
+        median_working_bytes: Tier -> low median of the working sets of all ticks.
+        traffic_bytes: ``"src->dst"`` -> block bytes moved per step, between the first and the last.
+        first_traffic_bytes: Bytes of a first step, which has nothing to update.
+        last_traffic_bytes: Bytes of the updates after the last step.
+        lookahead: Whether the copies of two consecutive ticks always fit together (double buffering).
+        workspace_bytes: Tier -> bytes outside blocks.
+        stays: Copies that wait for their next use.
+        generation_bytes: Tier -> bytes reserved for committed generations, in addition to the live blocks.
+        routes: Links between the tiers.
+        buffers: Tier -> slot bytes -> number of buffers for copies of that size, made before the first step. In a tier
+            without an entry, a copy may free a buffer of another size to get its own.
+        missing_bytes: Tier of a run on a GPU -> additional bytes that fixed buffers for each size would need.
     """
 
     homes: Mapping[str, str]
@@ -736,7 +735,7 @@ class Placement:
     missing_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
-        """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
+        """Return the block bytes that each link moves in a run of ``num_steps`` steps, at least 1."""
         assert num_steps >= 1, num_steps
         return {
             link: self.first_traffic_bytes[link] + (num_steps - 1) * nbytes + self.last_traffic_bytes[link]
@@ -744,24 +743,24 @@ class Placement:
         }
 
     def peak_bytes(self, tier: str) -> int:
-        """Return the smallest capacity of ``tier`` with which this placement runs."""
+        """Return the smallest capacity of ``tier`` that this placement needs."""
         beside = self.workspace_bytes.get(tier, 0) + self.generation_bytes.get(tier, 0)
         return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + beside
 
 
 class PlacementSolver:
-    """Finds the placement of one program.
+    """Solver of the placement of one program.
 
     Args:
-        program: blocks and ticks of a step.
-        tiers: fast to slow.
-        allowed: for each kind the tiers that may be its home, preferred first.
-        open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
-        stay_share: how much of the room that homes leave beside the ticks may be taken by copies that stay.
-        given: key -> home of blocks that are there already.
+        program: Blocks and ticks of a step.
+        tiers: Budgets, fast to slow.
+        allowed: Kind -> allowed home tiers, preferred first.
+        open_bytes: Tier -> bytes kept free of homes, for prefetched copies and write-backs.
+        stay_share: Share of the memory left by homes and ticks that copies may take while they stay.
+        given: Key -> home of blocks that exist already.
 
     Attributes:
-        stops: (home, tier of a use) -> tiers that have a copy for the use.
+        stops: (home, tier of a use) -> tiers that hold a copy for the use.
     """
 
     def __init__(
@@ -781,7 +780,7 @@ class PlacementSolver:
         self._allowed = allowed
         self._open_bytes = dict(open_bytes or {})
         self._stay_share = stay_share
-        #: key -> (tick, group) of its uses; group 0 is what the tick holds, others pass.
+        #: key -> (tick, group) of its uses. Group 0 is held for the tick; other groups pass.
         self.groups_of: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
         #: key -> update ticks whose tier depends on its home, see ``StepProgram.tier_of``.
         self.deciding: dict[str, list[int]] = {}
@@ -806,15 +805,15 @@ class PlacementSolver:
         )
 
     def solve(self) -> Placement | Shortfall:
-        """Return the placement, or the tier that is too small whatever goes where."""
+        """Return the placement, or the tier that is too small for any placement."""
         settled = self.settle()
         return settled if isinstance(settled, Shortfall) else self.describe(settled)
 
     def settle(self, open_bytes: Mapping[str, int] | None = None) -> Settled | Shortfall:
-        """Find a home for every block, or the tier that is too small whatever goes where.
+        """Return a home for every block, or the tier that is too small for any placement.
 
         Args:
-            open_bytes: in the place of what the solver was made with.
+            open_bytes: Replaces the value passed to the constructor.
         """
         if open_bytes is not None:
             self._open_bytes = dict(open_bytes)
@@ -822,7 +821,7 @@ class PlacementSolver:
         full = state.overfull(ahead=False)
         if full is not None:
             return self._shortfall(full, state)
-        # On a CPU alone a buffer that gives way costs page faults, and less than the room that none does.
+        # On a CPU alone, freeing and reallocating buffers costs page faults, but less than fixed buffers cost memory.
         kept = [name for name in ("gpu", "ram") if self._program.compute_tier == "gpu"]
         return Settled(
             state,
@@ -831,7 +830,7 @@ class PlacementSolver:
         )
 
     def _best_fill(self) -> tuple[_Fill, bool]:
-        """Return the homes that save most; where the last tier cannot hold theirs, those that leave least there."""
+        """Return the homes that save most. If the last tier overflows, return those that use least of it."""
         state, ahead = self._fill(self._promotion_key)
         last = self._order[-1]
         if self._tiers[last].generations and state.overfull(ahead=False) == last:
@@ -841,7 +840,7 @@ class PlacementSolver:
         return state, ahead
 
     def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> tuple[_Fill, bool]:
-        """Return every block's home, those first in ``order`` moved up first, and whether copies fit side by side."""
+        """Return homes, with blocks moved up in ``order``, and whether the copies of two ticks fit together."""
         homes = {key: max(self._homes(b), key=self._order.index) for key, b in self._program.blocks.items()}
         state = _Fill(self, homes)
         for ahead in (True, False):
@@ -864,7 +863,7 @@ class PlacementSolver:
         return state, ahead
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
-        """Make the compute tier the home of everything, if that fits, else of what saves most there."""
+        """Make the compute tier the home of all blocks if they fit, else of those that save most."""
         if self._residents is None:
             return
 
@@ -876,9 +875,9 @@ class PlacementSolver:
             self._residents.choose(state.homes, try_move)
 
     def _place_overflow_in_compute_tier(self, state: _Fill, *, ahead: bool) -> None:
-        """Place gradients that overflow RAM in what is left of the compute tier, before drives.
+        """Place gradients that overflow RAM in the rest of the compute tier, before drives.
 
-        Over the bus they go once either way, so they are no residents for their own sake.
+        They cross the bus once in either case, so residency alone would not move them.
         """
         residency = self._tiers[self._program.compute_tier].residency
         if residency is None or "gradients" not in residency.kinds:
@@ -893,25 +892,25 @@ class PlacementSolver:
         return residency is not None and block.kind in residency.kinds and is_there
 
     def open_bytes(self, tier: str) -> int:
-        """Return the bytes of a tier that no home may take besides what the ticks need."""
+        """Return the bytes of a tier kept free of homes, in addition to the working sets of the ticks."""
         return self._open_bytes.get(tier, 0)
 
     def _homes(self, block: BlockPlan) -> Sequence[str]:
-        """Return the tiers that may be the home of a block, preferred first."""
+        """Return the allowed home tiers of a block, preferred first."""
         if block.key in self._given:
             return (self._given[block.key],)
         return self._allowed["in place" if block.in_place else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
+        """Sort by bytes saved per byte held, descending; then by kind, so that kinds stay together."""
         return (-float(self._num_moves[block.key]), KINDS.index(block.kind))
 
     def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Blocks with generations first: these take their bytes several times."""
+        """Sort blocks with generations first: they take their bytes several times."""
         return (not block.is_saved, *self._promotion_key(block))
 
     def stops(self, home: str, used_in: str) -> tuple[str, ...]:
-        """Return the tiers in which a use of a block needs room besides its home."""
+        """Return the tiers other than its home in which a use of a block needs memory."""
         found = self._stops.get((home, used_in))
         if found is None:
             found = self._stops[home, used_in] = tuple(tier for _, tier in self._routes.between(home, used_in))
@@ -933,7 +932,7 @@ class PlacementSolver:
         return Shortfall(tier, need, have, advice + self._less_for_checkpoints(tier, state))
 
     def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:
-        """Return what less or no checkpoints on a tier would need, as sentences."""
+        """Return sentences that state the need with fewer or no checkpoints on a tier."""
         generations = self._tiers[tier].generations
         if not state.generation_bytes(tier):
             return ""
@@ -946,7 +945,7 @@ class PlacementSolver:
         return f"{text} would need {need} ({format_size(need)})."
 
     def _need_with(self, generations: int, tier: str) -> int:
-        """Return the smallest capacity of a tier if it kept so many generations."""
+        """Return the smallest capacity of a tier that keeps ``generations`` generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self._tiers.values()]
         solver = PlacementSolver(self._program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
         return solver._best_fill()[0].peak(tier, ahead=False)
@@ -988,9 +987,9 @@ class Settled:
     """A home for every block.
 
     Attributes:
-        state: the homes, with what they leave.
-        lookahead: as in ``Placement``.
-        buffer_room: tier of a run on a GPU -> the room for its buffers.
+        state: The homes, with the memory that they leave.
+        lookahead: Whether the copies of two consecutive ticks always fit together.
+        buffer_room: Tier of a run on a GPU -> memory for its buffers.
     """
 
     state: _Fill
@@ -999,7 +998,7 @@ class Settled:
 
     @property
     def missing_bytes(self) -> dict[str, int]:
-        """As in ``Placement``."""
+        """Tier -> additional bytes that its buffers would need."""
         return {name: room.missing_bytes for name, room in self.buffer_room.items() if room.missing_bytes}
 
 
@@ -1021,7 +1020,7 @@ class _Fill:
             self._measure(number)
 
     def _measure(self, number: int) -> None:
-        """Count the working set of a tick anew."""
+        """Recount the working set of a tick."""
         tick, used_in, solver = self._ticks[number], self._used_in[number], self.solver
         groups = (tick.held, *tick.passing)
         found = {name: [0] * len(groups) for name in solver._order}
@@ -1033,7 +1032,7 @@ class _Fill:
             self._working[name].put(number, sizes)
 
     def _passes_through(self, tier: str, used_in: str, key: str) -> int:
-        """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
+        """Return the slot bytes that one use of a block needs in ``tier``, in addition to its home."""
         return self.solver.slots[tier][key] if tier in self.solver.stops(self.homes[key], used_in) else 0
 
     def working_sets(self, tier: str) -> list[int]:
@@ -1049,11 +1048,11 @@ class _Fill:
         return self._home_bytes[tier] + beside + self.largest_working_set(tier, ahead=ahead)
 
     def generation_bytes(self, tier: str) -> int:
-        """Return what the committed generations on a tier take beside its live blocks."""
+        """Return the bytes of the committed generations on a tier, in addition to its live blocks."""
         return self._generation_bytes[tier]
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
-        """Return for every tick the bytes that copies which stay may take beside it and the next one's."""
+        """Return for every tick the bytes left for copies that stay, after its own and a neighboring tick's copies."""
         sets = self._working[tier].by_tick
         pairs = [
             a + max(before, after)
@@ -1065,9 +1064,9 @@ class _Fill:
         return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
 
     def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
-        """Return how many buffers of each size copies should have: all of as many ticks in a row as there is room for.
+        """Return the number of buffers for each size of copies: enough for the most consecutive ticks that fit.
 
-        What is left then goes to the sizes that move most. The copies of two ticks fit, or there are none.
+        The remaining memory goes to the sizes that move most. The copies of two ticks are assumed to fit.
         """
         copies, room = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
         if tier == self.solver._program.compute_tier:
@@ -1094,12 +1093,12 @@ class _Fill:
         return chosen
 
     def room_for_copies(self, tier: str) -> int:
-        """Return the bytes of a tier that neither homes nor workspace nor generations take."""
+        """Return the bytes of a tier left by homes, workspace and generations."""
         taken = self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
         return self._tiers[tier].capacity_bytes - taken
 
     def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
-        """Return the copies in ``tier`` of what each tick uses that is not at home, and of what stays there."""
+        """Return the copies in ``tier`` for each tick: of used blocks with another home, and of blocks that stay."""
         by_tick = []
         for tick, used_in in zip(self._ticks, self._used_in, strict=True):
             slots = [
@@ -1115,14 +1114,14 @@ class _Fill:
         return by_tick
 
     def overfull(self, *, ahead: bool) -> str | None:
-        """Return the first tier, fast to slow, that cannot hold its share."""
+        """Return the first tier, fast to slow, whose peak exceeds its capacity."""
         for name in self.solver._order:
             if self.peak(name, ahead=ahead) > self._tiers[name].capacity_bytes:
                 return name
         return None
 
     def try_move(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
-        """Make ``tier`` the home of blocks if everything still fits, there and below; say whether it was done."""
+        """Make ``tier`` the home of blocks if it still fits and no slower tier gets too full. Return whether it did."""
         if self._is_too_full(keys, tier, ahead=ahead):
             return False
         blocks = [self.solver._program.blocks[key] for key in keys]
@@ -1139,10 +1138,10 @@ class _Fill:
         return False
 
     def _is_too_full(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
-        """Return whether blocks certainly do not fit into a tier, as most that are tried do not: nothing is moved.
+        """Return whether blocks certainly do not fit into a tier. Most candidates do not, so this avoids a trial move.
 
-        The fullest tick keeps what it holds there but for copies of these blocks. Where that is an update, it may go
-        elsewhere with all that it holds.
+        The fullest tick keeps its contents there except copies of these blocks. An update tick may move to another tier
+        with all its contents.
         """
         budget, slots, working = self._tiers[tier], self.solver.slots[tier], self._working[tier]
         grown, left = 0, working.largest(ahead=ahead)
@@ -1174,7 +1173,7 @@ class _Fill:
         self.homes[key] = tier
         for number in solver.deciding.get(key, ()):
             used_in = solver._program.tier_of(self._ticks[number], self.homes)
-            if used_in != self._used_in[number]:  # now the whole tick is made elsewhere
+            if used_in != self._used_in[number]:  # the whole tick now runs in another tier
                 self._used_in[number] = used_in
                 self._measure(number)
 
@@ -1186,29 +1185,29 @@ class _Fill:
 
 
 class _WorkingSets:
-    """What the ticks of a step hold in one tier besides homes, with their maxima kept at hand.
+    """Bytes that the ticks of a step hold in one tier besides homes, with their maxima.
 
     Attributes:
-        by_tick: bytes of every tick: what is held, and the largest of the groups that pass.
+        by_tick: Bytes of every tick: the held group plus the largest passing group.
     """
 
     def __init__(self, num_ticks: int) -> None:
         self.by_tick = [0] * num_ticks
         self._groups: list[list[int]] = [[0]] * num_ticks
-        #: Whether two ticks in a row count -> heap of (-bytes, first tick). An entry whose bytes are no longer those of
-        #: its ticks is dropped when it comes to the top: layers are alike, so most changes are of one of the fullest.
+        #: Whether two consecutive ticks count -> heap of (-bytes, first tick). An entry with outdated bytes is dropped
+        #: when it reaches the top. Layers are alike, so most changes affect one of the fullest ticks.
         self._heaps: dict[bool, list[tuple[int, int]]] = {
             ahead: [(0, tick) for tick in range(num_ticks)] for ahead in (False, True)
         }
-        self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # not in the heap yet
+        self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # not yet in the heap
 
     def put(self, tick: int, groups: list[int]) -> None:
-        """Set the bytes of a tick: of what is held, and of each group that passes."""
+        """Set the bytes of each group of a tick; group 0 is held."""
         self._groups[tick] = groups
         self._set(tick, groups[0] + max(groups[1:], default=0))
 
     def add(self, tick: int, group: int, nbytes: int) -> None:
-        """Add bytes to a group of a tick; 0 is what is held."""
+        """Add bytes to a group of a tick; group 0 is held."""
         groups = self._groups[tick]
         groups[group] += nbytes
         self._set(tick, groups[0] + max(groups[1:], default=0))
@@ -1220,7 +1219,7 @@ class _WorkingSets:
             self._changed[True].update((tick, (tick or len(self.by_tick)) - 1))
 
     def largest(self, *, ahead: bool) -> int:
-        """Return the bytes of the fullest tick; of the fullest two that follow each other, if so asked."""
+        """Return the bytes of the fullest tick, or with ``ahead`` of the fullest two consecutive ticks."""
         heap, changed = self._heaps[ahead], self._changed[ahead]
         if len(heap) + len(changed) > 4 * len(self.by_tick):
             heap[:] = [(-self._bytes_from(tick, ahead=ahead), tick) for tick in range(len(self.by_tick))]
@@ -1234,7 +1233,7 @@ class _WorkingSets:
         return -heap[0][0] if heap else 0
 
     def fullest(self, *, ahead: bool) -> tuple[int, ...]:
-        """Return the tick that ``largest`` has just found, or the two."""
+        """Return the tick or ticks that the last call of ``largest`` found."""
         first = self._heaps[ahead][0][1] if self._heaps[ahead] else 0
         return (first, (first + 1) % len(self.by_tick)) if ahead and self.by_tick else (first,)
 
