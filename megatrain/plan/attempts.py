@@ -1,6 +1,6 @@
-"""The ways to place a step, tried in one order: the first that fits its tiers is taken.
+"""Programs for a step, tried in a fixed order: the first one that fits its tiers is used.
 
-They differ in what a step holds at once and in what it moves, and in no bit of its results.
+They differ in peak memory and in traffic, but their results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 _Count = Literal["auto"] | int
 _ALL = 1 << 20  # layers
-#: By how many visits weights are gathered ahead, where that takes room of nothing else.
+#: Largest number of visits by which weights are gathered ahead, if the memory for it is free.
 MOST_GATHERS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The programs of a run's step, in the order in which they are tried.
+    """Candidate programs of a run's step, in the order in which they are tried.
 
     Attributes:
-        run: The model's run, or one that differs in gradients, tiers or the order of micro-batches.
-        profile: Rates that homes in GPU memory are chosen by.
-        capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
-        most_ahead: By how many visits several processes may gather weights ahead.
-        passes_parts: Whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
+        run: The model's run, or a variant with other gradients, tiers or order of micro-batches.
+        profile: Measured rates, used to choose homes in GPU memory.
+        capacities: Tier -> bytes, replacing the capacities of the run.
+        most_ahead: Largest number of visits by which several processes gather weights ahead.
+        passes_parts: Whether parts of the vocabulary pass one by one if possible. None lets the planner choose.
     """
 
     run: RunSpec
@@ -54,24 +54,24 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_that_fits(self) -> KeptGraphs | Shortfall:
-        """Return the first program that fits, and where its blocks live; else what the least of them lacks."""
+        """Return the first program that fits, with its placement, else the smallest shortfall of the last tier."""
         found: list[Shortfall] = []
         for program in self.programs():
             placed = self.place(program)
             if not isinstance(placed, Shortfall):
                 return self._gathering_further(placed)
             found.append(placed)
-        # Later programs need less than earlier ones, but for the two ways through the vocabulary.
+        # Later programs need less than earlier ones, except for the two ways to process the vocabulary.
         return min((each for each in found if each.tier == found[-1].tier), key=lambda each: each.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
-        """Yield programs of the step, those that hide more before those that need less."""
+        """Yield programs of the step: programs that hide more latency come before programs that need less memory."""
         for updates_beside_device in self._updates_beside_device():
             for gathers_ahead in self._gathers_ahead():
                 yield from self._by_vocabulary(self._builder(updates_beside_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
-        """Return what a program keeps for its backward and where its blocks live, or the tier that is too small."""
+        """Return what a program keeps for its backward and its placement, or the tier that is too small."""
         run, model = self.run, self.model
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)
@@ -82,20 +82,20 @@ class Attempts:
         return keeper.solve(*_layers_kept(run))
 
     def _updates_beside_device(self) -> tuple[bool, ...]:
-        """Return whether the host updates a layer beside the next one; that takes one more layer's gradients."""
+        """Return whether the host may update a layer during the next one, which needs one more layer's gradients."""
         must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
         return (True,) if must_be else (True, False)
 
     def _gathers_ahead(self) -> tuple[int, ...]:
-        """Return by how many visits weights are gathered ahead; 1 takes a second full copy of the largest layer."""
+        """Return the numbers of visits to gather weights ahead; 1 needs a second full copy of the largest layer."""
         is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 
     def _gathering_further(self, placed: KeptGraphs) -> KeptGraphs:
-        """Return the step with weights gathered as far ahead as they may be, if all blocks stay where they are.
+        """Return the step with weights gathered as far ahead as allowed, if no block has to move for it.
 
-        It hides a gather that takes longer than one layer computes: not worth a block's home, or late copies. So what
-        a tick needs must have room a second time.
+        This hides a gather that takes longer than the compute of one layer. It must not cost a block's home or delay
+        copies, so the largest working set must fit a second time.
         """
         program, tier = placed.program, self.model.compute_tier
         if self.most_ahead < 2 or not program.sharding.gathers_ahead:
@@ -110,9 +110,9 @@ class Attempts:
         return found if has_room and placement.traffic_bytes == placed.placement.traffic_bytes else placed
 
     def _by_vocabulary(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
-        """Yield programs that hold the vocabulary whole, or pass its parts one by one; that which needs less first."""
+        """Yield programs that hold the vocabulary whole, or pass its parts one by one; the cheaper one comes first."""
         run, graph, trace = self.run, self.model.graph, self.model.trace
-        # A loss that compares rows looks at all of them before it makes the logits of any again: none are kept.
+        # A loss that compares rows reads the logits of all rows before it computes any again, so it keeps none.
         keeps_parts = not run.objective.loss.compares_rows
         held = sharing_gradients(builder.build())
         keeping_all = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
@@ -132,7 +132,7 @@ class Attempts:
             yield passing
             return
         waiting = peak_bytes(waiting_rows(graph, trace, passing, run.num_together))
-        # Twice, since the head makes logits once more where parts pass.
+        # Twice, because the head recomputes logits if parts pass.
         yield from (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
 
     def _builder(self, updates_beside_device: bool, gathers_ahead: int) -> ProgramBuilder:
@@ -155,7 +155,7 @@ class Attempts:
         )
 
     def _budgets(self, program: StepProgram) -> dict[str, TierBudget]:
-        """Return the tiers with what a program takes outside of blocks."""
+        """Return the tiers of a program, with its bytes outside blocks."""
         run, model = self.run, self.model
         workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.traced_on)
         budgets = with_workspace(tier_budgets(run, workspace), teacher_bytes(run), model.compute_tier)
@@ -166,7 +166,7 @@ class Attempts:
         return budgets
 
     def _update_workspace_bytes(self) -> dict[str, int]:
-        """Return the bytes that updates take beside their blocks, by tier, where the optimizer reports some."""
+        """Return the scratch bytes of updates by tier, if the optimizer reports any."""
         model, optimizer = self.model, self.model.optimizer
         layouts = [layout for layout in model.graph.layouts.values() if layout.trainable]
         if isinstance(optimizer, MatrixOptimizer) and model.compute_tier != "ram":
@@ -180,10 +180,10 @@ class Attempts:
 
 
 def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
-    """Return the layers, from the last one, whose graphs are kept, and those that save results, as the config asks for.
+    """Return the numbers of last layers that keep graphs and that save results, as configured.
 
-    Compiled layers save no results. Of several processes no graphs are kept: a full copy of a weight is nobody's home,
-    and cannot wait for the backward.
+    Compiled layers save no results. With several processes, no graphs are kept: a full copy of a weight has no home
+    tier, so it cannot last until the backward.
     """
     choice, count = run.recompute, run.recompute.num_layers or _ALL
     of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
@@ -193,12 +193,12 @@ def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
 
 
 def _keeping_parts(program: StepProgram, count: int) -> StepProgram:
-    """Return the program whose head keeps the logits of so many parts of the vocabulary."""
+    """Return the program whose head keeps the logits of ``count`` parts of the vocabulary."""
     return replace(program, recompute=replace(program.recompute, kept_parts=count))
 
 
 def parts_without_room(trace: VisitTrace) -> int:
-    """Return how many parts of the vocabulary keep their logits in what the head leaves of the workspace of layers."""
+    """Return the number of vocabulary parts whose logits fit into the workspace that the layers need anyway."""
     if trace.head_parts == 1:
         return 1
     trunk = (visit for visit in trace.visits if not visit.is_head)
@@ -208,13 +208,13 @@ def parts_without_room(trace: VisitTrace) -> int:
 
 
 def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
-    """Return whether a tier has room for all blocks of a step beside the workspace."""
+    """Return whether all blocks of a step and the workspace fit into a tier."""
     blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
     return blocks + budget.workspace_bytes <= budget.capacity_bytes
 
 
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
-    """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
+    """Return the bytes that the working set saves if parts of a gradient, and of a cut weight, pass one by one."""
 
     def spared(layout: UnitLayout) -> int:
         nbytes = 4 * program.sharding.own_lanes.most_open_sums

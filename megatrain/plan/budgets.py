@@ -1,4 +1,4 @@
-"""The tiers of a run, fast to slow: what each may hold, and the links between them."""
+"""The tiers of a run, fast to slow, with their capacities and the links between them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from megatrain.machine.machine import MachineProfile, TierSpecs
     from megatrain.plan.plan import RunSpec
 
-#: Name of the tier that is the model's folder.
+#: Name of the tier for the model's folder.
 FOLDER = "folder"
 _GPU_ALIGNMENT_BYTES = 512
-#: RAM that each process of a host is left for Python, torch and libraries, where the tier takes what is free.
+#: RAM left to each process of a host for Python, torch and libraries if the RAM tier takes all free memory.
 _RANK_BYTES = GiB
 
 
 def tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
-    """Return the tiers of a run that it writes to, fast to slow."""
+    """Return the writable tiers of a run, fast to slow."""
     first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
     return [*first, "ram", *(["nvme"] if tiers.table.nvme else [])]
 
 
 def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
-    """Return the tiers of a run that it writes to, fast to slow, with their capacities, roundings and links.
+    """Return the writable tiers of a run, fast to slow, with their capacities, roundings and links.
 
     Args:
-        workspace: Bytes that a step takes beside blocks in the compute tier.
+        workspace: Bytes of a step outside blocks in the compute tier.
     """
     tiers, device = run.tiers, run.device
     on_gpu = machine.compute_tier(tiers, device) == "gpu"
@@ -55,7 +55,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
     capacity = machine.ram_capacity_bytes(tiers)
     if tiers.table.ram.size.is_auto and not run.world.is_single:
         capacity -= run.world.local_size * _RANK_BYTES
-    capacity = max(0, capacity) // run.world.local_size  # RAM and drives are what a host gives the run
+    capacity = max(0, capacity) // run.world.local_size  # the config sizes RAM and drives for the whole host
     budgets["ram"] = TierBudget(
         "ram",
         capacity,
@@ -83,7 +83,7 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     """Return the budgets with the model's folder as a tier after RAM, if blocks may live there.
 
     Args:
-        reader_bytes: RAM of those that read it.
+        reader_bytes: RAM for the buffers of the folder's readers.
     """
     nbytes = sum(block.nbytes for block in program.blocks.values() if block.in_place)
     if not nbytes:
@@ -105,12 +105,12 @@ def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
 
 
 def teacher_bytes(run: RunSpec) -> int:
-    """Return what a step's rows hold for the loss beside their tokens: in distillation, what the teacher says."""
+    """Return the bytes that the loss needs for a step's rows besides their tokens: the teacher's scores."""
     return run.batch.num_tokens * run.objective.loss.token_nbytes
 
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
-    """Return the budgets with so much more workspace in RAM, and once more where layers run: it is copied there."""
+    """Return the budgets with ``nbytes`` more workspace in RAM, and as much again in the compute tier for a copy."""
     found = dict(budgets)
     for tier in dict.fromkeys(("ram", compute_tier)):
         found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
@@ -120,17 +120,17 @@ def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier:
 def with_residents(
     budgets: Mapping[str, TierBudget], run: RunSpec, program: StepProgram, profile: MachineProfile | None
 ) -> dict[str, TierBudget]:
-    """Return the budgets with what decides about homes in GPU memory, and what weights take in RAM on their way in.
+    """Return the budgets with the rules for homes in GPU memory, and the RAM needed to load weights.
 
     Args:
-        profile: Rates of this machine, if its GPU is the compute device; where one is lacking, bytes decide.
+        profile: Rates of this machine if its GPU computes. If a rate is missing, bytes decide.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":
         return budgets
     kinds = set(run.placement.residents)
     if not program.updates.in_compute_tier:
-        kinds.discard("optimizer")  # state is worth nothing where nobody can use it
+        kinds.discard("optimizer")  # no update in GPU memory reads the state
     gpu = profile.gpu if profile is not None else None
     rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))
@@ -145,13 +145,13 @@ def with_residents(
 
 
 def _master(program: StepProgram) -> str:
-    """Return the name of the weights' dtype, by which rates of updates are kept."""
+    """Return the name of the weights' dtype, the key of the update rates."""
     dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
     return str(dtype).removeprefix("torch.")
 
 
 def filling_bytes(program: StepProgram) -> int:
-    """Return what the weights of the largest layout take in RAM on their way in or out, with their fp32 master."""
+    """Return the RAM needed to load or save the weights of the largest layout, with their fp32 master."""
     most = 0
     for key, block in program.blocks.items():
         if block.kind == "weights":

@@ -1,7 +1,7 @@
-"""Seconds that work takes on a machine: each kind at its own rate, measured by doctor, else assumed and said to be.
+"""Seconds of work on a machine. Each kind of work has a rate, measured by doctor or assumed and labeled as such.
 
-A GPU computes while the host launches what comes next, so a step takes as long as the slower of both, over the whole
-step: the host runs ahead. Without a GPU they are one after the other.
+A GPU computes while the host launches later kernels, so the slower of the two decides the time of a step. Without a
+GPU, their times add up.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from megatrain.engine.work import Work
     from megatrain.machine.machine import MachineProfile
 
-#: Attention's share of the rate of products where nobody measured it: kernels of flash attention on an H100 reach 0.55
-#: of it forward, and 0.4 in a backward whose sums have a fixed order; kernels of a CPU 0.4 to 0.7.
+#: Assumed attention rate if not measured, as a share of the rate of products. Flash attention on an H100 reaches 0.55
+#: forward, and 0.4 in a backward with a fixed order of sums; CPU kernels reach 0.4 to 0.7.
 _ATTENTION_SHARE = 0.5
-#: Per second, of one thread, where nobody measured it: on a server processor of 2 cores.
+#: Assumed launches per second of one thread if not measured, from a server processor with 2 cores.
 _LAUNCHES_PER_S = 25_000.0
-#: A launch costs the host so much more for a GPU than what doctor measures on the CPU: streams, its allocator, and the
-#: checks of torch's CUDA dispatch. And a lease, with its part of the launches of an update, costs so much of a launch,
-#: and so does a transfer. All by the host seconds of steps without kernels (docs/null_gpu.md).
+#: Factor from a launch on the CPU, as doctor measures it, to a launch for a GPU: streams, allocator, and torch's CUDA
+#: dispatch. Then the cost of a lease, with its part of an update's launches, and of a transfer, in launches. All are
+#: from the host seconds of steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """What computing costs on one device.
+    """Rates and costs of computing on one device.
 
     Attributes:
         product_flops_per_s: Rate of large matrix products.
-        attention_flops_per_s: Rate of fused attention, by the pairs of tokens that are computed.
-        moved_bytes_per_s: What all other operators read and write.
-        seconds_per_launch: Time that the host takes, with the Python code around it.
-        seconds_per_lease: Time that the host takes, with its part of the launches of updates.
-        seconds_per_transfer: Time that the host takes to start and to end a transfer over the bus, beside the lease.
-        assumed: Which of these rates nobody measured, in words.
+        attention_flops_per_s: Rate of fused attention, counting only computed pairs of tokens.
+        moved_bytes_per_s: Bytes that all other operators read and write per second.
+        seconds_per_launch: Host time of a launch, including the Python code around it.
+        seconds_per_lease: Host time of a lease, including its part of the launches of updates.
+        seconds_per_transfer: Host time to start and end a transfer over the bus, without the lease.
+        assumed: Descriptions of the rates that were not measured.
     """
 
     product_flops_per_s: float
@@ -50,11 +50,11 @@ class DeviceCosts:
 
     @classmethod
     def of(cls, machine: MachineProfile, device: str, dtype: str) -> DeviceCosts | None:
-        """Return the costs on a machine; None: the rate of products is not known.
+        """Return the costs on a machine, or None if the rate of products is unknown.
 
         Args:
             device: ``cpu`` or ``cuda``.
-            dtype: In which the layers compute, such as ``bfloat16``.
+            dtype: Compute dtype of the layers, such as ``bfloat16``.
         """
         key = f"{device}/{dtype}"
         products = machine.matmul_flops_per_s.get(key)
@@ -75,7 +75,7 @@ class DeviceCosts:
         )
 
     def computing_s(self, work: Work) -> float:
-        """Return how long the device computes."""
+        """Return the seconds that the device computes."""
         return (
             work.product_flops / self.product_flops_per_s
             + (work.attention_flops - work.skipped_flops) / self.attention_flops_per_s
@@ -84,7 +84,7 @@ class DeviceCosts:
 
 
 def _assumed(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
-    """Yield which rates are not known of a machine, and what is taken instead."""
+    """Yield the unknown rates of a machine, with the assumption used instead."""
     if key not in machine.attention_flops_per_s:
         yield f"attention at {_ATTENTION_SHARE:.0%} of the rate of products"
     if key not in machine.elementwise_bytes_per_s:

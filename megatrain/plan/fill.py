@@ -1,8 +1,8 @@
-"""How many layers save results where blocks move: as many as make a step shorter.
+"""Choice of the layers that save results if blocks move: as many as make a step shorter.
 
-Where nothing moves, results take memory that nobody else wants (kept.py). Elsewhere a byte of them takes the room of
-a block that then moves, or it moves itself. So they are admitted from the last layer on, first those that save more
-operations for a byte, up to where a step gets no shorter by it (docs/decisions/0082-searches-for-room-stay-apart.md).
+If nothing moves, results use memory that is otherwise free (kept.py). Else each byte of results displaces a block,
+which then moves, or moves itself. Results are admitted from the last layer on. Those that save more operations per
+byte come first, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from megatrain.plan.plan import Plan
 
-#: Parts of all results that are told apart: one is worth about a hundredth of a step, as layers compute for a quarter
-#: of it only to have their results again.
+#: Resolution of the search, in parts of all results. Recomputing them takes about a quarter of a step, so one part is
+#: worth about a hundredth of it.
 _PARTS = 24
 
 
@@ -31,8 +31,8 @@ class _Results:
     """Results of a visit that may be saved.
 
     Attributes:
-        more_nbytes: What they take of a micro-batch, beyond those of the visit that come before them in the order.
-        with_products: Results of products as well as attention's.
+        more_nbytes: Bytes per micro-batch, without the visit's results that come earlier in the order.
+        with_products: Whether results of products are included, in addition to those of attention.
     """
 
     visit: int
@@ -43,16 +43,16 @@ class _Results:
 def with_results(
     plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
-    """Return the plan in which as many layers save results as make a step shorter; itself where none do.
+    """Return the plan in which as many layers save results as make a step shorter, or ``plan`` if none do.
 
-    The search halves what is open, and takes it that each result is worth as much as the one before it, up to where
-    the room ends or a link binds. As many as there is room for are tried first.
+    A binary search. It assumes that each result saves as much as the previous one, until memory is full or a link is
+    the bottleneck. The largest number that fits is tried first.
 
     Args:
         plan: A step that moves blocks.
-        placed: Places a program, with its estimate; None: it has no place, or costs what nobody asked for.
-        seconds: How long a step takes.
-        on_drives_bytes: Bytes of results that may go to drives, or of what they displace.
+        placed: Places a program and estimates it. Returns None if it does not fit or writes too much to drives.
+        seconds: Returns the seconds of a step.
+        on_drives_bytes: Bytes of results, or of blocks displaced by them, that may go to drives.
     """
     order = _admitted_in_order(plan)
     room = _room_bytes(plan) + on_drives_bytes
@@ -60,7 +60,7 @@ def with_results(
     if not most:
         return plan
     best, best_s = plan, seconds(plan)
-    low, high, count = 0, most + 1, most  # so many are the best so far; so many are too many
+    low, high, count = 0, most + 1, most  # the best number so far; a number that is too large; the next to try
     while low < count < high:
         other = placed(_saving(plan, order[:count]))
         other_s = math.inf if other is None else seconds(other)
@@ -73,7 +73,7 @@ def with_results(
 
 
 def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
-    """Return the results of visits that save none yet: of attention alone first, if a byte of these saves more."""
+    """Return the results of visits that save none yet; attention alone comes first if it saves more per byte."""
     recompute, visits = plan.program.recompute, plan.trace.visits
     taken = recompute.kept_graphs | recompute.saving
     worth = operations_per_byte(plan.trace)
@@ -91,7 +91,7 @@ def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
 
 
 def _room_bytes(plan: Plan) -> float:
-    """Return what may come to live beside the homes of a plan; blocks that nobody writes may make way for more."""
+    """Return the bytes that homes leave for results; infinite with a read-only tier, whose blocks can be evicted."""
     placement, budgets = plan.placement, plan.budgets_by_tier
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf

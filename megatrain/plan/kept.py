@@ -1,9 +1,9 @@
-"""Which visits keep their graphs, or results: those that fit into what is left beside everything else.
+"""Choice of the visits that keep their graphs, or save results, in the memory that is left.
 
-A kept graph saves one forward of its unit, and its inputs' way out and back in. It takes memory from the unit's forward
-to its backward, so the last visits of a forward come first: their graphs live shortest
-(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Results alone, of attention or of all products, take a part
-of a graph and save most of the recompute; they are blocks like a unit's inputs
+A kept graph saves one forward of its unit, and writing out and fetching its inputs. It takes memory from the unit's
+forward to its backward, so the last visits come first: their graphs live shortest
+(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Results of attention or of all products take part of a
+graph's memory and save most of the recompute. They are blocks like a unit's inputs
 (docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md).
 """
 
@@ -38,11 +38,11 @@ What = Literal["graphs", "results", "attention"]
 
 @dataclass(frozen=True)
 class KeptGraphs:
-    """A program with the graphs and results that it keeps, and its placement.
+    """A program with its kept graphs and saved results, and its placement.
 
     Attributes:
-        budgets: with the kept graphs in the workspace of the compute tier.
-        nbytes: what the workspace is larger by for these: at its fullest moment some are not made yet, or gone.
+        budgets: Tiers, with the kept graphs in the workspace of the compute tier.
+        nbytes: Bytes that these graphs add to the workspace. Not all of them exist at its peak.
     """
 
     program: StepProgram
@@ -52,12 +52,12 @@ class KeptGraphs:
 
 
 class GraphKeeper:
-    """Chooses the visits of one program whose graphs are kept, and those that save results.
+    """Choice of the visits of one program that keep graphs, and of those that save results.
 
     Args:
         program: A step that keeps none.
-        budgets: The tiers of such a step, with its workspace.
-        num_together: micro-batches whose graphs are there at once.
+        budgets: Tiers of that step, with its workspace.
+        num_together: Number of micro-batches whose graphs exist at the same time.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class GraphKeeper:
         self._without_graphs = peak_bytes(self._in_visits)
 
     def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
-        """Return what is kept, and where everything else lives then; or the tier that is too small.
+        """Return the kept graphs and results with the placement, or the tier that is too small.
 
-        The tier may be too small for the number that is wanted, or whatever is kept.
+        The tier may be too small for the requested number, or for any choice.
 
         Args:
-            wanted: ``auto``: graphs of as many of the last layers as fit where the compute tier fetches nothing. A
-                number: those of so many, before anything else gets the room, as far as their weights are at home there
-                even so.
-            results: ``auto``: results of the last layers without a kept graph, as many as fit where nothing moves. A
-                number: those of products and attention of so many of the last layers, wherever there is a home for
-                them.
+            wanted: ``auto`` keeps graphs of as many of the last layers as fit if the compute tier fetches nothing. A
+                number keeps graphs of that many layers before other blocks get memory, if their weights still have
+                their home there.
+            results: ``auto`` saves results of as many of the last layers without a kept graph as fit if nothing moves.
+                A number saves results of products and attention of that many last layers, in any tier that may be their
+                home.
         """
         saved = frozenset() if results == "auto" else self._last_with_results(results)
         visits = frozenset[int]() if wanted == "auto" else frozenset(self._last(wanted))
@@ -108,12 +108,12 @@ class GraphKeeper:
         return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
     def _what_is_left(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
-        """Keep graphs, or results, of the last visits, beside a placement which stays as it is.
+        """Keep graphs, or results, of as many last visits as fit beside an unchanged placement.
 
-        As many as fit; first that which saves more operations for its bytes.
+        The kind that saves more operations per byte comes first.
         """
         tier, placement = self._program.compute_tier, found.placement
-        # Room is worth more to copies; or nobody knows how much graphs would take.
+        # If blocks move, copies need the memory more. Without an exact trace, the size of graphs is unknown.
         is_known = self.trace.exact and not placement.working_bytes[tier]
         graphs &= is_known
         results &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
@@ -125,16 +125,16 @@ class GraphKeeper:
         return left.kept()
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
-        """Return the budgets with so many bytes of graphs in the compute tier's workspace."""
+        """Return the budgets with ``nbytes`` of graphs in the compute tier's workspace."""
         tier = self._program.compute_tier
         budget = self._budgets[tier]
         return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
 
     def candidates(self) -> list[int]:
-        """Return the visits that are run again unless their graphs are kept.
+        """Return the visits whose graphs may be kept instead of a recompute.
 
-        A graph has views of the weights, so not those whose weights are there for one visit only; and an input that
-        such a visit has in common with one before it is saved by that one.
+        A graph has views of the weights, so visits with weights decoded for one visit only are excluded. If such a
+        visit shares an input with an earlier visit, which saves it, the earlier one is excluded also.
         """
         visits, are_run_again = self.trace.visits, self._all_run_again()
         left_out = {number for number in are_run_again if self._is_decoded(visits[number].unit)}
@@ -151,11 +151,11 @@ class GraphKeeper:
         return self._last_visits(num_layers, self.candidates())
 
     def _last_visits(self, num_layers: int, visits: Sequence[int]) -> Iterator[int]:
-        """Yield those of some visits that are of so many of the last layers, or come after the first of these."""
+        """Yield ``visits`` in reverse order, back to the first visit of the last ``num_layers`` layers."""
         above = ""
         for visit in reversed(visits) if num_layers else ():
             unit = self._graph.units[self.trace.visits[visit].unit]
-            if unit.is_layer or unit.layer not in ("", above):  # a layer may be several visits, one after the other
+            if unit.is_layer or unit.layer not in ("", above):  # a layer may have several consecutive visits
                 num_layers -= 1
             if num_layers < 0:
                 return
@@ -166,7 +166,7 @@ class GraphKeeper:
         return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._all_run_again()))
 
     def nbytes(self, visits: Collection[int]) -> int:
-        """Return what the workspace is larger by where the graphs of these visits are kept."""
+        """Return the bytes that the kept graphs of these visits add to the workspace."""
         graphs = kept_graphs(self.trace, self._program, visits, self._num_together)
         return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
 
@@ -183,19 +183,19 @@ class GraphKeeper:
 
 
 class _FreeMemory:
-    """Free memory of the compute tier, being spent on kept graphs and saved results."""
+    """Allocation of the compute tier's free memory to kept graphs and saved results."""
 
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
         self._inputs = activations_of(found.program)
         self._kept: Mapping[What, frozenset[int]] = {
             "graphs": found.program.recompute.kept_graphs,
-            "results": frozenset(),  # besides those of the program that was found
+            "results": frozenset(),  # in addition to those of the given program
             "attention": frozenset(),
         }
 
     def spend(self, what: What) -> None:
-        """Keep this of the last visits, of as many as fit, in place of what saves less of their recompute."""
+        """Keep ``what`` of as many last visits as fit. It replaces kinds that save less of a visit's recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
@@ -217,7 +217,7 @@ class _FreeMemory:
         return True
 
     def _grown(self, kept: Mapping[What, frozenset[int]]) -> int:
-        """Return how much more the blocks of activations take."""
+        """Return the additional bytes of the activation blocks."""
         slot_bytes, blocks, visits = (
             self._found.budgets[self._tier].slot_bytes,
             self._found.program.blocks,
@@ -225,7 +225,7 @@ class _FreeMemory:
         )
         new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
         dropped = [key for visit in new_graphs for key in self._inputs[visit]]
-        # As many blocks as a visit has of its first input.
+        # One block of results for each block of the visit's first input.
         added = sum(self._num_slots(visit) * slot_bytes(visits[visit].results.nbytes) for visit in kept["results"])
         added += sum(self._num_slots(visit) * slot_bytes(visits[visit].attention.nbytes) for visit in kept["attention"])
         return added - sum(slot_bytes(blocks[key].nbytes) for key in dropped)
@@ -235,7 +235,7 @@ class _FreeMemory:
         return len(inputs) // len(self._keeper.trace.visits[visit].saved)
 
     def kept(self) -> KeptGraphs:
-        """Return the program and placement that result."""
+        """Return the resulting program and placement."""
         found, tier, trace = self._found, self._tier, self._keeper.trace
         nbytes = self._keeper.nbytes(self._kept["graphs"])
         program = keeping_graphs(found.program, self._kept["graphs"] - found.program.recompute.kept_graphs)
@@ -255,7 +255,7 @@ class _FreeMemory:
 
 
 def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> frozenset[int]:
-    """Return the visits that are run again, and whose products, or attention alone, have results to save."""
+    """Return the recomputed visits whose products, or attention alone, have results to save."""
     return frozenset(
         number
         for number, visit in enumerate(trace.visits)
@@ -264,7 +264,7 @@ def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> 
 
 
 def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
-    """Return the operations that each byte saves, of graphs and of results; not of those that nothing has."""
+    """Return the operations saved per byte by kind, without kinds that have no bytes."""
     visits = [visit for visit in trace.visits if visit.is_run_again]
     found: dict[What, tuple[int, int]] = {
         "graphs": (
@@ -278,7 +278,7 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
 
 
 def _value(results: Iterable[Savable]) -> tuple[int, int]:
-    """Return operations and bytes of results."""
+    """Return the operations and bytes of results."""
     found = list(results)
     return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)
 
@@ -286,8 +286,8 @@ def _value(results: Iterable[Savable]) -> tuple[int, int]:
 def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
     """Return whether the weights of every kept graph are at home in the compute tier.
 
-    The graph has views of their slots. At home nothing moves them, and nothing writes them between a forward and its
-    backward: all updates of a layout come before its first use in a step or after its last.
+    The graph has views of their slots. At home, nothing moves them or writes them between a forward and its backward:
+    all updates of a layout run before its first use in a step or after its last.
     """
     return all(_are_at_home(graph, program, homes, trace.visits[visit].unit) for visit in program.recompute.kept_graphs)
 
@@ -299,7 +299,7 @@ def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, st
 
 
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:
-    """Return how many layers are not run again in the backward, and how many there are that could be."""
+    """Return the number of layers that the backward does not recompute, and of all that it could recompute."""
     layers: list[list[int]] = []  # visits of each
     above = ""
     for number, visit in enumerate(trace.visits):
@@ -313,12 +313,12 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
 
 
 def num_layers_of(graph: ModelGraph, trace: VisitTrace, visits: Iterable[int]) -> int:
-    """Return how many of some visits are of layers."""
+    """Return the number of visits that belong to layers."""
     return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in visits)
 
 
 def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return the parameters that are only used where graphs are kept: their forward is not run a second time."""
+    """Return the number of parameters whose forward runs only once, because all their uses keep graphs."""
     once = [
         name
         for name, visits in uses_of_layouts(graph, trace).items()

@@ -1,6 +1,6 @@
-"""What a config asks of a machine that it does not have, or that is not what it seems: sizes, drives, mounts.
+"""Checks of a config against the machine: sizes that exceed it, drives that are no drives, missing mounts.
 
-A plan is made all the same, as it may be meant for another machine; a run on this one is refused.
+The plan is still made, because it may be for another machine. A run on this machine is refused.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class BeyondMachineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """One thing that speaks against running a config on this machine.
+    """One reason against running a config on this machine.
 
     Attributes:
-        key: The config's key that asks for it.
-        text: what is wrong, as a sentence without a full stop.
-        kind: "size": more than this machine has, a run is refused; "place": a path that is no drive, or not the one
-            that is expected, or a size that cannot be chosen, a run is refused; "note": it works, and is worth knowing.
+        key: Config key that causes it.
+        text: The reason, as a sentence without a full stop.
+        kind: "size": more than this machine has; refuses a run. "place": a path that is no drive or not the expected
+            one, or a size that cannot be chosen; refuses a run. "note": it works, with a remark.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Objection:
 
     @property
     def refuses(self) -> bool:
-        """Whether a run is refused for it."""
+        """Whether it refuses a run."""
         return self.kind != "note"
 
     def __str__(self) -> str:
@@ -59,13 +59,13 @@ class Objection:
 
 @dataclass(frozen=True, slots=True)
 class DrivePath:
-    """Where one ``[[tiers.nvme]]`` lies.
+    """Location of one ``[[tiers.nvme]]``.
 
     Attributes:
         key: ``tiers.nvme.0``.
-        file_system: that holds the path, or will.
-        free_bytes: What the file system has left.
-        total_bytes: The size of the file system.
+        file_system: File system that holds the path, or will hold it.
+        free_bytes: Free bytes of the file system.
+        total_bytes: Size of the file system.
     """
 
     key: str
@@ -76,12 +76,12 @@ class DrivePath:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size that the config gives it; 0 for "auto", which is never too much."""
+        """Return the size from the config; 0 for "auto", which never exceeds the drive."""
         return 0 if self.spec.size.is_auto else self.spec.size.resolve(self.total_bytes)
 
     @property
     def room(self) -> str:
-        """Return how much there is and how much of it is free, in words."""
+        """Return the total and the free size as text."""
         return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class DrivePath:
 
 
 def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
-    """Return where each path of the NVMe tier lies; makes and writes nothing."""
+    """Return the location of each path of the NVMe tier, without creating or writing anything."""
     found = []
     for number, drive in enumerate(drives):
         disk = machine.disk_usage(drive.path)
@@ -98,11 +98,11 @@ def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
 
 
 def refuse(objections: Sequence[Objection]) -> None:
-    """Refuse a run.
+    """Refuse a run if an objection requires it.
 
     Raises:
-        ConfigError: a path is no drive, or not the one that is expected, or a size cannot be chosen.
-        BeyondMachineError: this machine has less than the config gives.
+        ConfigError: A path is no drive or not the expected one, or a size cannot be chosen.
+        BeyondMachineError: This machine has less than the config gives.
     """
     places = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
     if places:
@@ -115,11 +115,11 @@ def refuse(objections: Sequence[Objection]) -> None:
 def find_objections(
     tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare what a run may use with this machine; those that refuse a run come first.
+    """Compare the resources of a run with this machine. Objections that refuse a run come first.
 
     Args:
-        tiers: what a run may use.
-        needs: tier -> the least that the plan takes of it; None: there is no plan.
+        tiers: Resources that the run may use.
+        needs: Tier -> smallest capacity that the plan needs, or None without a plan.
     """
     if tiers.machine is not None:
         return tuple(_planned(tiers, tiers.machine, device))
@@ -135,7 +135,7 @@ def find_objections(
 
 
 def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
-    """Compare sizes with a machine that is planned for."""
+    """Compare sizes with the planned machine."""
     yield from _memory(
         {"tiers.ram.size": tiers.table.ram.size}
         | ({"tiers.gpu.size": tiers.table.gpu.size} if tiers.emulates_gpu else {}),
@@ -189,11 +189,11 @@ def _gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> It
 
 
 def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
-    """Compare sizes of tiers that lie in one memory with it.
+    """Compare the sizes of tiers in one memory with that memory.
 
     Args:
-        sizes: key -> size.
-        need: the least that the plan takes of them together.
+        sizes: Config key -> size.
+        need: Smallest total that the plan needs of them.
     """
     given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
     if not given:
@@ -217,7 +217,7 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
 def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     together: dict[int, list[DrivePath]] = {}
     for path in paths:
-        if path.size_bytes and path.total_bytes:  # the kernel's own file systems have no bytes: no folder is made there
+        if path.size_bytes and path.total_bytes:  # /proc and the like report 0 bytes and allow no folders
             together.setdefault(machine.file_system_number(path.spec.path), []).append(path)
     for group in together.values():
         first = group[0]
@@ -235,7 +235,7 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
 
 
 def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
-    """Say what kind of file system a path is on, and whether it is the one that somebody meant."""
+    """Check the kind of file system under a path, and whether it is the expected mount."""
     key, shown, file_system = f"{path.key}.path", path.spec.path, path.file_system
     if file_system.nature == "memory" and not allows_tmpfs:
         text = f"{key}: {shown} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
@@ -277,5 +277,5 @@ def _of(total: int, free: int) -> str:
 
 
 def _whole(nbytes: int) -> str:
-    """Return a size that a config can hold, rounded down."""
+    """Return a size in the notation of the config, rounded down."""
     return f"{nbytes // GiB}GiB" if nbytes >= GiB else f"{max(1, nbytes // MiB)}MiB"

@@ -1,4 +1,4 @@
-"""From a run to its plan: model graph, program of a step, placement. Touches no data and allocates nothing."""
+"""Planning of a run: model graph, program of a step, placement. Reads no data and allocates nothing."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.plan import RunSpec
 
-#: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
+#: Shares of RAM and GPU memory that stay open for copies if some blocks are not at home, in order of preference
 #: (docs/decisions/0008-open-room.md).
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
-#: Share of the open room that copies may take which wait for their next use (docs/decisions/0009-stays.md).
+#: Share of the open room for copies that wait for their next use (docs/decisions/0009-stays.md).
 STAY_SHARE = 0.9
 _NUM_TRIES = 4
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
-#: Bytes written to drives that results may cost without being asked for, as a factor.
+#: Saved results that the config does not request may increase writes to drives by at most this factor.
 _MOST_WEAR = 1.1
 
 
@@ -59,25 +59,23 @@ def plan_run(
     """Plan a run.
 
     Args:
-        padded: whether rows may have padding or hold several documents; False: each is one document without padding.
-            None: as the data comes; a micro-batch of one row that is one document has none.
-        names_ways_out: a refusal names what the run would need with less room for its gradients, which takes a few
-            plans more.
-        like: a plan of the same model, dtype and objective, with other tiers or another batch: its model is used
-            again, and its trace for micro-batches of the same shape on the same kind of device. They take most of the
-            time.
-        capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
-        most_ahead: How many visits ahead several ranks may gather weights.
-        passes_parts: whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
+        padded: Whether rows may have padding or hold several documents. None derives it from the data: False for
+            micro-batches of one row without packing.
+        names_ways_out: Whether an error names config changes that reduce the need. This takes a few more plans.
+        like: Plan of the same model, dtype and objective with other tiers or another batch. Its model is reused, and
+            its trace for micro-batches of the same shape on the same kind of device. These take most of the time.
+        capacities: Tier -> bytes, replacing the capacities of the run.
+        most_ahead: Largest number of visits by which several ranks gather weights ahead.
+        passes_parts: Whether parts of the vocabulary pass one by one if possible. None lets the planner choose.
 
-    Raises:
-        DoesNotFitError: a tier is too small; it names the size that would do.
-        ModelFolderError: the model cannot be trained.
-        UnsupportedModelError: the model cannot be trained.
-        FreezeError: the model cannot be trained.
-        AdapterError: it has no place for such adapters.
-        OptimizerError: a group of the optimizer names no parameter; a custom optimizer cannot be made.
-        ConfigError: several ranks cannot run it so.
+        Raises:
+            DoesNotFitError: A tier is too small; the error names a sufficient size.
+            ModelFolderError: The model cannot be trained.
+            UnsupportedModelError: The model cannot be trained.
+            FreezeError: The model cannot be trained.
+            AdapterError: The model has no modules for these adapters.
+            OptimizerError: A parameter group matches no parameter, or a custom optimizer cannot be created.
+            ConfigError: Several ranks cannot run this config.
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
@@ -93,7 +91,7 @@ def plan_run(
 
 
 def _planned(attempts: Attempts) -> Plan | Shortfall:
-    """Return the first attempt that fits, with what makes its step shorter; else what the least of them lacks."""
+    """Return the first attempt that fits, with a shortened step, else the shortfall of the smallest attempt."""
     placed, profile = attempts.first_that_fits(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
@@ -118,12 +116,12 @@ def _plan_of(attempts: Attempts, placed: KeptGraphs) -> Plan:
 
 
 def estimated(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with its estimate at some rates."""
+    """Return the plan with its estimate at the rates of a profile."""
     return replace(plan, estimate=estimate_step(plan, plan.shape, profile))
 
 
 def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which a GPU updates as many groups in RAM as the config asks for, if it names a number."""
+    """Return the plan in which a GPU updates the configured number of groups in RAM, if it is a number."""
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan
@@ -134,7 +132,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan of a step that moves blocks with open room, saved activations and updates that shorten it."""
+    """Return the plan with open room, saved results and streamed updates that shorten a step, if blocks move."""
     if not any(plan.traffic.values()):
         return plan
     plan = fastest(estimated(other, profile) for other in with_open_room(plan))
@@ -146,11 +144,11 @@ def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _may_run_one_at_a_time(plan: Plan) -> bool:
-    """Return whether micro-batches may run one after the other: it changes no bit.
+    """Return whether micro-batches may run one after the other, with bitwise equal results.
 
-    What is kept for the backward is that of one micro-batch then, so more of it fits. Weights and sums of gradients
-    that do not stay in the compute tier would move once for each micro-batch, and drives have one backward instead of
-    a step to carry state beside.
+    Then activations of only one micro-batch are kept, so more of them fit. Weights and gradient sums that do not stay
+    in the compute tier would move for each micro-batch. Drives could transfer state during one backward only, instead
+    of a whole step.
     """
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
@@ -164,7 +162,7 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
 
 
 def _needs_drives(plan: Plan) -> bool:
-    """Return whether weights and state have no room but on drives."""
+    """Return whether weights and state do not fit without drives."""
     state_nbytes = sum(block.nbytes for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS)
     others = (each for each in plan.budgets_by_tier.values() if each.is_addressable or each.is_read_only)
     return state_nbytes > sum(each.capacity_bytes for each in others)
@@ -178,7 +176,7 @@ def _moves_by_drives(plan: Plan) -> bool:
 def _is_shorter(plan: Plan, other: Plan) -> bool:
     """Return whether a step with one micro-batch at a time takes less time than another.
 
-    By the estimates; without rates, by what is computed, where no more moves.
+    It compares the estimates. Without rates, it compares FLOPs if the first step moves no more bytes.
     """
     step_s, other_s = _step_s(plan), _step_s(other)
     if math.inf in (step_s, other_s):
@@ -188,15 +186,15 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
-    """Compare a plan with this machine; those that refuse a run come first."""
+    """Compare a plan with this machine. Objections that refuse a run come first."""
     run = plan.run
     return (*_unseen_layers(plan), *find_objections(run.tiers, run.device, plan.totals))
 
 
 def _unseen_layers(plan: Plan) -> Iterator[Objection]:
-    """Refuse to choose the size of a GPU tier where the trace has not seen what layers take beside it.
+    """Object to an automatic size of the GPU tier if the trace does not know the layers' memory outside the tier.
 
-    The forward of each failed on tensors without values, and was planned as if it computed nothing.
+    The forward of each layer failed on fake tensors, so the plan assumes that it computes nothing.
     """
     tiers, device, trace = plan.run.tiers, plan.run.device, plan.trace
     layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
@@ -213,14 +211,14 @@ def _unseen_layers(plan: Plan) -> Iterator[Objection]:
 
 
 def check_ranks(run: RunSpec) -> None:
-    """Refuse what several ranks cannot do.
+    """Refuse configs that several ranks cannot run.
 
     Raises:
-        ConfigError: names the keys.
+        ConfigError: A key has an unsupported value; the error names all such keys.
     """
     if run.world.is_single:
         return
-    if run.num_lanes < run.world.size:  # on which the other checks depend
+    if run.num_lanes < run.world.size:  # the other checks depend on it
         raise ConfigError("the config", [_too_few_lanes(run)])
     problems = list(_problems_of_ranks(run))
     if problems:
@@ -237,7 +235,7 @@ def _too_few_lanes(run: RunSpec) -> Problem:
 
 
 def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
-    """Yield what several ranks cannot do, if each has a lane."""
+    """Yield the problems of several ranks, provided that each has a lane."""
     world = run.world
     several = f"with {world.size} processes"
     if 1 < world.num_hosts < world.size:
@@ -266,15 +264,15 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
 
 
 def _has_work_for_all(num_ranks: int, num_lanes: int, num_micro_batches: int) -> bool:
-    """Return whether each of some ranks has a micro-batch of a step."""
+    """Return whether every rank has a micro-batch in a step."""
     return all(micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks))
 
 
 def _too_few_micro_batches(run: RunSpec) -> Problem:
-    """Return the problem of a step that has no micro-batch for some rank, with values that would do."""
+    """Return the problem of a step without a micro-batch for some rank, with sufficient values."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
     count, together = batch.num_micro_batches, batch.rows_per_example
-    # A new run adds in as many lanes as it has processes, if the config names no other number.
+    # A new run has as many lanes as processes unless the config sets the number.
     most = max(n for n in range(1, size) if _has_work_for_all(n, n if lanes == size else lanes, count))
     enough = next(n for n in range(size, lanes + 1) if _has_work_for_all(size, lanes, n))
     fewer = f"or start at most {_processes(most)}"
@@ -293,7 +291,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, and that is "
         "how many a step has"
     )
-    # A step of as many rows, in smaller micro-batches; else a larger step.
+    # Prefer a step of the same rows in smaller micro-batches, else a larger step.
     finer = (n for n in range(enough, examples + 1) if examples % n == 0 and _has_work_for_all(size, lanes, n))
     same = next(finer, None)
     if same is not None:
@@ -309,10 +307,10 @@ def _processes(count: int) -> str:
 
 
 def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which layers save results, if that makes a step shorter that moves blocks.
+    """Return the plan in which layers save results, if that shortens a step that moves blocks.
 
-    The results move as well then, so only rates can tell: those of this machine by the replay, those of another by
-    the estimate.
+    The results move also, so the decision needs rates: a replay with the rates of this machine, or the estimate for
+    another machine.
     """
     run, is_elsewhere = plan.run, plan.run.tiers.machine is not None
     is_open = run.recompute.mode == "auto" and run.model.table.compiler is None
@@ -329,35 +327,35 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
     if found is plan:
         return plan
-    # Of the shares of open room that `found` is tried with, it has the first itself.
+    # `found` has the first share of open room, so try only the others.
     others = (other for other in islice(_placed_anew(found), 1, None) if _spares_drives(other, plan))
     return fastest(chain((plan, found), (estimated(other, profile) for other in others)))
 
 
 def _spares_drives(plan: Plan, other: Plan) -> bool:
-    """Return whether drives are written little more than by another plan: nobody asked for speed that wears them.
+    """Return whether a plan writes little more to drives than another plan. Wear needs the user's consent.
 
-    Results of a step are many times its gradients and state. Where they may go to a drive is for the config to say.
+    Results of a step are many times larger than its gradients and state, so only the config may send them to drives.
     """
     return into_nvme(plan.traffic) <= _MOST_WEAR * into_nvme(other.traffic)
 
 
 def _step_s(plan: Plan) -> float:
-    """Return the estimate of a step; infinite where a rate is unknown."""
+    """Return the estimated seconds of a step; infinite if a rate is unknown."""
     step_s = plan.estimate.step_s if plan.estimate is not None else None
     return math.inf if step_s is None else step_s
 
 
 def _replayed_s(plan: Plan) -> float:
-    """Return how long a step takes where it is replayed; infinite where a rate is unknown."""
+    """Return the replayed seconds of a step; infinite if a rate is unknown."""
     replayed = replay(plan)
     return math.inf if replayed is None else replayed.step_s
 
 
 def _streaming(plan: Plan, count: int) -> StepProgram:
-    """Return the program that updates so many of the groups in RAM in the compute tier, spread over the step.
+    """Return the program that updates ``count`` of the groups in RAM in the compute tier, spread over the step.
 
-    Between two that the processor updates, one that is streamed leaves the bus time to fetch it.
+    While the processor updates the groups in between, the bus has time to fetch a streamed one.
     """
     program, homes = plan.program, plan.placement.homes
     if not program.updates.in_compute_tier or program.compute_tier == "ram":
@@ -369,15 +367,15 @@ def _streaming(plan: Plan, count: int) -> StepProgram:
 
 
 def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:
-    """Return whether a group is updated in RAM, where its weight and state live."""
+    """Return whether a group is updated in RAM and its weight and state have their home there."""
     own = (key for key, _ in tick.uses if key not in tick.spent)
     return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in own)
 
 
 def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
-    """Yield plans in which a GPU updates some of the groups in RAM, as many as it needs the time for of the processor.
+    """Yield plans in which a GPU updates as many of the groups in RAM as balance its bus with the processor.
 
-    And half as many, as the bus has other things to carry.
+    A second plan has half as many, because the bus also carries other bytes.
     """
     seconds = plan.estimate.seconds if plan.estimate is not None else {}
     host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None
@@ -394,12 +392,12 @@ def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Pla
 
 
 def _placed_anew(plan: Plan) -> Iterator[Plan]:
-    """Return the plans with open room for a program that is another than the one that was placed."""
+    """Yield the plans with open room for a changed program, without the old placement."""
     return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 
 
 def _with_ways_out(found: Shortfall, attempts: Attempts) -> Shortfall:
-    """Return the shortfall of a run with the changes of its config after which it needs less."""
+    """Return the shortfall of a run with the config changes that reduce its need."""
     graph = attempts.model.graph
     layers = (unit.module for unit in graph.units if unit.is_layer)
     can_cut_experts = has_experts_to_cut(layers, graph.num_parameters)
@@ -407,13 +405,13 @@ def _with_ways_out(found: Shortfall, attempts: Attempts) -> Shortfall:
 
 
 def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
-    """Return the least that a tier needs for a run, the others as they are; None: another tier is too small then."""
+    """Return the smallest capacity of a tier for a run, others unchanged; None if another tier is too small."""
     model = attempts.model
     if run.model.table.split_experts != model.run.model.table.split_experts:
         model = trace_model(run, model.padded, None)
     capacity = 0
     while True:
-        # Once more with what is said to do: blocks are placed greedily, and with more room may be placed otherwise.
+        # Try again with the reported need: placement is greedy, so more room may lead to other homes.
         placed = Attempts(run, model, attempts.profile, {tier: capacity}).first_that_fits()
         if not isinstance(placed, Shortfall):
             return capacity
@@ -423,10 +421,10 @@ def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
 
 
 def with_open_room(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with more and more of RAM and GPU memory kept open to copies, the usual share first.
+    """Yield the plan with growing shares of RAM and GPU memory open for copies, the usual share first.
 
-    Homes save traffic; open room lets copies be fetched further ahead. Neither changes a number of the run. In a run on
-    a GPU copies of each size get buffers of their own, if there can be room for these beside the homes
+    Homes save traffic; open room lets copies be fetched further ahead. Neither changes a result. On a GPU, copies of
+    each size get separate buffers if these fit in addition to the homes
     (docs/decisions/0025-buffers-made-before-the-first-step.md).
     """
     budgets = list(plan.budgets_by_tier.values())
@@ -434,7 +432,7 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
     tiers = {"ram", plan.program.compute_tier}
     for share in OPEN_SHARES:
         settled = _with_buffers(solver, {tier: int(share * plan.budgets[tier]) for tier in tiers})
-        if isinstance(settled, Shortfall):  # the drive has no room for what RAM keeps open
+        if isinstance(settled, Shortfall):  # the drive cannot hold the blocks displaced from RAM
             continue
         placement = solver.describe(settled)
         if weights_stay(plan.graph, plan.trace, plan.program, placement.homes):
@@ -444,9 +442,9 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
 
 
 def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled | Shortfall:
-    """Return homes that keep at least so much room open; more where buffers of each size need it."""
+    """Return homes that keep at least ``room`` bytes open, or more if the buffers of each size need it."""
     first = settled = solver.settle(room)
-    for _ in range(_NUM_TRIES):  # what moves away from one tier may bring copies of another size into it
+    for _ in range(_NUM_TRIES):  # blocks that leave one tier may need copies of another size in it
         if isinstance(settled, Shortfall) or not settled.missing_bytes:
             break
         room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
@@ -455,9 +453,9 @@ def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled |
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:
-    """Return the plan whose replayed step is the shortest; the first where this machine was not measured.
+    """Return the plan whose replayed step is the shortest, or the first plan if this machine was not measured.
 
-    The first as well for another machine: its rates are too rough to choose by, and a replay of a large model is long.
+    Also return the first plan for another machine: its rates are too rough, and a replay of a large model takes long.
     """
     best, best_s = None, math.inf
     seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []

@@ -1,8 +1,7 @@
-"""What the memory of a run's process comes to, for those who set a container's limit by it. Not counted: CUDA.
+"""Predicted memory of a run's process, for users who set a container limit. Memory used by CUDA is not counted.
 
-The RAM tier is counted exactly, the rest is what this process has now and what a run will load besides. That sum holds
-only while memory of freed tensors goes back to the system where there would be more: ``engine/freed_memory.py`` sees to
-it.
+The RAM tier is exact. The rest is this process's present memory plus the memory that a run loads later. The sum holds
+only if memory of freed tensors returns to the system before it would exceed the sum (``engine/freed_memory.py``).
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ __all__ = ["HEAP_BYTES", "ProcessMemory", "most_resident_bytes", "own_bytes", "p
 #: numba with LLVM, compiled kernels, and the parts of torch that the first step loads. Measured on Linux, x86-64
 #: (`bench/process_memory.py`): 93 MiB if the kernels come from numba's cache, 120 if the first run compiles them.
 _KERNELS_BYTES = 120 * MiB
-#: Rows, batches, threads of the tokenizer: 2 MiB where the rows are in the cache, 30 where they are tokenized.
+#: Rows, batches, threads of the tokenizer: 2 MiB with cached rows, 30 if rows are tokenized.
 _DATA_BYTES = 14 * MiB
-#: Memory of a tokenizer for each byte of its ``tokenizer.json``, measured with 128,000 words.
+#: Memory of a tokenizer per byte of its ``tokenizer.json``, measured with a vocabulary of 128,000.
 _TOKENIZER_FACTOR = 26
-#: Freed memory of steps in the heap: tensors too small to be mapped alone. 0 to 80 MiB in the cases of that bench.
+#: Freed heap memory of steps: tensors too small for a mapping of their own. 0 to 80 MiB in that benchmark.
 HEAP_BYTES = 40 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The parts of a run's resident memory at its fullest.
+    """Parts of a run's peak resident memory.
 
     Attributes:
-        tier_bytes: the RAM tier, and a GPU tier that is emulated in RAM, with the copies that the room between what a
-            step needs at once and the capacity comes to hold.
+        tier_bytes: The RAM tier and a GPU tier emulated in RAM. Includes copies that fill the room between a step's
+            need and the capacity.
         libraries_bytes: Python and libraries now, with the model's skeleton and the plan.
-        kernels_bytes: what the kernels of updates will take, and their compiler; 0 where they are loaded already.
-        data_bytes: the tokenizer and rows.
-        heap_bytes: what the C library keeps of freed memory.
+        kernels_bytes: Kernels of updates and their compiler; 0 if they are loaded already.
+        data_bytes: The tokenizer and rows.
+        heap_bytes: Freed memory kept by the C library.
     """
 
     tier_bytes: int
@@ -56,17 +55,17 @@ class ProcessMemory:
 
     @property
     def beside_tier_bytes(self) -> int:
-        """All but the tier."""
+        """Bytes outside the tier."""
         return self.libraries_bytes + self.kernels_bytes + self.data_bytes + self.heap_bytes
 
     @property
     def total_bytes(self) -> int:
-        """What a container must allow at least."""
+        """The smallest sufficient limit of a container."""
         return self.tier_bytes + self.beside_tier_bytes
 
 
 def process_memory(plan: Plan) -> ProcessMemory:
-    """Predict the memory of the process that runs a plan. Call it where that was made, and nothing was trained."""
+    """Predict the memory of the process that runs a plan. Call it in the planning process, before training."""
     tokenizer = Path(plan.run.model.tokenizer_folder, "tokenizer.json")
     tokenizer_bytes = tokenizer.stat().st_size if tokenizer.is_file() else 0
     return ProcessMemory(
@@ -79,10 +78,10 @@ def process_memory(plan: Plan) -> ProcessMemory:
 
 
 def most_resident_bytes(plan: Plan) -> int:
-    """Return the resident memory that an op may begin with, and the bytes that it computes in, together.
+    """Return the largest resident memory at the start of an op, including the bytes in which the op computes.
 
-    The process then stays within its planned memory. The workspace besides, such as streams between layers, may be
-    made within the op. Call it where the run begins: memory that is loaded by then counts as it is.
+    Within it, the process stays in its planned memory: the op may still allocate the rest of the workspace, such as
+    streams between layers. Call it when the run begins, because memory loaded by then counts as measured.
     """
     besides = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
     besides -= max(computing_bytes(plan.trace, plan.program))
@@ -95,7 +94,7 @@ def _tier_bytes(plan: Plan) -> int:
 
 
 def resident_bytes(plan: Plan, tier: str) -> int:
-    """Return what a tier comes to hold in a run: copies stay there, and are fetched ahead, as far as there is room."""
+    """Return the bytes that a tier holds in a run: homes, workspace, and as many kept or prefetched copies as fit."""
     placement, budget = plan.placement, plan.budgets_by_tier[tier]
     ends: dict[str, set[str]] = {}
     for access in plan.program.accesses(placement.homes):
@@ -108,6 +107,6 @@ def resident_bytes(plan: Plan, tier: str) -> int:
 
 
 def own_bytes() -> int:
-    """Return the resident memory of this process, without what the C library kept of freed memory."""
+    """Return the resident memory of this process, after the C library has returned freed memory."""
     trim()
     return int(psutil.Process().memory_info().rss)

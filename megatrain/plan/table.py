@@ -1,4 +1,4 @@
-"""[placement] and [advanced]: where kinds of bytes live, and what is measured with."""
+"""[placement] and [advanced]: homes of the kinds of blocks, and options for measurements."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def prefetch_bytes(self) -> int | None:
-        """Bytes fetched ahead; None: no limit but the room."""
+        """Largest prefetched bytes; None if only memory limits them."""
         return self.prefetch if isinstance(self.prefetch, int) else None

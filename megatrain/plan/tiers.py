@@ -1,4 +1,4 @@
-"""The tiers of a run as planned, the store over them, and the room that their drives need."""
+"""The planned tiers of a run, the store over them, and the free space that their drives need."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def open_store(
     """Return the store of a run, without blocks. The caller closes it.
 
     Args:
-        on_notice: called with what a person should know about the drives, from any thread.
-        on_event: called with every copy and wait, from any thread.
-        loader: Reads the model's folder, where blocks may have their home.
+        on_notice: Receives notices about the drives, from any thread.
+        on_event: Receives every copy and wait, from any thread.
+        loader: Reader of the model's folder, which blocks may have as their home.
 
     Raises:
-        ModelFolderError: the folder is not as it was planned with.
-        LockedError: another run uses an NVMe path.
-        UnusableDirectoryError: an NVMe path holds other files.
+        ModelFolderError: The folder has changed since planning.
+        LockedError: Another run uses an NVMe path.
+        UnusableDirectoryError: An NVMe path holds other files.
     """
     run = plan.run
     checkpoints = run.world.folder_in(run.output_dir / CHECKPOINTS_NAME)
@@ -91,14 +91,14 @@ def open_store(
 
 
 def claim_folders(plan: Plan) -> None:
-    """Make the folders of the run ours in which ranks have theirs, and free what ended runs of other numbers left.
+    """Claim the run's folders that contain the folders of ranks, and free files of ended runs with other rank numbers.
 
-    Else one process could not take over a drive, or a folder of checkpoints, that ranks alone have used. The first rank
-    of each host calls it, before any of them opens its store.
+    Otherwise, a single process could not use a drive or a folder of checkpoints that only ranks have used. The first
+    rank of each host calls it, before any of them opens its store.
 
     Raises:
-        LockedError: another run uses one of the folders.
-        UnusableDirectoryError: one holds other files.
+        LockedError: Another run uses one of the folders.
+        UnusableDirectoryError: A folder holds other files.
     """
     run = plan.run
     if not run.world.is_single:
@@ -119,10 +119,10 @@ def claim_folders(plan: Plan) -> None:
 def make_tiers(
     plan: Plan, on_notice: Callable[[str], None] | None = None, loader: WeightLoader | None = None
 ) -> list[Tier]:
-    """Return the tiers of a run, fast to slow, with the planned capacities; without a loader not the model's folder.
+    """Return the planned tiers of a run, fast to slow. The model's folder is included only with a loader.
 
     Raises:
-        ConfigError: the optimizer cannot do where GPU and RAM are one memory what several ranks ask of it.
+        ConfigError: GPU and RAM are one memory, and the optimizer does not support several ranks there.
     """
     budgets = plan.budgets_by_tier.values()
     return [
@@ -169,9 +169,9 @@ def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
 
 
 def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
-    """Register the blocks of a plan at their homes: weights and optimizer state, or all others.
+    """Register the blocks of a plan at their homes: either weights and optimizer state, or all others.
 
-    Commits hold the first, but those that the model's folder has.
+    Commits save weights and optimizer state, except blocks that the model's folder contains.
     """
     for block in plan.program.blocks.values():
         if (block.kind in DURABLE_KINDS) == durable:
@@ -180,7 +180,7 @@ def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
 
 
 def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Give back what only steps need: gradients, activations, workspace and buffers. Nothing may be scheduled."""
+    """Release what only steps need: gradients, activations, workspace and buffers. Nothing may be scheduled."""
     blocks = plan.program.blocks.values()
     store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
     reserve(store, plan.placement.workspace_bytes, sign=-1)
@@ -189,7 +189,7 @@ def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 
 def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Take what steps need beside weights and state: the reverse of ``unregister_transient_blocks``."""
+    """Register and reserve what only steps need: the inverse of ``unregister_transient_blocks``."""
     register_blocks(store, plan, durable=False)
     reserve(store, plan.placement.workspace_bytes)
     keep_buffers(store, plan)
@@ -197,10 +197,10 @@ def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 @contextmanager
 def room_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
-    """Give the room of what only the steps of a plan need to passes of another one, and take it back afterwards.
+    """Lend the memory that only the steps of a plan need to the passes of another plan, and restore it on exit.
 
-    The other plan's blocks of weights and state are the first one's. Between two steps with no update pending what
-    only steps need holds nothing. Inside, and afterwards, the store has no schedule of steps.
+    Both plans have the same blocks of weights and state. Call it between two steps with no update pending, when the
+    lent memory holds nothing. The store has no schedule of steps within the context, nor after it.
     """
     store.set_schedule(None)
     store.wait_idle()
@@ -214,23 +214,23 @@ def room_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:
-    """Take bytes out of the tiers for what is no block; ``sign`` -1 gives them back."""
+    """Reserve bytes of the tiers outside blocks; ``sign`` -1 releases them."""
     for tier, count in nbytes.items():
         if count:
             store.reserve(tier, sign * count)
 
 
 def keep_buffers(store: TieredStore, plan: Plan) -> None:
-    """Make the buffers that copies use in steps. Call it when all blocks are registered and workspace is reserved."""
+    """Create the buffers for copies in steps. Call it when all blocks are registered and workspace is reserved."""
     for tier, counts in plan.placement.buffers.items():
         store.keep_buffers(tier, counts)
 
 
 def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:
-    """Replace the schedule of the prefetcher; it may fetch ``lookahead_bytes`` ahead, None: as much as there is room.
+    """Replace the prefetcher's schedule. It may prefetch ``lookahead_bytes``; None means only memory limits it.
 
-    The ticks of the schedule before have no meaning in this one: without it, the tick is set to the one before the
-    start, and only then the prefetcher gets to see the new one.
+    Ticks of the old schedule have no meaning in the new one. So the old one is removed, then the tick is set to the one
+    before the new start, and then the new schedule is set.
     """
     store.set_schedule(None)
     store.advance(schedule.start - 1)
@@ -238,10 +238,10 @@ def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | 
 
 
 def check_folders(spec: CheckpointSpec) -> None:
-    """Refuse folders of drives and checkpoints that hold other files. Writes nothing.
+    """Refuse folders of drives and checkpoints that hold other files, without writing anything.
 
     Raises:
-        UnusableDirectoryError: one holds other files.
+        UnusableDirectoryError: A folder holds other files.
     """
     for path in (*spec.drives, spec.output_dir / CHECKPOINTS_NAME):
         if path.is_dir():
@@ -249,16 +249,16 @@ def check_folders(spec: CheckpointSpec) -> None:
 
 
 def check_drives(plan: Plan) -> None:
-    """Refuse drives that have less free space than the plan puts on them; files of earlier runs are free space.
+    """Refuse drives with less free space than the plan needs. Files of earlier runs count as free space.
 
-    On the drive of ``output_dir`` ``checkpoint.min_free_disk`` counts as well: without it no save would ever begin.
+    On the drive of ``output_dir``, ``checkpoint.min_free_disk`` is added to the need, or no save would ever begin.
 
     Raises:
-        DoesNotFitError: with the bytes that the drive would need.
+        DoesNotFitError: A drive is too small; the error names the bytes that it needs.
     """
     spec, world = plan.run.checkpoint, plan.run.world
     needs = _drive_needs(plan)
-    for path in spec.drives:  # the ranks of a host need the same there
+    for path in spec.drives:  # all ranks of a host need the same bytes there
         needs[path] *= world.local_size
     owned = _owned_bytes(spec, world)
     drives: dict[int, list[Path]] = {}
@@ -272,7 +272,7 @@ def check_drives(plan: Plan) -> None:
 
 
 def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
-    """Return path -> bytes of files there that earlier starts of the run have written, those of all ranks of a host."""
+    """Return path -> bytes of files that earlier starts of the run have written there, for all ranks of a host."""
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
     neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
     owned = {
@@ -286,7 +286,7 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
 
 
 def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) -> Shortfall:
-    """Return what a drive lacks, with what takes the room there.
+    """Return the shortfall of a drive, with the settings that use its space.
 
     Args:
         paths: Folders of the run on this drive.
@@ -314,7 +314,7 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) ->
 
 
 def _drive_needs(plan: Plan) -> Counter[Path]:
-    """Return path -> bytes that the run may come to hold there."""
+    """Return path -> the largest number of bytes that the run holds there."""
     spec, tiers = plan.run.checkpoint, plan.run.tiers
     table = spec.table
     needs = Counter[Path]()
@@ -325,7 +325,7 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if table.is_on:
-        # Where all ranks write their parts of a checkpoint.
+        # All ranks write their parts of a checkpoint there.
         of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
         in_output_dir = table.num_generations * of_all + table.min_free_disk
         in_output_dir += table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size

@@ -1,9 +1,8 @@
-"""One plan for the ranks of a run: each tells what it has, and all plan with the least of it.
+"""One plan for the ranks of a run: they exchange capacities and rates, and all plan with the minimum.
 
-Every rank plans for itself, as blocks may have other homes where drives are smaller. What ranks do together must not
-differ, nor what they are predicted to reach: they wait for each other in every collective, so a step takes as long as
-on the rank where it takes longest. So all plan with the smallest tiers, and with the slowest rate of each link, drive
-and processor.
+Every rank plans for itself, because homes of blocks may differ if drives are smaller. Joint operations and predictions
+must not differ: ranks wait for each other in every collective, so the slowest rank decides the time of a step. So all
+plan with the smallest tiers and with the slowest rate of each link, drive and processor.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ if TYPE_CHECKING:
 
 __all__ = ["RankRates", "gathering_at_most", "plan_together", "slowest_rates"]
 
-#: Returns what every rank gave, by rank.
+#: Returns the values of all ranks, by rank.
 Gather = Callable[[Any], Sequence[Any]]
 _Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)
-#: Of these a larger number is the slower one.
+#: Figures of which a larger value is slower.
 _LOSSES = ("computing_s_per_byte", "seconds_per_copy")
-#: Rates that change nothing where they were not measured; without another one nothing is predicted.
+#: Rates that are ignored if not measured. Any other rate that is missing prevents a prediction.
 _LIMITS = ("sustained_write_bytes_per_s",)
 
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """What was measured where one rank runs.
+    """Rates measured on the machine of one rank.
 
     Attributes:
-        name: What people call the rank.
-        machine: its rates; None: it was not measured.
-        drives: what the run has there (its n-th drive, ``output_dir``, the model's folder) -> the rates of the drive
-            under it; None: it was not measured.
-        note: why there are no rates although there is a file of them, or None.
+        name: Name of the rank in messages.
+        machine: Rates of the machine, or None if it was not measured.
+        drives: Location (its n-th drive, ``output_dir``, the model's folder) -> rates of the drive, or None if it was
+            not measured.
+        note: Why the file of rates was not used, or None.
     """
 
     name: str
@@ -59,24 +58,24 @@ class RankRates:
 
 @dataclass(frozen=True, slots=True)
 class _RankHas:
-    """What one rank tells the others before they plan: capacity by tier, and rates."""
+    """Capacities by tier and rates, as one rank sends them to the others before planning."""
 
     capacities: Mapping[str, int]
     rates: RankRates
 
 
 def plan_together(run: RunSpec, gather: Gather) -> Plan:
-    """Plan a run of several ranks: each for itself, with the least that any of them has. A collective.
+    """Plan a run of several ranks: each rank for itself, with the minimum over all ranks. A collective.
 
-    What ranks do together is the same in all their plans; homes of blocks may differ. So are the rates that they
-    choose by, and the seconds of a predicted step: those of the rank that takes longest.
+    All plans agree on joint operations, on the rates used for choices, and on the predicted seconds of the slowest
+    rank. Homes of blocks may differ.
 
     Args:
-        gather: Returns what all ranks say, in their order.
+        gather: Returns the values of all ranks, in order.
 
     Raises:
-        RanksDifferError: one rank has other tiers.
-        DoesNotFitError: and all other errors of ``plan_run``, on the ranks that meet them.
+        RanksDifferError: One rank has other tiers.
+        DoesNotFitError: On the ranks that do not fit; likewise all other errors of ``plan_run``.
     """
     capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
     of_ranks: Sequence[_RankHas] = gather(_RankHas(capacities, _rates_of(run)))
@@ -91,7 +90,7 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
     run = replace(run, tiers=replace(run.tiers, profile=rates))
     plan = plan_run(run, capacities=least)
     if any(gather(bool(plan.program.cuts.passing))) and not plan.program.cuts.passing:
-        # Where one rank needs parts to pass, they pass on all: a pass has other collectives then.
+        # If parts must pass on one rank, they pass on all, because passing parts changes the collectives.
         plan = plan_run(run, like=plan, capacities=least, passes_parts=True)
     plan = gathering_at_most(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
     assert plan.estimate is not None
@@ -99,11 +98,11 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
 
 
 def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
-    """Return a plan with weights gathered no further ahead than on the rank that has least room for it.
+    """Return a plan whose weights are gathered no further ahead than on the rank with the least memory for it.
 
     Args:
-        plan: What one rank does: its blocks may have other homes, and leave other room, than those of others.
-        capacities: as for ``plan_run``.
+        plan: Plan of one rank. Other ranks may have other homes and other free memory.
+        capacities: Tier -> bytes, as for ``plan_run``.
     """
     if plan.program.sharding.gathers_ahead <= most_ahead:
         return plan
@@ -117,9 +116,9 @@ def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int]
 
 
 def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
-    """Return an estimate with the seconds of the rank that takes longest: it may have more micro-batches. A collective.
+    """Return an estimate with the seconds of the slowest rank, which may have more micro-batches. A collective.
 
-    Nothing is predicted where it is not on one of them: its blocks may live where nothing was measured.
+    There is no prediction if one rank has none, because its blocks may be on drives that were not measured.
     """
     of_ranks: Sequence[tuple[float | None, str | None]] = gather((estimate.step_s, estimate.bound_by))
     seconds = [step_s for step_s, _ in of_ranks if step_s is not None]
@@ -137,7 +136,7 @@ def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
 
 
 def _places(run: RunSpec) -> dict[str, Path]:
-    """Return where a rank has files, by names that are the same on all ranks."""
+    """Return the locations of a rank's files, by names that are the same on all ranks."""
     drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.table.nvme)}
     return {**drives, "output_dir": run.output_dir, "the model's folder": Path(run.model.folder)}
 
@@ -150,14 +149,14 @@ def _rates_of(run: RunSpec) -> RankRates:
 
 
 def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str, Path]) -> LoadedProfile:
-    """Return the profile that a rank plans with: of every rate the lowest that was measured on any rank.
+    """Return the profile for the plan of a rank: the lowest measured value of every rate over all ranks.
 
-    What was not measured on one rank is not known of the run.
+    A rate that one rank has not measured is unknown for the run.
 
     Args:
-        of_ranks: by rank.
-        rank: whose profile it is to be; its drives have other names than those of others.
-        places: as named in ``RankRates.drives``, on this rank.
+        of_ranks: Rates by rank.
+        rank: The rank that plans. Its drives have other names than those on other ranks.
+        places: Locations as named in ``RankRates.drives``, on this rank.
     """
     unmeasured = [each.name for each in of_ranks if each.machine is None]
     if unmeasured:
@@ -180,7 +179,7 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
                 lines.append(f"rates           of {_listed(names)}, drive of {place}: not measured")
             continue
         drive = _slowest(measured, rank, slower)
-        # Two places on one drive here may be on two drives elsewhere.
+        # Two locations on one drive here may be on two drives on another rank.
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
     known = {key: drive for key, drive in drives.items() if key not in unknown}
     if slower:
@@ -190,12 +189,12 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
 
 
 def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
-    """Return a record with the lowest of each rate, and the rest as in one's own.
+    """Return the rank's own record, with each rate replaced by the lowest one.
 
     Args:
-        records: by rank.
-        own: number of one's own.
-        slower: ranks whose rates are lower than those of another; added to.
+        records: Records by rank.
+        own: Number of this rank.
+        slower: Ranks with a lower rate than another rank; updated.
     """
     changes: dict[str, Any] = {}
     for name in type(records[own]).model_fields:
@@ -222,7 +221,7 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
 
 
 def _apart(values: Sequence[float | None], slowest: float | None) -> list[int]:
-    """Return the numbers of those that have the slowest value, where others have another one."""
+    """Return the indices of the values that equal ``slowest``, or none if all values do."""
     if slowest is None or all(value == slowest for value in values):
         return []
     return [number for number, value in enumerate(values) if value == slowest]

@@ -1,9 +1,9 @@
-"""What a run that does not fit could do instead, each way with the size that it needs.
+"""Config changes that let a run fit, each with the size that it needs.
 
-Gradients that wait for their global norm are a quarter of what a run holds, and the first to be spared: as bf16, on a
-drive, or by not asking for that norm. The experts of a layer can come in parts, and micro-batches one after the other,
-so that activations are those of one. Each number is that of a plan made with the change, so the change fits where the
-text says so.
+Gradients that wait for their global norm are a quarter of a run's bytes, and the first to save: store them in bf16 or
+on a drive, or do not use that norm. The experts of a layer can pass in parts. Micro-batches can run one after the
+other, so that activations of only one are kept. Each number is from a plan made with the change, so a change that is
+said to fit does fit.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 __all__ = ["with_ways_out"]
 
-#: Returns the least that a tier needs for a run, the others as they are; None: another tier is too small then.
+#: Returns the smallest capacity of a tier for a run, with the others unchanged; None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 
 def with_ways_out(
     found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
 ) -> Shortfall:
-    """Return the shortfall of a run with its ways out, if there are any.
+    """Return the shortfall of a run with its remedies, if there are any.
 
     Args:
-        found: Why the run could not be planned.
-        least_bytes: plans the run with a change.
-        can_cut_experts: whether the model has experts that ``model.split_experts`` would cut.
+        found: The shortfall of the run.
+        least_bytes: Plans the changed run.
+        can_cut_experts: Whether the model has experts that ``model.split_experts`` would cut.
     """
     ways: list[WayOut] = []
     for change, other in _changes(run, can_cut_experts):
         need = least_bytes(other, found.tier)
         if need is not None and need < found.need_bytes:
             ways.append(WayOut(change, found.tier, need, need <= found.have_bytes))
-    # A first drive; room on those that there are is what the shortfall asks for.
+    # A first drive only: for existing drives, the shortfall itself asks for more room.
     if not run.tiers.table.nvme:
         need = least_bytes(_with_drive(run), "nvme")
         if need:
@@ -67,19 +67,19 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
 
 
 def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Yield the change with which no gradients wait for a norm of all."""
+    """Yield the changes that avoid a global gradient norm."""
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")
-    if not run.model.table.split_experts:  # which needs norms of whole layers
+    if not run.model.table.split_experts:  # split experts need norms of whole layers
         changes.append('optimizer.clip_scope = "layer"')
-    if changes:  # the same blocks, and the same need
+    if changes:  # both changes give the same blocks and the same need
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
         yield ", or ".join(changes), replace(run, optimizer=by_layer)
 
 
 def _may_cut_experts(run: RunSpec) -> bool:
-    """Return whether a config with the run's other keys may have its experts cut."""
+    """Return whether the run's other config keys allow split experts."""
     table = run.model.table
     needs_layers = table.compiler is not None or table.mlp_rows or run.optimizer.clip_scope == "layer"
     return not needs_layers and run.optimizer.optim in ELEMENT_WISE
