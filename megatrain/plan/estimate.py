@@ -1,4 +1,4 @@
-"""What a step means for the NVMe drives: their shares of what is striped, and how long they are busy."""
+"""Estimate of a step and of a run: busy seconds of processors, links and drives, and bytes written to drives."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
     """Return how long one drive is busy with reads and writes.
 
-    Reads and writes share one ceiling, the mixed rate, as far as both go on; what is left of one of them has its own
-    rate. A drive that slows under long writes cannot write more than it sustains.
+    Simultaneous reads and writes share the mixed rate. The excess of one over the other has its own rate. A drive that
+    slows down under long writes cannot exceed its sustained rate.
     """
     both = min(read_bytes, written_bytes)
     seconds = 2 * both / drive.mixed_bytes_per_s
@@ -56,7 +56,7 @@ def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -
 
 
 def into_nvme(traffic: Mapping[str, int]) -> int:
-    """Return the bytes that are written to drives.
+    """Return the bytes written to drives.
 
     Args:
         traffic: Bytes by link.
@@ -65,10 +65,10 @@ def into_nvme(traffic: Mapping[str, int]) -> int:
 
 
 def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[str, DriveProfile]) -> float | None:
-    """Return the seconds of the drive that takes longest; None if one was not measured.
+    """Return the seconds of the busiest drive, or None if a drive was not measured.
 
     Args:
-        moved: Key of the drive, bytes read and bytes written; paths on one file system share its drive.
+        moved: Key of the drive, bytes read and bytes written. Paths on one file system share its drive.
         drives: Rates of drives by key.
     """
     by_drive: dict[str, tuple[float, float]] = {}
@@ -81,12 +81,12 @@ def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[
 
 
 def split(nbytes: int, shape: StepShape) -> dict[str, int]:
-    """Return the share of each NVMe path; blocks are striped so to within one file."""
+    """Return the share of each NVMe path, exact to one file of the striped blocks."""
     total = sum(shape.weights)
     return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
 
 
-#: FLOPs per parameter and token where the trace could not count them: forward 2, recompute 2, backward 4.
+#: FLOPs per parameter and token if the trace could not count them: forward 2, recompute 2, backward 4.
 FLOPS_PER_PARAM_TOKEN = 8
 _FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
 
@@ -96,16 +96,16 @@ _UNCOUNTED = (
     "computing       8 FLOPs per parameter and token as large matrix products, a bound: layers could not be traced"
 )
 _PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
-_ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
-_ADAMW_TOUCHED = 28  # they read all of these and an fp32 gradient, and write all of these
-_SUM_NBYTES = 8  # of each gradient: the product of a micro-batch reads its fp32 sum and writes it
+_ADAMW_BYTES = 12  # bytes of master, m and v in the kernels that doctor times
+_ADAMW_TOUCHED = 28  # these kernels read the 12 bytes and an fp32 gradient, and write the 12 bytes
+_SUM_NBYTES = 8  # per gradient: the product of a micro-batch reads and writes its fp32 sum
 
 
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
-    """Return what a step of a plan should take on this machine.
+    """Return the estimate for a step of a plan on this machine.
 
-    The compute time is that of the step's work at the machine's rates (``DeviceCosts``); where steps were timed it is
-    theirs.
+    The compute time is from timed steps if there are any. Otherwise it is the step's work at the machine's rates
+    (``DeviceCosts``).
     """
     written = split(into_nvme(plan.traffic), shape)
     run = None
@@ -140,7 +140,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
 
 
 def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[Occasion]:
-    """Yield what a run moves at its start, at its first checkpoint and at its end."""
+    """Yield the traffic of a run at its start, at its first checkpoint and at its end."""
     run, homes = plan.run, plan.placement.homes
     durable = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
     on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")
@@ -148,7 +148,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
     weights = [block for block in durable if block.kind == "weights"]
     in_place = sum(block.nbytes for block in weights if plan.budgets_by_tier[homes[block.key]].is_read_only)
-    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read when it is used
+    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read at each use
     folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
     is_adapter = adapters_of(plan.graph) is not None and not run.export.merge
@@ -178,10 +178,10 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
 
 
 def flops_per_token(plan: Plan) -> float:
-    """Return the FLOPs that a step computes for each of its tokens: as traced, recomputed layers included.
+    """Return the traced FLOPs of a step per token, recomputed layers included.
 
-    What kernels of causal attention leave out does not count, nor do experts that a token does not pass. Where the
-    trace could not count them: ``8 N``, N being all parameters, and ``2 N`` less for layers that are not recomputed.
+    Parts that causal attention kernels skip do not count, nor do experts that a token does not use. Without counts from
+    the trace it is ``8 N``, N being all parameters, and ``2 N`` less for layers that are not recomputed.
     """
     if is_counted(plan.trace):
         return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
@@ -190,7 +190,7 @@ def flops_per_token(plan: Plan) -> float:
 
 
 def tick_flops(plan: Plan) -> list[float]:
-    """Return the FLOPs per token of every tick of the program, updates 0; together those of ``flops_per_token``."""
+    """Return the FLOPs per token of every tick of the program, 0 for updates. They add up to ``flops_per_token``."""
     ticks, blocks = plan.program.ticks, plan.program.blocks
     counted = _visits_work(plan) if is_counted(plan.trace) else None
     same = Counter((tick.phase, tick.visit) for tick in ticks)
@@ -203,14 +203,14 @@ def tick_flops(plan: Plan) -> list[float]:
             again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_numbers for key, _ in tick.uses if blocks[key].kind == "weights")
-        # Where micro-batches run one after the other, each has its own ticks.
+        # If micro-batches run one after the other, each has its own ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)
     return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
 
 
 def work_of_phases(plan: Plan) -> dict[Phase, Work]:
-    """Return the work on the micro-batch that was traced, by phase."""
+    """Return the work on the traced micro-batch by phase."""
     found: dict[Phase, Work] = {}
     for (phase, _), work in _visits_work(plan).items():
         found[phase] = found.get(phase, NO_WORK) + work
@@ -218,7 +218,7 @@ def work_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 
 def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
-    """Return the work of each visit on the micro-batch that was traced, by phase; the head's is that of its first."""
+    """Return the work on the traced micro-batch by phase and visit; the head's work is at its first visit."""
     trace, program = plan.trace, plan.program
     found: dict[tuple[Phase, int], Work] = {}
     for number, visit in enumerate(trace.visits):
@@ -236,9 +236,9 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
 
 
 def _sums_of_phases(plan: Plan) -> dict[Phase, Work]:
-    """Return what the products of a micro-batch read and write of the sums of gradients on a GPU.
+    """Return the traffic of a micro-batch's products to the gradient sums on a GPU.
 
-    A CPU's rate of products is measured in steps, sums included.
+    On a CPU, the measured rate of products already includes the sums.
     """
     found: dict[Phase, Work] = {}
     for visit in plan.trace.visits if plan.device.type == "cuda" else ():
@@ -251,7 +251,7 @@ def _sums_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 
 def matrix_flops(plan: Plan) -> dict[int, int]:
-    """Return the operations in which this rank makes matrices orthogonal in a step, by index of their layout."""
+    """Return the operations of this rank's orthogonalization in a step, by index of the layout."""
     optimizer, layouts = plan.optimizer, list(plan.graph.layouts.values())
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
@@ -264,7 +264,7 @@ def matrix_flops(plan: Plan) -> dict[int, int]:
 
 
 def _touched_bytes(plan: Plan, updates: Iterable[Tick]) -> int:
-    """Return what some updates read and write."""
+    """Return the bytes that these updates read and write."""
     blocks = plan.program.blocks
     return sum(blocks[key].nbytes * (2 if mode == "rw" else 1) for tick in updates for key, mode in tick.uses)
 
@@ -286,7 +286,7 @@ class _Costs:
             self._phases = {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(plan).items()}
 
     def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return resource -> busy seconds of a step, and the resources that are used but were not measured."""
+        """Return resource -> busy seconds of a step, and the used resources that were not measured."""
         found = {
             "compute": self.computing_s(),
             "host": self._launching_s + self._leasing_s + self._transfers_s(),
@@ -298,7 +298,7 @@ class _Costs:
         return measured, tuple(name for name, seconds in found.items() if seconds is None)
 
     def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
-        """Return the seconds of a step and what decides them."""
+        """Return the seconds of a step and the resource that decides them."""
         compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
         busy = self._busy_s(compute, optimizer) + seconds.get("gpu optimizer", 0.0)
         beside = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
@@ -313,9 +313,10 @@ class _Costs:
         return busy, max(one_after_the_other, key=seconds.__getitem__)
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
-        """Return T*: from there on computing takes longer than the slowest link, and on a GPU than the host.
+        """Return T*: above it, computing takes longer than the slowest link, and on a GPU than the host.
 
-        Bytes of activations grow with the tokens, and so do launches, as micro-batches stay as long; all others do not.
+        Activation bytes grow with the tokens, and so do launches, because micro-batches keep their length. The rest is
+        constant.
         """
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
         on_gpu = seconds.get("gpu optimizer", 0.0)
@@ -325,7 +326,7 @@ class _Costs:
             fixed["host"] = self._leasing_s + self._transfers_s(self._stays_as_large)
         else:  # one after the other
             per_token, optimizer = per_token + self._launching_s / tokens, optimizer + self._leasing_s
-        # Micro-batches stay as long: the phase of one of them hides as much of the updates, whatever the tokens.
+        # Micro-batches keep their length, so the phase of one of them always hides the same part of the updates.
         hiding_s = self._hiding_share * seconds.get("compute", 0.0)
         hiding_per_token, hiding_s = (hiding_s / tokens, 0.0) if self._runs_together else (0.0, hiding_s)
         crossing = 0.0
@@ -343,12 +344,12 @@ class _Costs:
             if not starts:
                 return None
             crossing = max(crossing, min(starts))
-        if self._on_gpu and per_token:  # on a CPU it is one after the other, whatever the tokens
+        if self._on_gpu and per_token:  # on a CPU they run one after the other for any number of tokens
             crossing = max(crossing, (optimizer - hiding_s) / (hiding_per_token or per_token))
         return crossing
 
     def _busy_s(self, compute: float, optimizer: float) -> float:
-        """Return how long the processors need: one after the other on a CPU, the update beside a GPU's layers."""
+        """Return the busy seconds of the processors. On a CPU they add up; a GPU computes layers during the update."""
         if not self._on_gpu:
             return compute + optimizer
         hiding = compute * self._hiding_share
@@ -361,7 +362,7 @@ class _Costs:
 
     @cached_property
     def _hiding_share(self) -> float:
-        """The share of computing that runs while the host updates: a phase of the micro-batches that run together.
+        """The share of computing that overlaps the host's updates: one phase of the micro-batches that run together.
 
         Updates that wait for the norm of the step run before its first forward, others after its last backward.
         """
@@ -375,7 +376,7 @@ class _Costs:
         return share / num_apart
 
     def _timed_s(self, *, updates: bool) -> float:
-        """Return the seconds of those ticks that are updates, or of all else."""
+        """Return the seconds of all update ticks, or of everything else."""
         plan = self._plan
         assert plan.ticks is not None
         timed = zip(plan.program.ticks, plan.ticks.seconds, strict=True)
@@ -383,7 +384,7 @@ class _Costs:
         return seconds if updates else seconds + plan.ticks.between_s
 
     def computing_s(self) -> float | None:
-        """Return how long the device computes; where only FLOPs are known, at the rate of products."""
+        """Return the compute seconds; if only FLOPs are known, at the rate of products."""
         if self._plan.ticks is not None:
             return self._timed_s(updates=False)
         if self._costs is None:
@@ -403,12 +404,12 @@ class _Costs:
 
     @property
     def _host_costs(self) -> DeviceCosts | None:
-        """Costs by which the host's seconds are counted; None where steps were timed, or a rate is unknown."""
+        """Costs for the host's seconds; None if steps were timed or a rate is unknown."""
         return None if self._plan.ticks is not None or self._phases is None else self._costs
 
     @property
     def _launching_s(self) -> float:
-        """Seconds that the host launches, of all micro-batches."""
+        """Seconds that the host launches kernels for all micro-batches."""
         costs = self._host_costs
         return 0.0 if costs is None else self._work.launches * self._num_micro_batches * costs.seconds_per_launch
 
@@ -420,16 +421,16 @@ class _Costs:
         return 0.0 if costs is None else num_leases * costs.seconds_per_lease
 
     def _transfers_s(self, counts: Callable[[str], bool] | None = None) -> float:
-        """Return the seconds that the host starts and ends transfers of the GPU.
+        """Return the seconds that the host needs to start and end transfers of the GPU.
 
         Args:
-            counts: whether a block counts, by key; default: all do.
+            counts: Filter of blocks by key. All blocks count by default.
         """
         costs = self._host_costs if self._on_gpu else None
         return 0.0 if costs is None else self._traffic.num_transfers("gpu", counts) * costs.seconds_per_transfer
 
     def _optimizer_s(self) -> float | None:
-        """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
+        """Return the seconds of the update kernels; None for optimizers and formats that doctor does not measure."""
         if self._plan.ticks is not None:
             return self._timed_s(updates=True)
         plan, is_split = self._plan, self._plan.graph.dtype.itemsize == 2
@@ -454,10 +455,10 @@ class _Costs:
 
     @property
     def _is_bound_by_ram(self) -> bool:
-        """Whether an update takes as long as its bytes do: not where moments are coded, nor with users' optimizers.
+        """Whether the bytes of an update decide its time. False for coded moments and users' optimizers.
 
-        Measured on two cores, Lion, SGD and averages are within 12 % of AdamW's rate by bytes. Moments in bf16
-        take 1.4 to 2.5 times as long as their bytes, and bytes in blocks of 256 nine times.
+        On two cores, Lion, SGD and averages are within 12 % of AdamW's rate by bytes. Moments in bf16 take 1.4 to 2.5
+        times as long as their bytes, and int8 moments in blocks of 256 nine times.
         """
         optimizer = self._plan.optimizer
         inner = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
@@ -465,15 +466,15 @@ class _Costs:
         return is_fp32 or isinstance(inner, Muon)
 
     def _products_s(self) -> float | None:
-        """Return the seconds of the products that make matrices orthogonal; None: their rate is not known."""
+        """Return the seconds of the orthogonalization, or None if the rate of its products is unknown."""
         flops = sum(matrix_flops(self._plan).values())
         rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/bfloat16")
         return 0.0 if not flops else None if rate is None else flops / rate
 
     def _gpu_optimizer_s(self) -> float | None:
-        """Return the seconds of updates on a GPU: of those in its memory all that they read and write, at its own rate.
+        """Return the seconds of updates on a GPU: all bytes of updates in its memory, at its own rate.
 
-        And of the products that make matrices orthogonal, wherever the rest of their update is made.
+        The orthogonalization is included, wherever the rest of an update runs.
         """
         plan, gpu = self._plan, self._machine.gpu
         products = self._products_s() if self._on_gpu else 0.0
@@ -485,7 +486,7 @@ class _Costs:
         return _touched_bytes(plan, plan.device_updates) / rate + products
 
     def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
-        """Return the seconds of every link that moves something; None for one that was not measured."""
+        """Return the seconds of every link that moves bytes; None for a link that was not measured."""
         seconds: dict[str, float | None] = {}
         for name, budget in self._plan.budgets_by_tier.items():
             if not budget.is_addressable:
@@ -493,7 +494,7 @@ class _Costs:
                 written = sum(nbytes for link, nbytes in traffic.items() if link.endswith(f"->{name}"))
                 if read or written:
                     seconds[name] = self._storage_s(name, read, written)
-        gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
+        gpu = self._machine.gpu if self._on_gpu else None  # an emulated GPU has no bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
             ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
@@ -507,7 +508,7 @@ class _Costs:
         return seconds
 
     def _storage_s(self, tier: str, read: int, written: int) -> float | None:
-        """Return the seconds of the links of a tier that is no memory; None: they were not measured."""
+        """Return the seconds of the links of a storage tier, or None if they were not measured."""
         if tier == "nvme":
             num_ranks = self._plan.run.world.local_size  # which share the drives
             return self._nvme_s(num_ranks * read, num_ranks * written)
@@ -516,13 +517,13 @@ class _Costs:
         planned = self._plan.run.tiers.machine
         if planned is None:
             key = file_system_of(Path(self._plan.run.model.folder)).key
-        else:  # of a machine that is planned for, its first drive
+        else:  # assume the first drive of the planned machine
             key = planned.drives[0].key if planned.drives else ""
         drive = self._machine.drives.get(key)
         return None if drive is None else nvme_seconds(read, 0, drive)
 
     def _nvme_s(self, read: int, written: int) -> float | None:
-        """Return the seconds of the drive that takes longest."""
+        """Return the seconds of the busiest drive."""
         reads, writes = split(read, self.shape), split(written, self.shape)
         return _slowest_drive_s(
             ((key, reads[path], writes[path]) for path, key in self._keys.items()), self._machine.drives
@@ -534,12 +535,12 @@ class _Costs:
         return Traffic(self._plan.program, placement.routes, placement.homes, placement.stays)
 
     def _stays_as_large(self, key: str) -> bool:
-        """Return whether a block is as large whatever the number of tokens."""
+        """Return whether a block's size is independent of the number of tokens."""
         return self._plan.program.blocks[key].kind != "activations"
 
     @property
     def computing_note(self) -> str:
-        """Where the time of computing comes from, and which of its rates are assumed."""
+        """The source of the compute time, with assumed rates."""
         if self._plan.ticks is not None:
             return self._plan.ticks.note
         if self._phases is None or self._costs is None:
@@ -553,14 +554,14 @@ class _Costs:
 
     @property
     def computing_s_per_nvme_byte(self) -> float:
-        """What computing loses while a byte moves: the mean over the paths, by their shares of the bytes."""
+        """Compute slowdown per moved byte: the mean over the paths, weighted by their shares of the bytes."""
         shares = zip(self.shape.weights, self._drives.values(), strict=True)
         lost = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
         return lost / sum(self.shape.weights) if lost else 0.0
 
     @property
     def drives(self) -> Sequence[DriveProfile]:
-        """The profiles of the paths' drives, those that there are."""
+        """The profiles of the paths' drives that were measured."""
         return [drive for drive in self._drives.values() if drive is not None]
 
     @property
@@ -597,7 +598,7 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
 
 
 def _striping(shape: StepShape) -> Sequence[str]:
-    """Say that paths are taken to be equally fast, where nobody knows."""
+    """Note that paths are assumed to be equally fast, if nothing was measured or configured."""
     if len(shape.paths) < 2 or shape.has_rates:
         return ()
     return (
@@ -611,15 +612,15 @@ def _days(days: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """A whole run, without evaluations and saves.
+    """Length and traffic of a whole run, without evaluations.
 
     Attributes:
-        num_steps: Steps; None where only the data tells.
-        num_tokens: Tokens; 0 where only the data tells.
-        seconds: Seconds of all steps; None if a rate was not measured.
-        moved_bytes: Bytes by link, the updates after the last step included.
+        num_steps: Steps, or None if only the data determines them.
+        num_tokens: Tokens; 0 if only the data determines them.
+        seconds: Seconds of all steps, or None if a rate was not measured.
+        moved_bytes: Bytes by link, including the updates after the last step.
         written_bytes: Bytes to all drives of ``[[tiers.nvme]]``.
-        share_of_limit: Share of the most that may still be written there.
+        share_of_limit: Share of the configured write limits, or None if a drive has no limit.
         saved_bytes: Bytes that checkpoints write to ``output_dir``.
     """
 
@@ -638,7 +639,7 @@ class RunLength:
 
 
 def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLength:
-    """Return what the whole run comes to.
+    """Return the length and traffic of the whole run.
 
     Args:
         num_steps: Steps as counted in the data; None for the number in the config.

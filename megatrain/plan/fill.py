@@ -1,8 +1,8 @@
 """Choice of the layers that save results if blocks move: as many as make a step shorter.
 
 If nothing moves, results use memory that is otherwise free (kept.py). Else each byte of results displaces a block,
-which then moves, or moves itself. Results are admitted from the last layer on. Those that save more operations per
-byte come first, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
+which then moves, or moves itself. Results are admitted from the last layer on, in the order of operations saved per
+byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Results:
 
     Attributes:
         more_nbytes: Bytes per micro-batch, without the visit's results that come earlier in the order.
-        with_products: Whether results of products are included, in addition to those of attention.
+        with_products: Whether results of products are included, not only of attention.
     """
 
     visit: int
@@ -43,7 +43,7 @@ class _Results:
 def with_results(
     plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
-    """Return the plan in which as many layers save results as make a step shorter, or ``plan`` if none do.
+    """Return the plan with the number of layers saving results that makes a step shortest, or ``plan`` if none do.
 
     A binary search. It assumes that each result saves as much as the previous one, until memory is full or a link is
     the bottleneck. The largest number that fits is tried first.

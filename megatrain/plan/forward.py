@@ -1,7 +1,7 @@
-"""Plans of forward passes alone: no gradients, no state, no activations that wait; weights are the only blocks.
+"""Plans of forward passes: weights are the only blocks, without gradients, state or saved activations.
 
-Every pass takes each unit's weights once, for all of its micro-batches, so the bytes that move do not depend on the
-tokens of a pass: from T* tokens on computing hides them (``Estimate.crossing_tokens``).
+Every pass reads the weights of each unit once for all of its micro-batches. So traffic does not depend on the tokens
+of a pass, and above T* tokens, computing hides it (``Estimate.crossing_tokens``).
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ __all__ = [
     "with_prompts",
 ]
 
-#: Copies of a micro-batch's logits, in fp32, that choosing a token takes: warped, sorted, their softmax ...
+#: fp32 copies of a micro-batch's logits needed to choose a token: warped, sorted, their softmax ...
 _COPIES_OF_LOGITS = 8
 
-#: Copies of the scores of a pass: as they come, those of a document, and as they are written.
+#: Copies of a pass's scores: as computed, per document, and as written.
 _COPIES = 3
 
 
 def forward_run(run: RunSpec) -> RunSpec:
-    """Return a run that only runs its model: all of it is frozen, nothing is saved, drives are not needed for it."""
+    """Return a run with a frozen model and without checkpoints, so that it needs no drives for them."""
     checkpoint = replace(run.checkpoint, table=run.checkpoint.table.without_saves())
     return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
 
 
 def check_weights(run: RunSpec) -> None:
-    """Refuse to run a model whose weights are random; its plan may be of use all the same.
+    """Refuse to run a model with random weights; planning it is still allowed.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: The error names the key.
     """
     if run.model.table.train_from_scratch:
-        text = "model.train_from_scratch = true: what random weights say of a text means nothing"
+        text = "model.train_from_scratch = true: the output of random weights is meaningless"
         advice = "Leave the key out, and name the folder of a trained model in model_name_or_path"
         raise ConfigError("the config", [Problem("model.train_from_scratch", text, advice)])
 
 
 def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
-    """Return the RAM that the scores of a pass take until they are written.
+    """Return the RAM for the scores of a pass until they are written.
 
     Args:
-        run: A step of it is the pass.
-        top_k: words for each token.
-        width: Numbers of an embedding; 0: there are none.
+        run: A run whose steps are the passes.
+        top_k: Number of scored vocabulary entries per token.
+        width: Size of an embedding; 0 without embeddings.
     """
     return _COPIES * run.batch.num_tokens * (12 * top_k + 16) + 4 * run.batch.num_rows * width
 
@@ -95,7 +95,7 @@ def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
 def _traced_forward(
     run: RunSpec, graph: ModelGraph, trace: VisitTrace, *, padded: bool, packing_warning: str = ""
 ) -> TracedModel:
-    """Return a model that is run without updates."""
+    """Return a traced model without updates."""
     in_place, encodings = find_frozen(run, graph)
     return TracedModel(
         run=run,
@@ -111,17 +111,17 @@ def _traced_forward(
 
 
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
-    """Plan passes over a model's rows that score their tokens.
+    """Plan passes that score the tokens of a model's rows.
 
     Args:
-        run: as ``forward_run`` returns it; a step of it is a pass.
-        top_k: likeliest words of each token.
-        width: Numbers of each document's embedding; 0: there are none.
+        run: Result of ``forward_run``. Its steps are the passes.
+        top_k: Number of most likely vocabulary entries scored per token.
+        width: Size of each document's embedding; 0 without embeddings.
 
     Raises:
-        DoesNotFitError: a tier is too small; it names the size that would do.
-        ModelFolderError: the model cannot be run.
-        UnsupportedModelError: the model cannot be run.
+        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        ModelFolderError: The model cannot be run.
+        UnsupportedModelError: The model cannot be run.
     """
     assert not run.model.is_trained, run.model
     graph = make_graph(run)
@@ -169,18 +169,18 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """How prompts are continued.
+    """A plan to continue prompts.
 
     Attributes:
-        plan: A pass that makes a token of each of them; its program takes the cache from its blocks.
-        first: program of the pass that fills the cache.
+        plan: Pass that generates one token for each prompt, with the cache in blocks.
+        first: Program of the pass that fills the cache.
     """
 
     plan: Plan
     first: StepProgram
 
     def planned_bytes(self, num_passes: int) -> dict[str, int]:
-        """Return the bytes that each link moves in so many passes, of which the first one fills the cache."""
+        """Return the bytes that each link moves in ``num_passes`` passes; the first one fills the cache."""
         placement = self.plan.placement
         moved = Counter(Traffic(self.first, placement.routes, placement.homes, {}).of_first_step())
         if num_passes > 1:
@@ -189,15 +189,15 @@ class GenerationPlan:
 
 
 def plan_generation(run: RunSpec) -> GenerationPlan:
-    """Plan to continue prompts: the rows of a step, each with its new tokens of ``batch.max_length`` tokens.
+    """Plan to continue prompts: the rows of a step, with at most ``batch.max_length`` tokens including new ones.
 
     Args:
-        run: as ``forward_run`` returns it.
+        run: Result of ``forward_run``.
 
     Raises:
-        DoesNotFitError: a tier is too small; it names the size that would do.
-        ModelFolderError: the model cannot be run.
-        UnsupportedModelError: the model cannot be run.
+        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        ModelFolderError: The model cannot be run.
+        UnsupportedModelError: The model cannot be run.
     """
     assert not run.model.is_trained, run.model
     graph, batch = make_graph(run), run.batch
@@ -234,7 +234,7 @@ def _generation_programs(
     cache_nbytes: Mapping[int, int],
     num_micro_batches: int,
 ) -> tuple[StepProgram, StepProgram]:
-    """Return the program of the pass that fills the cache, and that of all others."""
+    """Return the programs of the pass that fills the cache, and of all later passes."""
     first, others = (
         generation_program(weights, graph, trace, cache_nbytes, num_micro_batches=num_micro_batches, is_first=is_first)
         for is_first in (True, False)
@@ -243,7 +243,7 @@ def _generation_programs(
 
 
 def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return what a pass holds on the compute device outside of blocks."""
+    """Return the bytes of a pass outside blocks on the compute device."""
     vocab_size: int = graph.config.get_text_config().vocab_size
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
@@ -255,10 +255,10 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     """Return a run whose steps are batches of prompts.
 
     Args:
-        run: What its model is, and where its blocks may live.
-        rows: prompts of a micro-batch, at most ``num_prompts``.
-        num_prompts: that are together, at least; the last micro-batch may have room for more.
-        max_length: tokens of a prompt and its completion.
+        run: The run with the model and the allowed homes of its blocks.
+        rows: Prompts of a micro-batch, at most ``num_prompts``.
+        num_prompts: Smallest number of prompts per batch. The last micro-batch may have room for more.
+        max_length: Tokens of a prompt and its completion.
     """
     num_rows = -(-num_prompts // rows) * rows
     batch = replace(run.batch, num_rows=num_rows, max_length=max_length, given_rows=rows, order="layer")
@@ -266,15 +266,15 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
 
 
 def plan_averages(plan: Plan) -> Plan:
-    """Plan evaluation passes of a run with the averages of its weights, from where they are.
+    """Plan evaluation passes of a run that read its averaged weights from their homes.
 
-    They are streamed in fp32, and rounded for each visit. The room of gradients and activations is free then.
+    They are streamed in fp32 and rounded for each visit. The memory of gradients and activations is free meanwhile.
 
     Args:
         plan: A run with averages.
 
     Raises:
-        DoesNotFitError: a tier is too small; it names the size that would do.
+        DoesNotFitError: A tier is too small; the error names a sufficient size.
     """
     graph, trace = plan.graph, plan.trace
     program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
@@ -295,19 +295,19 @@ def plan_averages(plan: Plan) -> Plan:
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
-    """Plan to continue prompts between two steps of a run, with its weights where they are.
+    """Plan to continue prompts between two steps of a run, with its weights at their homes.
 
-    The room of gradients and activations is free then. Where not all prompts fit, fewer are together: that changes no
-    token, as the rows of a micro-batch stay.
+    The memory of gradients and activations is free meanwhile. If not all prompts fit, fewer run together. This changes
+    no token, because the rows of a micro-batch stay the same.
 
     Args:
-        plan: The run between whose steps this is.
-        rows: prompts of a micro-batch.
-        max_length: tokens of the longest prompt and its completion.
+        plan: The run between whose steps the prompts are continued.
+        rows: Prompts of a micro-batch.
+        max_length: Tokens of the longest prompt and its completion.
 
     Raises:
-        DoesNotFitError: one micro-batch is too much for a tier; it names the size that would do.
-        UnsupportedModelError: the model cannot generate with streamed weights.
+        DoesNotFitError: One micro-batch does not fit a tier; the error names a sufficient size.
+        UnsupportedModelError: The model cannot generate with streamed weights.
     """
     graph, run = plan.graph, plan.run
     with (
@@ -334,7 +334,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
 def _placed_samples(
     plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]
 ) -> GenerationPlan | Shortfall:
-    """Return the plan of so many prompts, or the tier that is too small for them."""
+    """Return the plan for the prompts of ``run``, or the tier that is too small for them."""
     graph = plan.graph
     first, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
     workspace = dict.fromkeys(plan.budgets_by_tier, 0)

@@ -81,10 +81,10 @@ class GraphKeeper:
         The tier may be too small for the requested number, or for any choice.
 
         Args:
-            wanted: ``auto`` keeps graphs of as many of the last layers as fit if the compute tier fetches nothing. A
+            wanted: ``auto`` keeps graphs of all last layers that fit if the compute tier fetches nothing. A
                 number keeps graphs of that many layers before other blocks get memory, if their weights still have
                 their home there.
-            results: ``auto`` saves results of as many of the last layers without a kept graph as fit if nothing moves.
+            results: ``auto`` saves results of all last layers without a kept graph that fit if nothing moves.
                 A number saves results of products and attention of that many last layers, in any tier that may be their
                 home.
         """
@@ -108,7 +108,7 @@ class GraphKeeper:
         return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
     def _what_is_left(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
-        """Keep graphs, or results, of as many last visits as fit beside an unchanged placement.
+        """Keep graphs, or results, of all last visits that fit without a change of the placement.
 
         The kind that saves more operations per byte comes first.
         """
@@ -190,12 +190,12 @@ class _FreeMemory:
         self._inputs = activations_of(found.program)
         self._kept: Mapping[What, frozenset[int]] = {
             "graphs": found.program.recompute.kept_graphs,
-            "results": frozenset(),  # in addition to those of the given program
+            "results": frozenset(),  # besides the results that the given program saves
             "attention": frozenset(),
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` of as many last visits as fit. It replaces kinds that save less of a visit's recompute."""
+        """Keep ``what`` of all last visits that fit. It replaces kinds that save less of a visit's recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
@@ -299,7 +299,7 @@ def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, st
 
 
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:
-    """Return the number of layers that the backward does not recompute, and of all that it could recompute."""
+    """Return the number of layers that the backward does not recompute, and the number that it could."""
     layers: list[list[int]] = []  # visits of each
     above = ""
     for number, visit in enumerate(trace.visits):

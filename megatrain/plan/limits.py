@@ -150,7 +150,7 @@ def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) ->
         yield from _memory({"tiers.gpu.size": tiers.table.gpu.size}, 0, total, total, has)
     if len(tiers.table.nvme) > len(planned.drives):
         text = f"{len(tiers.table.nvme)} paths in [[tiers.nvme]], but {planned.name} has {len(planned.drives)} drives"
-        yield Objection("tiers.nvme", text, "Name as many paths as there are drives", "place")
+        yield Objection("tiers.nvme", text, "Name no more paths than drives", "place")
     for number, (drive, there) in enumerate(zip(tiers.table.nvme, planned.drives, strict=False)):
         wanted = 0 if drive.size.is_auto else drive.size.resolve(there.total_bytes)
         if wanted > there.total_bytes:
@@ -160,10 +160,8 @@ def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) ->
             yield Objection(key, text, f'Write at most "{_whole(there.total_bytes)}", or "auto"', "size")
     if len(tiers.table.nvme) < len(planned.drives):
         unused = len(planned.drives) - len(tiers.table.nvme)
-        text = (
-            f"{planned.name} has {len(planned.drives)} drives, {unused} of which the config has no [[tiers.nvme]] for"
-        )
-        yield Objection("tiers.nvme", text, "More drives are faster, where the plan is bound by nvme", "note")
+        text = f"{planned.name} has {len(planned.drives)} drives, but {unused} of them are not in [[tiers.nvme]]"
+        yield Objection("tiers.nvme", text, "More drives are faster if the plan is bound by nvme", "note")
 
 
 def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
@@ -202,15 +200,15 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
     wanted = sum(size.resolve(total) for size in sizes.values() if not size.is_auto)
     what = " and ".join(given)
     is_are = "is" if len(given) == 1 else "together are"
-    at_most = f'Write at most "{_whole(free)}" in all' if len(given) > 1 else f'Write at most "{_whole(free)}"'
+    at_most = f'Write at most "{_whole(free)}" together' if len(given) > 1 else f'Write at most "{_whole(free)}"'
     if wanted > total:
         advice = f'{at_most}, or "auto"' if len(given) == 1 else at_most
         yield Objection(key, f"{what} {is_are} more than there is: {has}", advice, "size")
     elif need > free:
         text = f"{what}: this run takes at least {format_size(need)} of it, but {has}"
-        yield Objection(key, text, "Free some, or write less, so that more of it goes to drives", "size")
+        yield Objection(key, text, "Free some, or write a smaller size, so that more blocks go to drives", "size")
     elif wanted > free:
-        text = f"{what} {is_are} more than is free now: {has}; the run may come to use all it is given"
+        text = f"{what} {is_are} more than is free now: {has}; the run may use all of this size"
         yield Objection(key, text, at_most, "note")
 
 
@@ -230,7 +228,7 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
             f"{given} {is_are} more than there is: the file system of {first.spec.path} ({first.file_system}) has "
             f"{first.room}"
         )
-        advice = f'Write at most "{_whole(first.free_bytes)}"{" in all" if len(group) > 1 else ""}, or "auto"'
+        advice = f'Write at most "{_whole(first.free_bytes)}"{" together" if len(group) > 1 else ""}, or "auto"'
         yield Objection(f"{first.key}.size", text, advice, "size")
 
 
@@ -254,9 +252,7 @@ def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
             advice = "Mount the drive, or write the path of a folder on it"
             yield Objection(f"{path.key}.mount_point", text, advice, "place")
     elif missing := missing_mount(shown):
-        text = (
-            f"{key}: /etc/fstab has a drive for {missing}, but none is mounted there: blocks would go to {file_system}"
-        )
+        text = f"{key}: /etc/fstab has a drive for {missing}, but it is not mounted: blocks would go to {file_system}"
         yield Objection(key, text, f'Mount it; mount_point = "{missing}" refuses a run without it', "note")
 
 
@@ -267,8 +263,8 @@ def _same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     for disk, group in disks.items():
         if len(group) > 1:
             names = ", ".join(str(path.spec.path) for path in group)
-            text = f"{names} lie on one drive ({disk}): striped, they share its speed and its room"
-            advice = "Name one of them in [[tiers.nvme]], and folders on other drives beside it"
+            text = f"{names} lie on one drive ({disk}): striped, they share its speed and its space"
+            advice = "Name only one of them in [[tiers.nvme]], and folders on other drives"
             yield Objection(f"{group[1].key}.path", text, advice, "note")
 
 

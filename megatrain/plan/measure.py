@@ -1,7 +1,7 @@
-"""What the ticks of a step take on this machine: the engine runs steps of the very model, without having its blocks.
+"""Timing of a step's ticks on this machine: the engine runs steps of the real model with aliased blocks.
 
-All blocks lie in memory that they share (``SharedMemoryTier``), so a model larger than RAM is measured too. Kernels,
-shapes, leases and updates are the real ones; weights and tokens are random, and the learning rate is 0.
+All blocks share a limited memory (``SharedMemoryTier``), so a model larger than RAM can be measured. Kernels, shapes,
+leases and updates are real. Weights and tokens are random, and the learning rate is 0.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from megatrain.engine.program import BlockPlan, StepProgram
     from megatrain.plan.plan import Plan
 
-#: Far more than the caches of a processor hold: what a step comes to has left them since it was there before.
+#: Far more than a processor's caches hold, so data leaves them before a step reads it again.
 KIND_BYTES = 256 * MiB
 
 _LARGEST_WEIGHT = 0.03  # products of such matrices neither grow from layer to layer nor become denormal numbers
 
 
 class _Ring(NamedTuple):
-    """Blocks of one kind, dtype and size of slot: they take turns on its slabs."""
+    """Blocks of one kind, dtype and slot size. They alias its slabs in turn."""
 
     kind: str
     dtype: torch.dtype
@@ -49,17 +49,18 @@ class _Ring(NamedTuple):
 
 
 class SharedMemoryTier:
-    """RAM in which blocks of one kind and size take turns on a few slabs, as many as ``kind_bytes`` allows.
+    """RAM in which blocks of one kind and size alias a few slabs, as many as ``kind_bytes`` allows.
 
-    Where a kind fits, its blocks share nothing. Slabs are those of ``RamTier``. Weights hold small random numbers, all
-    else begins as zeros. Every lease is a view of memory that exists, so a step costs what it does at home in RAM.
+    If a kind fits, its blocks share no memory. Weights hold small random numbers; all
+    other blocks start as zeros. Every lease is a view of existing memory, so a step costs the same as with homes in
+    RAM.
 
     Args:
-        kind_bytes: about what the blocks of a kind take, but one slab for each size. 0: one slab for each kind, as
-            large as its largest block.
+        kind_bytes: Approximate bytes for the blocks of a kind, with at least one slab for each size. 0 means one slab
+            for each kind, as large as its largest block.
 
     Attributes:
-        capacity_bytes: what all blocks would take.
+        capacity_bytes: Bytes of all blocks without aliasing.
     """
 
     alignment_bytes = PAGE_BYTES
@@ -89,7 +90,7 @@ class SharedMemoryTier:
 
     @property
     def memory_bytes(self) -> int:
-        """Return what all slabs take."""
+        """Return the bytes of all slabs."""
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -97,12 +98,12 @@ class SharedMemoryTier:
         return round_up(nbytes, PAGE_BYTES)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return the place of a block (resource: a uint8 tensor)."""
+        """Return the slot of a block (resource: a uint8 tensor)."""
         self._used_bytes += self.slot_bytes(nbytes)
         return Slot(self.name, nbytes, self.slot_bytes(nbytes), self._places[name].tensor)
 
     def free(self, slot: Slot) -> None:
-        """Take the place back; its memory goes with the tier."""
+        """Release the slot; its memory is freed when the tier closes."""
         self._used_bytes -= slot.slot_bytes
         slot.resource = None
 
@@ -112,17 +113,17 @@ class SharedMemoryTier:
         return view_as(slot.resource, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Do nothing: what a step takes besides its blocks is not kept account of here."""
+        """Do nothing: bytes of a step outside blocks are not counted."""
 
     def sync(self) -> None:
         """Do nothing: host memory does not survive the process."""
 
     def usage(self) -> TierUsage:
-        """Return the bytes of the slots, each counted as if it had memory of its own."""
+        """Return the bytes of the slots, each counted as if it had separate memory."""
         return TierUsage(self.capacity_bytes, self._used_bytes, self._used_bytes)
 
     def close(self) -> None:
-        """Give the memory back, as soon as no view of it is left."""
+        """Free the memory as soon as no view of it is left."""
         self._places = {}
         slabs, self._slabs = self._slabs, {}
         for slab in (slab for ring in slabs.values() for slab in ring):
@@ -130,7 +131,7 @@ class SharedMemoryTier:
 
 
 def shared_bytes(blocks: Mapping[str, BlockPlan], kind_bytes: int) -> int:
-    """Return what the slabs of a tier for these blocks would take."""
+    """Return the bytes of the slabs of a tier for these blocks."""
     return sum(ring.slot_bytes * count for ring, count in _slab_counts(blocks, kind_bytes).items())
 
 
@@ -165,9 +166,9 @@ def _filled(ring: _Ring) -> HostSlab:
     return slab
 
 
-#: Seconds of steps that are timed, as far as whole ones of at least one micro-batch go into them.
+#: Target seconds of timed steps, in whole steps of at least one micro-batch.
 BUDGET_S = 8.0
-#: Most steps that are timed, and fewest.
+#: Largest and smallest number of timed steps.
 MOST_STEPS, LEAST_STEPS = 7, 3
 #: A model whose single micro-batch computes longer than this, at the rate of matrix products, is not measured.
 MOST_MICRO_BATCH_S = 60.0
@@ -190,15 +191,15 @@ def measure_ticks(
 ) -> MeasuredTicks:
     """Time steps of a plan.
 
-    Reads no weight and no data, writes nothing, and takes at most the RAM tier's size.
+    It reads no weights and no data, writes nothing, and uses at most the RAM tier's size.
 
     Args:
-        budget_s: about how long; a step of one micro-batch is timed ``LEAST_STEPS`` times whatever that takes.
-        kind_bytes: see ``SharedMemoryTier``; less where the RAM tier is small.
-        flops_per_s: Rate of matrix products; None: not known.
+        budget_s: Approximate duration. Steps of one micro-batch are timed ``LEAST_STEPS`` times in any case.
+        kind_bytes: See ``SharedMemoryTier``. Reduced if the RAM tier is small.
+        flops_per_s: Rate of matrix products, or None if unknown.
 
     Raises:
-        NotMeasurableError: not on a GPU; RAM is too small; one micro-batch would compute for minutes.
+        NotMeasurableError: The device is a GPU, RAM is too small, or one micro-batch would compute for minutes.
     """
     if plan.device.type != "cpu":
         raise NotMeasurableError("steps are timed on a CPU only")
@@ -214,7 +215,7 @@ def measure_ticks(
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # as in a run, or it is slower
+        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # as in a run, else it is slower
         most_bytes += max(computing_bytes(trace, plan.program))
         with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
             for block in blocks.values():
@@ -228,7 +229,7 @@ def measure_ticks(
 
 
 def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
-    """Return what the blocks of a kind may share, beside the workspace."""
+    """Return the bytes that the blocks of a kind may share, after the workspace."""
     room = min(plan.budgets["ram"], available_ram_bytes())
     while True:
         need = workspace + shared_bytes(plan.program.blocks, kind_bytes)
@@ -236,12 +237,12 @@ def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
             return kind_bytes
         if not kind_bytes:
             have = format_size(room)
-            raise NotMeasurableError(f"timing steps takes {format_size(need)} of RAM, {have} are there for it")
+            raise NotMeasurableError(f"timing steps takes {format_size(need)} of RAM, {have} are available")
         kind_bytes = kind_bytes // 2 if kind_bytes > MiB else 0
 
 
 def _measured(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> MeasuredTicks:
-    """Time steps with as many micro-batches as there is time for; what is left is a straight line."""
+    """Time steps with the largest affordable number of micro-batches, and extrapolate linearly to the rest."""
     most = plan.num_micro_batches
     num_few, num_many = 1, most
     if not steps.takes_any_number:
@@ -282,7 +283,7 @@ def _medians(steps: Sequence[_Timed]) -> tuple[list[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """One step: seconds of each tick by its number, and outside of them."""
+    """Seconds of one step: of each tick by its number, and in total."""
 
     seconds: tuple[float, ...]
     total_s: float
@@ -293,7 +294,7 @@ class _Timed:
 
 
 class _Watch(Timeline):
-    """Adds up the seconds of each tick of a program."""
+    """Timer that sums the seconds of each tick of a program."""
 
     def __init__(self, program: StepProgram) -> None:
         super().__init__()
@@ -301,7 +302,7 @@ class _Watch(Timeline):
         self._now: tuple[int, float] | None = None
 
     def on_op(self, op: TimedOp | None) -> None:
-        """Note that the engine comes to an op of the tape, or to the end of a step (None)."""
+        """Record that the engine starts an op of the tape, or ends a step (None)."""
         now_s = time.perf_counter()
         if self._now is not None:
             number, start_s = self._now
@@ -309,13 +310,13 @@ class _Watch(Timeline):
         self._now = None if op is None else (op.tick, now_s)
 
     def take(self) -> tuple[float, ...]:
-        """Return the seconds so far, and begin anew."""
+        """Return the seconds so far, and reset them."""
         found, self._seconds = tuple(self._seconds), [0.0] * len(self._seconds)
         return found
 
 
 class _Steps:
-    """Steps of a plan's engine, one after the other, each with the update of the one before it."""
+    """Consecutive steps of a plan's engine, each with the update of the previous one."""
 
     def __init__(self, plan: Plan, store: TieredStore, threads: KernelThreads) -> None:
         run = plan.run
@@ -325,10 +326,10 @@ class _Steps:
         self._micro_batches = made_up_batches(plan)
         self._watch = _Watch(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
-        # Without a GPU, and with another part of RAM in its place, a step computes the same.
+        # With the compute tier set to RAM, a step computes the same, even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
         program = replace(plan.program, compute_tier="ram", updates=updates)
-        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead costs time, too
+        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead also costs time
         self._engine = StepEngine(
             store,
             replace(plan.for_steps, program=program, homes=homes, stays={}),
@@ -339,7 +340,7 @@ class _Steps:
         self._number = 0
 
     def run(self, num_micro_batches: int) -> _Timed:
-        """Run a step with the first so many micro-batches."""
+        """Run a step with the first ``num_micro_batches`` micro-batches."""
         start_s = time.perf_counter()
         self._engine.step(self._micro_batches[:num_micro_batches], number=self._number, lr=0.0)
         total_s = time.perf_counter() - start_s
@@ -348,9 +349,9 @@ class _Steps:
 
 
 def made_up_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
-    """Return the micro-batches of a step as the data would give them, rows full, every token trained.
+    """Return the micro-batches of a step in the format of real data: full rows, every token trained.
 
-    Packed rows of conversations hold two documents each, which takes a mask; those of plain text hold one.
+    Packed rows of conversations hold two documents each, which needs a mask. Packed rows of plain text hold one.
     """
     generator = torch.Generator().manual_seed(plan.run.seed)
     shape = (plan.micro_batch_size, plan.run.batch.max_length)
@@ -376,12 +377,12 @@ def timed(
     on_problem: Callable[[str], None] = lambda text: None,
     measure: Callable[..., MeasuredTicks] = measure_ticks,
 ) -> Plan:
-    """Return a plan with the times of its steps; the plan itself where its steps cannot be timed.
+    """Return a plan with timed steps, or the plan itself if they cannot be timed.
 
     Args:
-        on_progress: Called with what is measured.
-        on_problem: Called with why steps are not timed.
-        measure: Times the steps of a plan.
+        on_progress: Receives the name of the measurement.
+        on_problem: Receives the reason if steps are not timed.
+        measure: Function that times the steps of a plan.
     """
     on_progress("steps of this model")
     machine = load_profile().machine
@@ -395,7 +396,7 @@ def timed(
 
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
-    """Return a plan whose estimate is a replay of measured ticks, at the measured rates of drives and buses."""
+    """Return a plan whose estimate replays measured ticks at the measured rates of drives and buses."""
     plan = replace(plan, ticks=ticks)
     estimate = estimate_step(plan, plan.shape, load_profile())
     plan = replace(plan, estimate=estimate)

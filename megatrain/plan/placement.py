@@ -258,7 +258,7 @@ class CopyWindows:
 _NEVER = -(1 << 40)
 
 
-#: Share of the compute tier that stays free of buffers beyond those of two ticks. Layers may allocate more memory
+#: Share of the compute tier that stays free of buffers for more than two ticks. Layers may allocate more memory
 #: than the trace recorded.
 _UNMADE_SHARE = 0.05
 
@@ -333,7 +333,7 @@ class _Surroundings:
     """Inputs to the cost of a candidate other than the tiers' rates.
 
     Attributes:
-        keys: Blocks whose homes affect the cost: the candidate's blocks and those of their groups.
+        keys: Blocks whose homes affect the cost: the candidate's blocks and their groups.
         alike: Number shared by candidates whose costs are equal if the homes of ``keys``, in order, are equal.
     """
 
@@ -455,7 +455,7 @@ class ResidentChooser:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
 
     def _beside(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
-        """Return the candidates whose cost may have changed after blocks have moved: those of the same groups."""
+        """Return the candidates whose cost may have changed after blocks of their groups have moved."""
         groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
         related = {key for group in groups.values() for key in group}
         # A shared block that is already resident moves as before for the other blocks.
@@ -922,10 +922,10 @@ class PlacementSolver:
         in_all = ""
         if num_processes > 1:
             nbytes = num_processes * need
-            in_all = f" for each of {num_processes} processes, {nbytes} ({format_size(nbytes)}) in all"
+            in_all = f" for each of {num_processes} processes, {nbytes} ({format_size(nbytes)}) together"
         if tier == self._order[-1] and len(self._order) > 1:
             more = format_size(need - have)
-            advice = f"Give tiers.{tier} that size{in_all}, or a faster tier room for {more} more."
+            advice = f"Give tiers.{tier} that size{in_all}, or a faster tier {more} more."
         else:
             drive = "" if "nvme" in self._order else " add a [[tiers.nvme]] path,"
             advice = f"Give tiers.{tier}.size that much{in_all},{drive} or lower data.max_length or the batch."

@@ -1,4 +1,4 @@
-"""The records of a plan: what is decided before a run starts. In words: ``megatrain.plan.show``."""
+"""Records of a plan: all decisions before a run starts. ``megatrain.plan.show`` prints them."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ if TYPE_CHECKING:
     from megatrain.plan.table import AdvancedConfig
 
 
-#: Tokens that a micro-batch aims at where the config gives tokens per step only, by type of the device. Constants: the
-#: cut into micro-batches is part of the numbers and must not depend on the memory of the machine. A GPU needs more of
-#: them: its matrix products are too short otherwise, and the host cannot keep ahead of it.
+#: Target tokens of a micro-batch by device type, if the config sets tokens per step only. These are constants because
+#: the cut into micro-batches affects the results, so it must not depend on the machine's memory. A GPU needs more:
+#: otherwise its matrix products are too short, and the host cannot launch ahead.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """The tokens of a step, and their cut into micro-batches.
+    """The tokens of a step and their cut into micro-batches.
 
     Attributes:
         num_rows: Rows of ``max_length`` tokens in a step.
-        max_length: tokens in a row.
-        given_rows: Rows of a micro-batch; None: as many as come nearest to ``aimed_tokens``.
-        single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
-        order: "layer": each layer runs for all micro-batches before the next.
-        aimed_tokens: Tokens that a micro-batch should have; see ``MICRO_BATCH_TOKENS``.
-        num_lanes: in which the gradients of micro-batches are added (``ranks/lanes.py``); None: one for each rank,
-            which a ``RunSpec`` of several settles.
-        rows_per_example: that belong together in a micro-batch.
+        max_length: Tokens in a row.
+        given_rows: Rows of a micro-batch, or None for the number closest to ``aimed_tokens``.
+        single_rows: Whether, without ``given_rows``, micro-batches have one row, because the kernels need that to keep
+            packed documents apart.
+        order: "layer" runs all micro-batches through each layer before the next layer.
+        aimed_tokens: Target tokens of a micro-batch; see ``MICRO_BATCH_TOKENS``.
+        num_lanes: Lanes that add the gradients of micro-batches (``ranks/lanes.py``), or None for one per rank.
+        rows_per_example: Rows that must share a micro-batch.
     """
 
     num_rows: int
@@ -89,7 +89,7 @@ class BatchSpec:
     def micro_batch_rows(self) -> int:
         """Rows of a micro-batch: as given, else the largest divisor within ``aimed_tokens`` that fills all lanes.
 
-        It depends on lanes and not on processes, which may change from start to start and must not change a bit.
+        It depends on lanes, not on processes. Their number may change at each start and must not change a result.
         """
         if self.given_rows is not None:
             return self.given_rows
@@ -106,40 +106,40 @@ class BatchSpec:
 
     @property
     def num_together(self) -> int:
-        """Micro-batches whose activations are there at once."""
+        """Micro-batches whose activations exist at the same time."""
         return self.together(self.num_micro_batches)
 
     def together(self, num_micro_batches: int) -> int:
-        """Return how many of so many micro-batches pass a layer before the next one runs."""
+        """Return how many of ``num_micro_batches`` pass a layer before the next one runs."""
         return num_micro_batches if self.order == "layer" else 1
 
     @property
     def num_tokens(self) -> int:
-        """Places for tokens in a step, padding included."""
+        """Token positions in a step, padding included."""
         return self.num_rows * self.max_length
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A run in values: what its config asks for, on this machine, as ``megatrain.training.resolve`` makes it.
+    """A run as resolved values of its config on this machine; ``megatrain.training.resolve`` creates it.
 
     Attributes:
-        task: What it trains for; a name of ``megatrain.tasks.table``.
-        seed: Decides about dropout and random weights.
-        dtype: that layers compute in.
-        grad_dtype: Precision of gradients between two visits.
-        is_deterministic: only kernels that give the same bits at every run.
-        objective: what is minimised beside cross entropy.
-        optimizer: the update and its schedule.
-        num_epochs: passes over the data, where ``max_steps`` does not say how long the run is.
-        max_steps: Steps at most; None: as many as the data has.
-        tiers: what it may use of the machine.
-        placement: where kinds of blocks may live.
-        recompute: what the backward computes again.
-        advanced: ``[advanced]``: what is fetched ahead and evicted.
-        trace_steps: numbers, from 1, of steps whose timeline is written.
-        export: how the trained model is written.
-        world: the processes that train together.
+        task: Name in ``megatrain.tasks.table``.
+        seed: Seed of dropout and random weights.
+        dtype: Compute dtype of layers.
+        grad_dtype: Dtype of gradients between two visits.
+        is_deterministic: Whether only deterministic kernels are allowed.
+        objective: Losses in addition to cross entropy.
+        optimizer: Update and schedule.
+        num_epochs: Passes over the data, unless ``max_steps`` sets the length of the run.
+        max_steps: Limit of steps, or None for the length of the data.
+        tiers: Resources of the machine that the run may use.
+        placement: Allowed homes for each kind of block.
+        recompute: Choice of what the backward recomputes.
+        advanced: ``[advanced]``: prefetch and eviction.
+        trace_steps: Numbers, from 1, of steps whose timeline is written.
+        export: Format of the exported model.
+        world: The processes that train together.
     """
 
     name: str
@@ -168,22 +168,22 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         if self.batch.num_lanes is None and not self.world.is_single:
-            # Lanes that the config leaves open: the cut of a step into micro-batches depends on them.
+            # The config left the lanes open, but the cut of a step into micro-batches depends on them.
             object.__setattr__(self, "batch", replace(self.batch, num_lanes=self.world.size))
 
     @property
     def lanes(self) -> RankLanes:
-        """Which lanes of a step each rank computes."""
+        """Assignment of a step's lanes to ranks."""
         return RankLanes(self.num_lanes, self.world.size, self.world.num_hosts)
 
     @property
     def num_lanes(self) -> int:
-        """In which the gradients of a step's micro-batches are added."""
+        """Lanes that add the gradients of a step's micro-batches."""
         return self.batch.num_lanes or 1
 
     @property
     def one_at_a_time(self) -> RunSpec | None:
-        """The run with one micro-batch after the other, where that gives the same bits and makes a difference."""
+        """The run with one micro-batch after the other, or None if results would differ or nothing would change."""
         same_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
         if not same_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
             return None
@@ -191,7 +191,7 @@ class RunSpec:
         return replace(self, batch=replace(self.batch, order="micro_batch"), advanced=advanced)
 
     def sharding(self, gathers_ahead: int) -> Sharding:
-        """Return what this rank has of a step that gathers weights so many visits ahead."""
+        """Return this rank's part of a step that gathers weights ``gathers_ahead`` visits ahead."""
         rank, size = self.world.rank, self.world.size
         own_lanes = Lanes.of_rank(rank, size, self.num_lanes, self.batch.num_micro_batches)
         return Sharding(RankShards(rank, size), self.lanes, own_lanes, gathers_ahead)
@@ -202,25 +202,25 @@ class RunSpec:
         return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
 
     def tokens_of_rank(self, rank: int) -> int:
-        """Return the places for tokens in a rank's micro-batches of a step."""
+        """Return the token positions in a rank's micro-batches of a step."""
         own = self.lanes.micro_batches_of_rank(rank, self.batch.num_micro_batches)
         return len(own) * self.batch.micro_batch_rows * self.batch.max_length
 
     @property
     def num_own_tokens(self) -> int:
-        """Places for tokens in this rank's micro-batches of a step."""
+        """Token positions in this rank's micro-batches of a step."""
         return self.tokens_of_rank(self.world.rank)
 
     @property
     def num_fullest_tokens(self) -> int:
-        """Places for tokens in the micro-batches of the rank that has most of them: the others wait for it."""
+        """Token positions in the micro-batches of the busiest rank, which the others wait for."""
         return max(map(self.tokens_of_rank, range(self.world.size)))
 
     def as_fullest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
-        """Return the run as the busiest rank of a hypothetical world; the first of those that have most to do.
+        """Return the run as the busiest rank of a hypothetical world; ties go to the lowest rank.
 
         Args:
-            size: Number of ranks, on all hosts together.
+            size: Number of ranks on all hosts.
         """
         first = replace(self, world=World.local(0, size, num_hosts))
         if first.num_lanes < size or 1 < num_hosts < size:  # both are refused
@@ -229,22 +229,22 @@ class RunSpec:
 
     @property
     def num_together(self) -> int:
-        """Micro-batches of this rank whose activations are there at once."""
+        """Micro-batches of this rank whose activations exist at the same time."""
         return self.batch.together(len(self.own_micro_batches))
 
     @property
     def traced_on(self) -> torch.device:
-        """The device whose kernels a plan counts: the run's; a CPU's for another machine, so that a plan needs none."""
+        """Device whose kernels a plan counts: the run's, or a CPU for another machine, so that no GPU is needed."""
         return self.device if self.tiers.machine is None else torch.device("cpu")
 
     @property
     def is_traced_elsewhere(self) -> bool:
-        """Whether fake tensors of the CPU stand for those of a GPU."""
+        """Whether fake CPU tensors represent GPU tensors."""
         return self.device.type == "cuda" and self.traced_on.type == "cpu"
 
     @property
     def uses_liger(self) -> bool:
-        """Whether liger-kernel computes norms and MLPs; False as long as the choice is open."""
+        """Whether liger-kernel computes norms and MLPs; False if the choice is not yet made."""
         return self.model.table.use_liger_kernel is True
 
     def with_liger(self, *, uses_liger: bool) -> RunSpec:
@@ -254,7 +254,7 @@ class RunSpec:
 
     @property
     def flash(self) -> FlashKernels:
-        """Kernels of torch's flash attention; torch's own as long as the choice is open."""
+        """Kernels of flash attention; torch's own if the choice is not yet made."""
         kernels = self.model.table.flash_attention
         return "FA2" if kernels == "auto" else kernels
 
@@ -272,15 +272,15 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTicks:
-    """Seconds of a step where all blocks are at home where they are used.
+    """Seconds of a step if all blocks are at home in the tier that uses them.
 
     Attributes:
-        seconds: How long each tick of the program takes, by its number.
-        between_s: Seconds of a step outside of its ticks.
-        num_steps: that were timed; seconds are medians of them.
-        num_micro_batches: how many they had.
-        is_extrapolated: they had fewer micro-batches than the plan's steps.
-        memory_bytes: that measuring took, at most, workspace included.
+        seconds: Seconds of each tick of the program, by its number.
+        between_s: Seconds of a step outside its ticks.
+        num_steps: Number of timed steps; seconds are their medians.
+        num_micro_batches: Number of micro-batches in the timed steps.
+        is_extrapolated: Whether they had fewer micro-batches than the plan's steps.
+        memory_bytes: Peak memory of the measurement, including workspace.
     """
 
     seconds: tuple[float, ...]
@@ -292,7 +292,7 @@ class MeasuredTicks:
 
     @property
     def note(self) -> str:
-        """A line for people."""
+        """The measurement as one line of the report."""
         what = f"{self.num_steps} steps of this model"
         if self.is_extrapolated:
             what += f" with {self.num_micro_batches} micro-batches each, the others by extrapolation"
@@ -301,13 +301,13 @@ class MeasuredTicks:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What of a run the estimate depends on besides the plan.
+    """Inputs of the estimate other than the plan.
 
     Attributes:
-        tokens_per_step: T, of one rank.
-        num_steps: Steps of the run; None where only the data tells.
-        weights: the shares of each in what is striped, in any unit.
-        has_rates: the config gives the weights.
+        tokens_per_step: Tokens of one rank (T).
+        num_steps: Steps of the run, or None if only the data determines them.
+        weights: Relative share of each path in striped blocks.
+        has_rates: Whether the config sets the weights.
     """
 
     tokens_per_step: int
@@ -319,14 +319,14 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """What a run does besides its steps, and what that moves to and from drives.
+    """An operation of a run outside its steps, with its traffic to and from drives.
 
     Attributes:
         name: ``start`` from the model's weights, first ``checkpoint``, or ``export``.
-        read_bytes: from the model's folder, or from the drives of the tiers; of an export also what is read back.
-        written_bytes: to the drives of the tiers, or to ``output_dir``.
-        linked_bytes: What of a checkpoint stays on the drives and is only linked.
-        seconds: at measured rates, if nothing else used those drives; None where a rate is unknown.
+        read_bytes: Bytes from the model's folder or the tiers' drives. An export also reads back its files.
+        written_bytes: Bytes to the tiers' drives or to ``output_dir``.
+        linked_bytes: Bytes of a checkpoint that stay on the drives and are only linked.
+        seconds: Seconds at measured rates on otherwise idle drives, or None if a rate is unknown.
     """
 
     name: str
@@ -338,25 +338,25 @@ class Occasion:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds per step at measured rates, if everything overlaps that can: a run is not faster.
+    """Seconds per step at measured rates with full overlap: a lower bound on the time of a step.
 
-    Where steps of the model were timed, ``step_s`` is what a run should take, waits included.
+    If steps of the model were timed, ``step_s`` is the expected time, including waits.
 
     Attributes:
-        seconds: resource (``compute``; ``host``, which launches operators and leases blocks; ``optimizer`` on the host,
-            ``gpu optimizer``, ``nvme``, ``ram->gpu``, ``gpu->ram``) -> seconds that it is busy in a step.
-        unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
-        step_s: seconds per step; None where a rate is unknown.
-        bound_by: the resource that takes so long.
-        crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always, None:
-            never, or not known.
+        seconds: Resource -> busy seconds in a step. Resources are ``compute``, ``host`` (launches operators and leases
+            blocks), ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu`` and ``gpu->ram``.
+        unmeasured: Resources without a rate in the profile; with any, ``step_s`` is None.
+        step_s: Seconds per step, or None if a rate is unknown.
+        bound_by: Resource that decides ``step_s``.
+        crossing_tokens: Tokens per step above which computing takes longer than moving (T*). 0 means always; None means
+            never or unknown.
         written_bytes: NVMe path -> bytes written in a step.
-        run_written_bytes: in the run; None where its length is not known.
-        computing_s_per_nvme_byte: what computing loses while a byte goes to or from a drive; 0 where it is not known.
-        seconds_per_nvme_copy: What each block that moves costs the step's thread; 0 where it is not known.
-        is_timed: steps of the model were timed.
-        notes: on the age of the figures, or why there are none.
-        occasions: what a run moves besides its steps.
+        run_written_bytes: NVMe path -> bytes written in the run, or None if its length is unknown.
+        computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive; 0 if unknown.
+        seconds_per_nvme_copy: Time of the step's thread per moved block; 0 if unknown.
+        is_timed: Whether steps of the model were timed.
+        notes: Age of the figures, or why there are none.
+        occasions: Traffic of the run outside its steps.
     """
 
     tokens_per_step: int
@@ -393,19 +393,19 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The model of a run before anything is placed; sizes of tiers and formats of gradients do not change it.
+    """The model of a run before placement. Sizes of tiers and formats of gradients do not affect it.
 
     Attributes:
-        run: The run with the packing and the kernels that suit the model.
+        run: The run with packing and kernels chosen for the model.
         padded: Whether rows may have padding or hold several documents.
-        trace: the visits of its units in a step, with their memory and FLOPs for one micro-batch.
-        optimizer: makes the updates in RAM.
-        device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
-        host_updates: why all updates are made in RAM although there is a GPU tier, or "".
-        packing_warning: why the packing of ``run.data`` is not the default; "": it is, or is what the config says.
-        flash_note: why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
-        in_place: the frozen layouts that may stay in the model's folder, by name.
-        encodings: as in ``StepProgram``.
+        trace: Visits of its units in a step, with memory and FLOPs for one micro-batch.
+        optimizer: Optimizer for updates in RAM.
+        device_optimizer: Optimizer for groups in GPU memory, or None.
+        host_updates: Why all updates run in RAM despite a GPU tier, or "".
+        packing_warning: Why ``run.data`` does not use the default packing. Empty for the default or a configured value.
+        flash_note: Why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
+        in_place: Frozen layouts that may stay in the model's folder, by name.
+        encodings: Layout name -> encoding of its weight, as in ``StepProgram``.
     """
 
     run: RunSpec
@@ -424,18 +424,18 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a run starts.
+    """All decisions before a run starts.
 
     Attributes:
-        run: what is planned: the traced model's, or the same with another order of micro-batches.
-        placement: homes of all blocks, and the traffic that results.
-        budgets_by_tier: capacities, fast to slow.
-        estimate: time and wear of a step at the rates that were measured on this machine.
-        ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
-        kept_bytes: What the compute tier's workspace is larger by for graphs that wait for their backward.
-        objections: what speaks against running it on this machine.
-        room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
-        carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
+        run: The traced model's run, or a variant with another order of micro-batches.
+        placement: Homes of all blocks and the resulting traffic.
+        budgets_by_tier: Budgets of the tiers, fast to slow.
+        estimate: Time and drive wear of a step at rates measured on this machine.
+        ticks: Seconds of each tick, if steps of this model were timed. No decision depends on it.
+        kept_bytes: Bytes of the compute tier's workspace for graphs that wait for their backward.
+        objections: Reasons against running it on this machine.
+        room_beside_tier: A sentence on the GPU memory left to libraries, or "" without a GPU.
+        carried_tensors: Description of untrained tensors in the model's folder; "" if none exist or none were searched.
     """
 
     run: RunSpec
@@ -461,27 +461,27 @@ class Plan:
 
     @property
     def optimizer(self) -> Optimizer:
-        """What makes the updates in RAM."""
+        """The optimizer for updates in RAM."""
         return self.traced.optimizer
 
     @property
     def device(self) -> torch.device:
-        """The one that computes."""
+        """The device that computes."""
         return self.run.device
 
     @property
     def for_steps(self) -> StreamedModel:
-        """What an engine runs in steps of training."""
+        """The model as an engine runs it in training steps."""
         homes, stays = self.placement.homes, self.placement.stays
         return StreamedModel(self.graph, self.trace, self.program, homes, self.device, stays)
 
     @property
     def for_passes(self) -> StreamedModel:
-        """What an engine runs in passes without a backward, between which no copy stays."""
+        """The model as an engine runs it in passes without a backward, with no copies staying between passes."""
         return replace(self.for_steps, program=evaluation_program(self.program), stays={})
 
     def recipe(self) -> StepRecipe:
-        """Return how an engine computes the steps of the run."""
+        """Return the recipe by which an engine computes the steps of the run."""
         run, is_split = self.run, weight_is_split(self.graph)
         return StepRecipe(
             self.optimizer,
@@ -496,7 +496,7 @@ class Plan:
         )
 
     def collectives(self) -> Collectives | Alone:
-        """Return the run's ranks as places to send bytes to; all of them call this together, once they have met."""
+        """Return the collectives of the run's ranks. All ranks call this together, after their rendezvous."""
         return collectives_of(self.run.world, self.program.compute_tier)
 
     @property
@@ -511,7 +511,7 @@ class Plan:
 
     @property
     def shape(self) -> StepShape:
-        """What the estimate depends on besides."""
+        """The inputs of the estimate other than the plan."""
         tiers = self.run.tiers
         paths = [drive.path for drive in tiers.table.nvme]
         return StepShape(self.run.num_own_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
@@ -530,27 +530,27 @@ class Plan:
 
     @property
     def traffic(self) -> Mapping[str, int]:
-        """Bytes that cross each link in one step."""
+        """Bytes moved by each link in one step."""
         return self.placement.traffic_bytes
 
     @property
     def checkpoint_bytes_in_output_dir(self) -> int:
-        """Bytes of one checkpoint that are written to ``output_dir``: those that no tier keeps."""
+        """Bytes of one checkpoint that no tier keeps, so that they are written to ``output_dir``."""
         return self._checkpoint_bytes(is_kept_by_tier=False)
 
     @property
     def guesses(self) -> Sequence[str]:
-        """What of the workspace had to be guessed, and why; nothing where it is exact."""
+        """Guesses about the workspace and their reasons; empty if it is exact."""
         return self.trace.guesses
 
     @property
     def checkpoint_bytes_on_drives(self) -> int:
-        """Bytes of one checkpoint that stay on the drives, and that a whole copy of it writes to ``output_dir``."""
+        """Bytes of one checkpoint that stay on the drives. A whole copy writes them to ``output_dir``."""
         return self._checkpoint_bytes(is_kept_by_tier=True)
 
     @property
     def checkpoint_traffic(self) -> Mapping[str, int]:
-        """Bytes that a checkpoint moves by link: blocks of tiers that do not keep them are read into RAM."""
+        """Bytes that a checkpoint moves by link: from tiers that neither compute nor keep checkpoints to RAM."""
         moved = Counter[str]()
         for key, home in self.placement.homes.items():
             budget, block = self.budgets_by_tier[home], self.program.blocks[key]
@@ -566,7 +566,7 @@ class Plan:
 
     @property
     def device_updates(self) -> Sequence[Tick]:
-        """The updates that are made in GPU memory."""
+        """The updates that run in GPU memory."""
         program, homes = self.program, self.placement.homes
         return [tick for tick in self.updates if program.tier_of(tick, homes) == program.compute_tier != "ram"]
 
@@ -576,7 +576,7 @@ class Plan:
         return [tick for tick in self.program.ticks if tick.phase == "update"]
 
     def warm_up(self) -> None:
-        """Compile or load the kernels of this run's updates, of host and device, so that no step pays for it."""
+        """Compile or load the update kernels of host and device before the first step."""
         gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
         formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
         self.optimizer.warm_up(formats)
@@ -587,11 +587,11 @@ class Plan:
         device_kernels.warm_up(self.device, self.graph.dtype)
 
     def num_updated(self, *, on_gpu: bool) -> int:
-        """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
+        """Return the number of weights that a step updates on a GPU, or on the host, which may emulate a GPU."""
         there = self.device_updates if self.device.type == "cuda" else ()
         return self.num_updated_by(there if on_gpu else [tick for tick in self.updates if tick not in there])
 
     def num_updated_by(self, updates: Iterable[Tick]) -> int:
-        """Return the elements of weights that some updates change."""
+        """Return the number of weights that these updates change."""
         blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.uses]
         return sum(block.num_elements for block in blocks if block.kind == "weights")

@@ -203,8 +203,8 @@ def _unseen_layers(plan: Plan) -> Iterator[Objection]:
     if trace.exact or not layers or any(visit.forward.flops for visit in layers):
         return
     text = (
-        f'tiers.gpu.size = "{tiers.table.gpu.size.text}": how much memory the layers of this model need beside their '
-        f"blocks is not known, as none of them could be traced ({trace.guesses[0]})"
+        f'tiers.gpu.size = "{tiers.table.gpu.size.text}": the memory of this model\'s layers outside the tier is '
+        f"unknown, because none of them could be traced ({trace.guesses[0]})"
     )
     advice = 'Write a size that leaves room for them, such as "60%"'
     yield Objection("tiers.gpu.size", text, advice, "place")
@@ -227,8 +227,8 @@ def check_ranks(run: RunSpec) -> None:
 
 def _too_few_lanes(run: RunSpec) -> Problem:
     message = (
-        f"training.gradient_lanes = {run.num_lanes}: with {run.world.size} processes there must be as many lanes at "
-        "least. The number of lanes decides about the last bits of a run, which keeps it"
+        f"training.gradient_lanes = {run.num_lanes}: {run.world.size} processes need at least one lane each. "
+        "A run keeps its number of lanes, because it affects the last bits of the results"
     )
     advice = f"Start at most {_processes(run.num_lanes)}, or begin a new run with more lanes"
     return Problem("training.gradient_lanes", message, advice)
@@ -272,7 +272,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
     """Return the problem of a step without a micro-batch for some rank, with sufficient values."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
     count, together = batch.num_micro_batches, batch.rows_per_example
-    # A new run has as many lanes as processes unless the config sets the number.
+    # A new run has one lane per process unless the config sets the number.
     most = max(n for n in range(1, size) if _has_work_for_all(n, n if lanes == size else lanes, count))
     enough = next(n for n in range(size, lanes + 1) if _has_work_for_all(size, lanes, n))
     fewer = f"or start at most {_processes(most)}"
@@ -373,9 +373,9 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
 
 
 def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
-    """Yield plans in which a GPU updates as many of the groups in RAM as balance its bus with the processor.
+    """Yield plans in which a GPU updates the number of groups in RAM that balances its bus with the processor.
 
-    A second plan has half as many, because the bus also carries other bytes.
+    A second plan has half that number, because the bus also carries other bytes.
     """
     seconds = plan.estimate.seconds if plan.estimate is not None else {}
     host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None

@@ -29,7 +29,7 @@ _KERNELS_BYTES = 120 * MiB
 _DATA_BYTES = 14 * MiB
 #: Memory of a tokenizer per byte of its ``tokenizer.json``, measured with a vocabulary of 128,000.
 _TOKENIZER_FACTOR = 26
-#: Freed heap memory of steps: tensors too small for a mapping of their own. 0 to 80 MiB in that benchmark.
+#: Freed heap memory of steps: tensors too small for a separate mapping. 0 to 80 MiB in that benchmark.
 HEAP_BYTES = 40 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
@@ -94,7 +94,7 @@ def _tier_bytes(plan: Plan) -> int:
 
 
 def resident_bytes(plan: Plan, tier: str) -> int:
-    """Return the bytes that a tier holds in a run: homes, workspace, and as many kept or prefetched copies as fit."""
+    """Return the bytes that a tier holds in a run: homes, workspace, and all kept or prefetched copies that fit."""
     placement, budget = plan.placement, plan.budgets_by_tier[tier]
     ends: dict[str, set[str]] = {}
     for access in plan.program.accesses(placement.homes):

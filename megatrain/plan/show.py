@@ -1,4 +1,4 @@
-"""A plan in words: its headline, the rows of its table, what to know besides, the lines of its estimate."""
+"""Text of a plan: its headline, the rows of its table, messages, and the lines of its estimate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate_lines", "headline", "messages", "process_line", "table_rows"]
 
-#: Steps whose writes are named where the length of the run is not known.
+#: Number of steps whose writes are reported if the length of the run is unknown.
 _STEPS_OF_WEAR = 1000
 
 
 def headline(plan: Plan) -> str:
-    """Model, format and tokens, in one line."""
+    """Return model, format and tokens in one line."""
     run, count = plan.run, plan.graph.num_parameters
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
@@ -71,7 +71,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
 
 
 def messages(plan: Plan) -> Sequence[str]:
-    """Return what to know of a plan besides its table: moves, places of updates, guesses."""
+    """Return the messages of a plan next to its table: moves, tiers of updates, guesses."""
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.guesses]
     if plan.trace.uncounted:
         estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
@@ -83,7 +83,7 @@ def messages(plan: Plan) -> Sequence[str]:
     machine = plan.run.tiers.machine
     if machine is not None:
         of_cpu, of_gpu = (
-            "that of this CPU's kernels; another CPU's may differ",
+            "counted with this CPU's kernels; another CPU may differ",
             "counted without its GPU, which may differ",
         )
         workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
@@ -103,7 +103,7 @@ def messages(plan: Plan) -> Sequence[str]:
 
 
 def process_line(memory: ProcessMemory) -> str:
-    """Return what the memory of the process comes to: the RAM tier, and what lies beside it."""
+    """Return the memory of the process: the RAM tier, and the bytes outside it."""
     tier, beside = format_size(memory.tier_bytes), format_size(memory.beside_tier_bytes)
     return (
         f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {beside} of Python and "
@@ -112,7 +112,7 @@ def process_line(memory: ProcessMemory) -> str:
 
 
 def _computed_again(plan: Plan) -> Sequence[str]:
-    """Say what the backward computes again, what that costs, and what it would take to save it."""
+    """Return what the backward recomputes, its cost, and the memory that would avoid it."""
     trace, recompute = plan.trace, plan.program.recompute
     kept, layers = num_layers_kept(plan.graph, trace, plan.program)
     if kept == layers or not is_counted(trace):
@@ -143,7 +143,7 @@ def _computed_again(plan: Plan) -> Sequence[str]:
 
 
 def _experts(plan: Plan) -> tuple[str, ...]:
-    """Return how many parts of experts the tokens of a step are expected to reach."""
+    """Return the number of expert parts that the tokens of a step are expected to reach."""
     parts = [visit for visit in plan.trace.visits if visit.chance_of_no_token]
     if not parts or not plan.run.world.is_single:
         return ()
@@ -219,7 +219,7 @@ def _notes(plan: Plan) -> dict[Kind, str]:
 
 
 def estimate_lines(estimate: Estimate) -> Sequence[str]:
-    """Return an estimate in lines: what is busy how long, the step, what wears the drives."""
+    """Return an estimate as lines: busy seconds, the step, and writes to drives."""
     lines = []
     if estimate.seconds:
         parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in estimate.seconds.items())
@@ -235,7 +235,7 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
 
 
 def _occasion(occasion: Occasion) -> str:
-    """Return a line on what a run moves once; "" where that is nothing."""
+    """Return a line on a one-time transfer of a run, or "" if it moves nothing."""
     read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
     parts = {
         "start": [

@@ -1,7 +1,7 @@
-"""A planned step replayed in virtual time: how long it takes, and what it waits for.
+"""Replay of a planned step in virtual time: its duration and its stalls.
 
-The store, its prefetcher and its evictions are the real ones (``tiered.simulation``); only bytes and arithmetic are
-replaced by the time they take. So a stall that shows here is one of the schedule, not of the machine's mood.
+The store, its prefetcher and its evictions are real (``tiered.simulation``). Only bytes and arithmetic are replaced by
+their durations. So a stall in the replay comes from the schedule, not from noise of the machine.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from tiered import StoreStats
 
-_NUM_WARM_STEPS = 2  # the first lacks the update, the second may still find an empty drive queue
+_NUM_WARM_STEPS = 2  # the first one has no update, the second may still find an empty drive queue
 _NUM_STEPS = 2
 _SHORTEST_S = 1e-6
-_MOST_LOST = 0.9  # of the time that something computes beside the drive: what is lost then has an end
+_MOST_LOST = 0.9  # share of a compute time that transfers may add as slowdown, so that the series converges
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRates:
-    """What the replay takes as given, in bytes, FLOPs and parameters per second.
+    """Rates given to the replay, in bytes, FLOPs and parameters per second.
 
     Attributes:
-        nvme_bytes_per_s: reads and writes together.
-        bus_bytes_per_s: each direction between RAM and GPU.
-        flops_per_s: achieved in forward and backward, whatever computes beside products or launches them included.
+        nvme_bytes_per_s: Reads and writes together.
+        bus_bytes_per_s: Each direction between RAM and GPU.
+        flops_per_s: Achieved rate in forward and backward, including launches and operators other than products.
         update_params_per_s: Rate of the optimizer kernel on the host.
-        gpu_update_params_per_s: Rate of the one on a GPU; None: what takes a GPU's place is the host.
-        products_flops_per_s: Rate of products on a GPU that make matrices orthogonal for updates on the host; None:
-            there are none, or they are part of ``update_params_per_s``.
+        gpu_update_params_per_s: Rate of the optimizer kernel on a GPU, or None if the host emulates the GPU.
+        products_flops_per_s: Rate of a GPU's orthogonalization for updates on the host. None if there is none, or if
+            ``update_params_per_s`` includes it.
         peer_bytes_per_s: Each direction between this rank and the others, on its host or on other hosts.
-        others_bytes_per_s: Rates of the other tiers that are no memory, by name.
-        computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
-        seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
+        others_bytes_per_s: Rates of the other storage tiers by name.
+        computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive. Used with timed ticks only.
+        seconds_per_nvme_copy: Time of the step's thread per such copy. Used with timed ticks only.
     """
 
     nvme_bytes_per_s: float
@@ -57,12 +57,12 @@ class SimulatedRates:
     peer_bytes_per_s: float = 1e12
 
     def of_storage(self, tier: str) -> float:
-        """Return the rate of a tier that is no memory, reads and writes together."""
+        """Return the rate of a storage tier, reads and writes together."""
         return self.nvme_bytes_per_s if tier == "nvme" else self.others_bytes_per_s.get(tier, 1e12)
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
-    """Return the rates behind the plan's estimate, or None where something was not measured on this machine."""
+    """Return the rates behind the plan's estimate, or None if a rate was not measured on this machine."""
     estimate = plan.estimate
     if estimate is None or estimate.step_s is None:
         return None
@@ -97,16 +97,16 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Means of one step after the first ones.
+    """Means of one step after the warm-up.
 
     Attributes:
         step_s: Seconds of a step.
-        compute_s: What of them is computing, updates included; the rest is stalls.
-        stall_s: by cause.
-        prefetch_on_time: copies per step.
-        prefetch_late: copies per step.
-        prefetch_wasted: copies per step.
-        moved_bytes: by link, per step.
+        compute_s: Seconds of computing, updates included; the rest is stalls.
+        stall_s: Seconds by cause.
+        prefetch_on_time: Copies per step.
+        prefetch_late: Copies per step.
+        prefetch_wasted: Copies per step.
+        moved_bytes: Bytes per step by link.
     """
 
     step_s: float
@@ -119,17 +119,17 @@ class SimulatedStep:
 
     @property
     def line(self) -> str:
-        """A line for people."""
+        """The replay as one line of the report."""
         waits = "  ".join(f"{cause} {format_duration(seconds)}" for cause, seconds in self.stall_s.items())
         copies = f"{self.prefetch_on_time:.0f} copies in time, {self.prefetch_late:.0f} late"
         return (
             f"replayed step   {format_duration(self.step_s)}: computing {format_duration(self.compute_s)}, "
-            f"waiting: {waits or 'nothing'}; fetched ahead: {copies}, {self.prefetch_wasted:.0f} for nothing"
+            f"waiting: {waits or 'nothing'}; fetched ahead: {copies}, {self.prefetch_wasted:.0f} unused"
         )
 
 
 def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> SimulatedStep:
-    """Replay some steps of a plan and return the mean of the later ones."""
+    """Replay steps of a plan and return the mean after the warm-up."""
     replay = _Replay(plan, tokens_per_step, rates)
     for number in range(_NUM_WARM_STEPS):
         replay.step(number)
@@ -157,10 +157,10 @@ def _mean(window: StoreStats, seconds: float, compute_s: float) -> SimulatedStep
 
 
 def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
-    """Replay a step at the rates behind the plan's estimate; None where something was not measured.
+    """Replay a step at the rates behind the plan's estimate. Return None if a rate was not measured.
 
     Args:
-        num_tokens: Tokens of the step. Defaults to those of this rank.
+        num_tokens: Tokens of the step. Defaults to the tokens of this rank.
     """
     rates, estimate = measured_rates(plan), plan.estimate
     if rates is None or estimate is None:
@@ -169,9 +169,9 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
 
 
 def step_seconds(plan: Plan) -> float | None:
-    """Return how long a step should take: replayed with its waits; None where this machine was not measured.
+    """Return the expected seconds of a step from a replay with stalls, or None if this machine was not measured.
 
-    For another machine it is the bound: what a replay would add is less than what its rates leave open.
+    For another machine, return the lower bound: a replay would add less than the uncertainty of its rates.
     """
     if plan.run.tiers.machine is not None:
         return None if plan.estimate is None else plan.estimate.step_s
@@ -180,22 +180,22 @@ def step_seconds(plan: Plan) -> float | None:
 
 
 class _Replay:
-    """A store of simulated tiers that has the plan's blocks, all with contents."""
+    """A store of simulated tiers with the plan's blocks, all with contents."""
 
     def __init__(self, plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> None:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
-        # All ranks do the same at the same time: what one of them waits for, the others do. Collectives come one after
-        # the other, beside the layers where the program gathers ahead.
+        # All ranks do the same at the same time, so they wait equally. Collectives run one after the other, during the
+        # layers if the program gathers ahead.
         self.peer_wait_s = 0.0
         self._peer_free_s = 0.0
-        self._gathered_s: dict[tuple[str, int], float] = {}  # when the full copies of a tick are there
+        self._gathered_s: dict[tuple[str, int], float] = {}  # when the full copies of a tick arrive
         self._flops, self._products = tick_flops(plan), matrix_flops(plan)
         self._drive: SimulatedChannel | None = None
-        # Kernels are queued: the step's thread goes on to an update on the host while a GPU computes.
+        # Kernels are queued: the step's thread continues with an update on the host while a GPU computes.
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
-        self._queued_s = 0.0  # of GPU ticks since the last one on the host: conservative where a queue is longer
+        self._queued_s = 0.0  # of GPU ticks since the last host tick: conservative if a queue is longer
         tiers = [
             SimulatedTier(
                 name,
@@ -230,7 +230,7 @@ class _Replay:
 
     def _links(self) -> list[SimulatedLink]:
         budgets, links = self._plan.budgets_by_tier, []
-        # Both directions of storage share a channel, also those past RAM: the bus is faster.
+        # Both directions of storage share a channel, also if they bypass RAM, because the bus is faster.
         storage = {
             name: SimulatedChannel(self.clock, self._rates.of_storage(name))
             for name, budget in budgets.items()
@@ -243,7 +243,7 @@ class _Replay:
         return links
 
     def step(self, number: int) -> None:
-        """Replay one step: the tape that the engine executes."""
+        """Replay one step from the tape that the engine executes."""
         program, placement = self._plan.program, self._plan.placement
         tape = compile_step(program, placement.homes, placement.stays, updates=number > 0, pinned=self._pinned)
         self._pinned = tape.pinned
@@ -279,7 +279,7 @@ class _Replay:
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
-        # Parts that pass within a tick are waited for one by one.
+        # Each part that passes within a tick is waited for.
         if op.serves is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
@@ -290,7 +290,7 @@ class _Replay:
             self.clock.advance(wait_s)
 
     def _not_hidden(self, op: Op, seconds: float) -> float:
-        """Return what a tick adds to the step: on the host, beside a GPU, what outlasts the kernels queued before."""
+        """Return the seconds that a tick adds to the step. Queued GPU kernels hide time of the host."""
         if not self._is_queued:
             return seconds
         if op.tier != "ram":
@@ -300,7 +300,7 @@ class _Replay:
         return seconds - hidden
 
     def _products_s(self, op: Op) -> float:
-        """Return what a GPU takes for products within an update on the host: it computes no layers meanwhile."""
+        """Return the seconds of a GPU's orthogonalization in an update on the host. It computes no layers meanwhile."""
         rate = self._rates.products_flops_per_s
         return self._products.get(op.visit, 0) / rate if rate and op.phase == "update" else 0.0
 
@@ -309,7 +309,7 @@ class _Replay:
         return 0 if self._drive is None else self._drive.num_submitted
 
     def _compute(self, seconds: float) -> None:
-        """Let computing go on for so long, and for what it loses to the bytes that move beside it."""
+        """Advance by the compute time, plus its slowdown from bytes that move meanwhile."""
         while seconds > _SHORTEST_S:
             before_s = 0.0 if self._drive is None else self._drive.busy_s
             self.compute_s += seconds
@@ -320,7 +320,7 @@ class _Replay:
             seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
 
     def _seconds(self, op: Op) -> float:
-        """Return how long a tick computes: as measured, else by its FLOPs, or the parameters that it updates."""
+        """Return the seconds of a tick: as measured, else from its FLOPs or its updated parameters."""
         if self._plan.ticks is not None:
             return self._plan.ticks.seconds[op.tick]
         if op.phase == "update":

@@ -122,7 +122,7 @@ def make_tiers(
     """Return the planned tiers of a run, fast to slow. The model's folder is included only with a loader.
 
     Raises:
-        ConfigError: GPU and RAM are one memory, and the optimizer does not support several ranks there.
+        ModelFolderError: The folder has changed since planning.
     """
     budgets = plan.budgets_by_tier.values()
     return [

@@ -1,4 +1,4 @@
-"""The model of a run, traced: all that planning takes from the model's folder, its tokenizer and its forward."""
+"""The traced model of a run: everything that planning reads from the model's folder, tokenizer and forward."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> TracedModel:
-    """Build the model, trace a step of it, and make its optimizer.
+    """Build the model, trace a step of it, and create its optimizer.
 
     Args:
-        padded: as in ``plan_run``.
-        like: The model of another plan; its graph is used again, and its trace for micro-batches of the same shape.
+        padded: As in ``plan_run``.
+        like: Model of another plan. Its graph is reused, and its trace for micro-batches of the same shape.
     """
     run, graph = _settle_kernels(run, like)
     run, packing_warning = settle_rows(run, graph)
@@ -79,7 +79,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
 
 
 def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, ModelGraph]:
-    """Return a run with its choice of liger's kernels, and its model; that of a plan like it where they agree."""
+    """Return a run with liger's kernels chosen or not, and its model, reused from ``like`` if the choice agrees."""
     if run.model.table.use_liger_kernel == "auto":
         if like is not None and like.run.device.type == run.device.type:
             run = run.with_liger(uses_liger=like.run.uses_liger)
@@ -87,7 +87,7 @@ def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
             wanted = run.with_liger(uses_liger=True)
             try:
                 return wanted, make_graph(wanted)
-            except UnsupportedModelError:  # of its kernels, or else the model without them is refused as well
+            except UnsupportedModelError:  # by the kernels; if by the model itself, the next attempt raises again
                 run = run.with_liger(uses_liger=False)
         else:
             run = run.with_liger(uses_liger=False)
@@ -97,7 +97,7 @@ def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
 
 
 def takes_liger_kernels(run: RunSpec) -> bool:
-    """Return whether a run that leaves the choice open computes with liger's kernels, if they suit its model."""
+    """Return whether a run with an open choice uses liger's kernels if they support its model."""
     is_open = run.model.table.compiler is None and run.task != "distill"
     return is_open and run.device.type == "cuda" and has_liger_kernels()
 
@@ -105,7 +105,7 @@ def takes_liger_kernels(run: RunSpec) -> bool:
 def _trace_with_flash(
     run: RunSpec, graph: ModelGraph, padded: bool, like: TracedModel | None
 ) -> tuple[RunSpec, VisitTrace, str]:
-    """Return a run with its choice of flash attention, its trace, and why it has torch's kernels, or ""."""
+    """Return a run with its choice of flash attention, its trace, and why it uses torch's kernels, or ""."""
     is_open, note = run.model.table.flash_attention == "auto", ""
     if is_open and like is not None and like.run.device.type == run.device.type:
         run = run.with_flash(like.run.flash)
@@ -127,7 +127,7 @@ def _trace_with_flash(
 
 
 def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
-    """Return the kernels of a run that leaves the choice open, and why they are torch's, or ""."""
+    """Return the kernels of a run with an open choice, and why they are torch's, or ""."""
     if run.device.type != "cuda":
         return "FA2", ""
     if run.model.table.compiler is not None:
@@ -141,10 +141,10 @@ def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
 
 
 def check_flash(run: RunSpec) -> None:
-    """See whether the GPU and the packages allow the kernels that a config or a checkpoint names.
+    """Check that the GPU and the installed packages support the configured or resumed kernels.
 
     Raises:
-        UnsupportedModelError: they do not.
+        UnsupportedModelError: They do not.
     """
     if run.device.type != "cuda":
         reason = "it needs a GPU"
@@ -155,7 +155,7 @@ def check_flash(run: RunSpec) -> None:
 
 
 def _planned_gpu(run: RunSpec) -> str | None:
-    """Return the name of the GPU of another machine; None for a run on this one."""
+    """Return the name of the planned machine's GPU, or None for a run on this machine."""
     planned = run.tiers.machine
     if planned is None:
         return None
@@ -167,21 +167,21 @@ def _flash_note(reason: str) -> str:
 
 
 def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
-    """Return what a trace of a model depends on: a GPU has other kernels than a CPU."""
+    """Return the inputs of a trace besides the model. A GPU has other kernels than a CPU."""
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 
 def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
-    """Return the run with the packing that suits its model, and why it is not the default, or ""."""
+    """Return the run with a packing that the model supports, and why it is not the default, or ""."""
     packing, warning = settle_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
     return run.with_packing(packing), warning
 
 
 def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
-    """Refuse rows that are longer than the positions which the model has learned.
+    """Refuse rows that are longer than the model's learned positions.
 
     Raises:
-        ConfigError: names data.max_length.
+        ConfigError: The error names data.max_length.
     """
     positions = num_learned_positions(graph)
     if positions is not None and max_length > positions:
@@ -191,13 +191,13 @@ def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> Non
 
 
 def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
-    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given.
+    """Return the trace of a micro-batch; with ``top_k``, of a forward that scores this number of vocabulary entries.
 
     Raises:
-        ConfigError: as ``check_positions``.
+        ConfigError: As in ``check_positions``.
     """
     check_positions(run.model, run.batch.max_length, graph)
-    # As the run will be: which kernels there are to choose from, and what they take, depends on it.
+    # Trace under the run's settings, because the choice of kernels and their memory depend on them.
     with (
         deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
         fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
@@ -218,7 +218,7 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
 
 
 def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
-    """Return a micro-batch that is as full of images as the run's may be; None: they have none."""
+    """Return a micro-batch with the run's largest number of images, or None without images."""
     if run.data.images_folder is None:
         return None
     tokenizer = load_tokenizer(run.model.tokenizer_folder)
@@ -239,7 +239,7 @@ def make_graph(run: RunSpec) -> ModelGraph:
 
 
 def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Encoding]]:
-    """Return the frozen layouts that may stay in the model's folder, and how the blocks of others hold them."""
+    """Return the frozen layouts that may stay in the model's folder, and the encodings of packed layouts."""
     frozen = _frozen_blocks(run, graph)
     encodings: dict[str, Encoding] = {
         name: block.packing for name, block in frozen.items() if block.packing is not None
@@ -248,15 +248,15 @@ def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlo
 
 
 def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
-    """Return the frozen layouts that can be read from the model's folder as they are, or packed."""
+    """Return the frozen layouts that can be read from the model's folder directly, or packed."""
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.table.train_from_scratch or not frozen:
         return {}
-    if not run.world.is_single:  # the folder has tensors, not shares of them
+    if not run.world.is_single:  # the folder has whole tensors, not shards
         return {}
     try:
         return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
-    except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
+    except (ModelFolderError, OSError):  # a plan needs no weights; a run reports the problem
         return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
 
 
@@ -270,7 +270,7 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
 
 
 def _device_optimizer(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:
-    """Return what updates blocks in GPU memory; or None, and why there is nothing although there is such memory."""
+    """Return the optimizer for blocks in GPU memory, or None and why there is none for an existing GPU tier."""
     if compute_tier == "ram":
         return None, ""
     try:

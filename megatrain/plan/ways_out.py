@@ -1,9 +1,9 @@
 """Config changes that let a run fit, each with the size that it needs.
 
-Gradients that wait for their global norm are a quarter of a run's bytes, and the first to save: store them in bf16 or
-on a drive, or do not use that norm. The experts of a layer can pass in parts. Micro-batches can run one after the
+Gradients that wait for their global norm are a quarter of a run's bytes. They are the first to save: in bf16, on a
+drive, or without that norm. The experts of a layer can pass in parts. Micro-batches can run one after the
 other, so that activations of only one are kept. Each number is from a plan made with the change, so a change that is
-said to fit does fit.
+reported to fit does fit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def with_ways_out(
             ways.append(WayOut("a [[tiers.nvme]]", "nvme", need, fits=True))
     if not ways:
         return found
-    return replace(found, advice=f"{found.advice} Ways out: {'; '.join(map(str, ways))}.", ways_out=tuple(ways))
+    return replace(found, advice=f"{found.advice} Remedies: {'; '.join(map(str, ways))}.", ways_out=tuple(ways))
 
 
 def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec]]:

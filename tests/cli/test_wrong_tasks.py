@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     ),
     "no teacher": ("run", ("task=distill",), 2, "Make them with megatrain-tier score TEACHER.toml"),
     "scores that are not there": ("run", ("task=distill", "distill.scores=nowhere"), 2, "there are no scores in"),
-    "a teacher of random weights": ("score", ("model.train_from_scratch=true", "task=sft"), 2, "means nothing"),
+    "a teacher of random weights": ("score", ("model.train_from_scratch=true", "task=sft"), 2, "meaningless"),
     "adapters scored": ("score", (*LORA, "task=sft"), 2, "only whole models are scored"),
     "an adapter that is not there": ("run", ("lora.adapter_name_or_path=nowhere",), 2, "is not a folder"),
     "a quantization nobody reads": (

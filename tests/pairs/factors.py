@@ -113,7 +113,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("needs whole layers, or whole matrices", cut="experts", clip="layer"),
     # ranks
     refused("needs whole matrices, and with", optimizer=("adafactor", "muon"), ranks=SEVERAL),
-    refused("there must be as many lanes at least", lanes="1lane", ranks=SEVERAL),
+    refused("processes need at least one lane each", lanes="1lane", ranks=SEVERAL),
     refused("all micro-batches of a layer run before the next", order="by_micro_batch", ranks=SEVERAL),
     absent(
         "the device in software has no collectives between processes",

@@ -91,7 +91,7 @@ def test_only_what_helps_is_named(path: Path) -> None:
 def test_the_command_names_them(path: Path) -> None:
     result = CliRunner().invoke(command_group(), ["plan", str(path)])
     assert result.exit_code == 3
-    assert "Ways out: precision.grad_dtype" in result.stderr.replace("\n", " ")
+    assert "Remedies: precision.grad_dtype" in result.stderr.replace("\n", " ")
 
 
 # -- the row that this project was begun for -------------------------------------------------------------------------
