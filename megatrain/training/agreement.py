@@ -1,4 +1,4 @@
-"""What all ranks of a run do after a step: the same, whichever of them was asked to stop or to save."""
+"""Consensus of all ranks after a step: they stop or save together, whichever of them received the request."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ __all__ = ["Agreement", "check_alike"]
 
 
 def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None:
-    """Make sure that all ranks have the same config, model and program. A collective.
+    """Refuse ranks with different configs, models or programs. A collective.
 
     Args:
         config: Key -> value of the whole config.
 
     Raises:
-        WorldError: names what differs.
+        WorldError: Ranks differ; the error names the difference.
     """
     if group.world.is_single:
         return
     check_same(group.gather, "config", config, "Give all ranks the same files and options")
     model = {name: str(value) for name, value in describe_model(plan).items()}
     check_same(group.gather, "model", model, "Give all ranks the same model folder, and the same kind of machine")
-    # Collectives are matched by their order, which is that of the ticks. Micro-batches and homes may differ.
+    # Collectives are matched by their order, which is the order of the ticks. Micro-batches and homes may differ.
     check_same(group.gather, "program of a step", parts_of_program(plan.program, plan.run.batch.num_micro_batches))
 
 
 class Agreement:
-    """Whether a run stops or saves after its step.
+    """Decision of a run to stop or save after its step.
 
-    A run of one process asks its signals whenever it wants to know. Several ranks do what followed from the records
-    that they gathered at the end of the last step, so that none waits for another that went another way.
+    A run of one process reads its signals at any time. Several ranks decide from the records that they gathered at the
+    end of the last step, so that no rank waits for another that decided differently.
     """
 
     def __init__(self, group: RankGroup, signals: RunSignals) -> None:
@@ -62,25 +62,25 @@ class Agreement:
 
     @property
     def saves_at_once(self) -> bool:
-        """Whether a signal asks a run of one process for a checkpoint, also after its last step."""
+        """Whether a signal requests a checkpoint from a run of one process, even after its last step."""
         return self._group.world.is_single and self._signals.save_requested
 
     def is_due(self, is_due_here: bool) -> bool:
-        """Return whether a checkpoint is due: a clock may say so to one rank and not yet to another."""
+        """Return whether a checkpoint is due. Several ranks use their records, because their clocks may disagree."""
         return is_due_here if self._group.world.is_single else self._agreed.saves
 
     def agree_to_stop(self) -> bool:
-        """Return whether the run is to end: whether any of its ranks was asked to by now. A collective."""
+        """Return whether the run must end because any of its ranks received a stop by now. A collective."""
         if not self._group.world.is_single:
             stops = any(self._group.gather(self._agreed.stops or self._signals.stop_requested))
             self._agreed = replace(self._agreed, stops=stops)
         return self.stops
 
     def agree(self, usage: StepUsage, *, is_due: bool, is_paused: bool) -> Sequence[StepRecord]:
-        """Gather records at the end of a step, and return those of all ranks; of one process none. A collective.
+        """Gather the records of all ranks at the end of a step; empty with one process. A collective.
 
         Args:
-            is_due: Whether the config asks for a checkpoint; the first rank's answer counts.
+            is_due: Whether the config requests a checkpoint; the first rank's value counts.
             is_paused: Whether this rank waits for space on a drive.
         """
         if self._group.world.is_single:

@@ -1,4 +1,4 @@
-"""A checkpoint into a Hugging Face folder, piece by piece: no store, no GPU, and beside a living run if need be."""
+"""Export of a checkpoint to a Hugging Face folder, piece by piece: no store, no GPU, even during the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Told what is being done, the bytes that are done, and how many there are: all are written, and then read back.
+#: Callback with the current activity, the finished bytes, and the total: all bytes are written, then read back.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -56,26 +56,26 @@ def export_checkpoint(
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: a few pieces of 16 MiB.
+    """Write the Hugging Face folder of a checkpoint, as the run does at its end. Takes a few pieces of 16 MiB of RAM.
 
     Args:
-        run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` of one.
-        out: the folder to make. It may exist if it is empty.
-        step: Steps of the checkpoint; default: the newest.
-        dtype: Format of the weights; default: as the run's config says. fp32 gives the exact master weights.
-        max_shard_size: weight bytes in one file; default: as the run's config says.
-        model_folder: a copy of the model's folder, where the one of the run is gone.
-        merge: add adapters to the model's weights, or write them alone; default: as the run's config says.
-        ema: write the average of the trained weights (``optimizer.ema_decay``) in their place.
-        overwrite: replace an earlier export of this program in ``out``.
+        run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` in it.
+        out: Folder to create. It may exist if it is empty.
+        step: Step of the checkpoint. Defaults to the newest.
+        dtype: Dtype of the weights. Defaults to the run's config. fp32 gives the exact master weights.
+        max_shard_size: Weight bytes in one file. Defaults to the run's config.
+        model_folder: Copy of the model's folder, if the run's folder is gone.
+        merge: Whether to merge adapters into the model's weights, or write them alone. Defaults to the run's config.
+        ema: Whether to write the average of the trained weights (``optimizer.ema_decay``) in their place.
+        overwrite: Whether to replace an earlier export of this program in ``out``.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
-        CheckpointError: no such checkpoint; or it is damaged, does not belong to the model, or was removed meanwhile.
-        ConfigError: its config has keys that this version does not know.
-        ModelFolderError: the model's folder cannot be used.
+        CheckpointError: The checkpoint is missing, is damaged, belongs to another model, or was removed meanwhile.
+        ConfigError: Its config has keys that this version does not know.
+        ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
     """
     found = find_checkpoint(run, step)
@@ -88,7 +88,7 @@ def export_checkpoint(
     graph = replace(model, folder=str(folder)).build(source.dtype)
     loader = None if model.table.train_from_scratch else open_loader(folder, graph)
     source.check(graph, folder, loader)
-    # Where the model's folder was given anew, so is that of its tokenizer.
+    # A new path of the model's folder also applies to its tokenizer.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
     copy_from = companions if companions.is_dir() else folder
     if adapters_of(graph) is not None and not (table.merge if merge is None else merge):
@@ -119,7 +119,7 @@ def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None)
     folder = Path(given if given is not None else model.folder)
     if given is None and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{found} was trained from the model in '{folder}', which is not there. Name a copy of that folder: "
+            f"{found} was trained from the model in '{folder}', which does not exist. Name a copy of that folder: "
             "--model FOLDER"
         )
     return folder
@@ -144,10 +144,10 @@ class _CheckpointWeights:
             )
 
     def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
-        """Raise ``CheckpointError`` unless the blocks are those of this model.
+        """Raise ``CheckpointError`` unless the blocks belong to this model.
 
         Args:
-            loader: Reads frozen weights, which are in the folder only.
+            loader: Reader of frozen weights, which only the folder contains.
         """
         self._graph, self._loader = graph, loader
         if loader is not None and BASE_CHECKSUM in self._found.state.model:
@@ -172,10 +172,10 @@ class _CheckpointWeights:
 
     @contextmanager
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield what reads a unit's fp32 master weights; a ``WeightSource``."""
+        """Yield a reader of a unit's fp32 master weights; a ``WeightSource``."""
         self._unit = layout.name
         weights = self._parts(weight_key(layout.name))
-        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # none of what is frozen
+        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # frozen weights have none
         if averages:
             yield partial(self._read_parts, averages, EMA.dtype)
             return
@@ -189,7 +189,7 @@ class _CheckpointWeights:
             if self.dtype == torch.float32:
                 return high
             if not lows:
-                return high.float()  # frozen: there is no more than the bf16 weight
+                return high.float()  # frozen: only the bf16 weight exists
             master = torch.empty(stop - start)
             for part, low in lows:
                 first, last = max(start, part.start), min(stop, part.stop)
@@ -202,12 +202,12 @@ class _CheckpointWeights:
         yield read
 
     def on_bytes(self, done: int, total: int) -> None:
-        """Report the bytes of an export that are done."""
+        """Report the finished bytes of an export."""
         if self._on_progress is not None:
             self._on_progress(self._unit if 2 * done <= total else "reading it back", done, total)
 
     def _parts(self, key: str) -> list[tuple[range, str]]:
-        """Return the blocks that state is in, each with its range of elements."""
+        """Return the blocks of a state, each with its range of elements."""
         found, start = [], 0
         for each in stored_keys(key, self._reader.blocks):
             stop = start + self._reader.blocks[each].shape[0]
@@ -216,7 +216,7 @@ class _CheckpointWeights:
         return found
 
     def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return elements of what lies in one block or several."""
+        """Return elements from one block or several."""
         found: list[Tensor] = []
         for part, key in parts:
             first, last = max(start, part.start), min(stop, part.stop)
@@ -225,7 +225,7 @@ class _CheckpointWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return elements of a block; whole pieces are read and verified, and the last one of each kind is kept."""
+        """Return elements of a block. Reads and verifies whole pieces, and caches the last one of each kind."""
         first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
         out = torch.empty(stop - start, dtype=dtype)
         memory = out.view(torch.uint8)
@@ -248,12 +248,12 @@ class _CheckpointWeights:
         folder = loader.origin.folder
         if folder.fingerprint() != self._found.state.model[BASE_CHECKSUM]:
             raise CheckpointError(
-                f"{folder.path}: its weights are not those that {self._found} began with, which holds what was trained "
-                "only. Bring the original files back, or name a copy of the folder: --model FOLDER"
+                f"{folder.path}: its weights are not those that {self._found} began with, which holds only the "
+                "trained weights. Bring the original files back, or name a copy of the folder: --model FOLDER"
             )
 
     def _read_folder(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return a range of frozen weights, rounded to what the run computed with."""
+        """Return a range of frozen weights, rounded to the dtype in which the run computed."""
         assert self._loader is not None
         master = torch.zeros(stop - start)
         with self._graph.plain_model():
@@ -266,7 +266,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what the store says about a damaged or vanished generation into what to do here."""
+        """Replace a store error about a damaged or missing generation by an error with advice."""
         found = self._found
         try:
             yield
@@ -276,4 +276,4 @@ class _CheckpointWeights:
                     f"{found} was removed while it was being exported: the run keeps checkpoint.save_total_limit of "
                     "them. Export again, or raise that number"
                 ) from error
-            raise CheckpointError(f"{found} cannot be exported: {error}. Another one: --step") from error
+            raise CheckpointError(f"{found} cannot be exported: {error}. Choose another one with --step") from error

@@ -1,4 +1,4 @@
-"""The model folder that a run ends with: what it trained, or what its best evaluation was of."""
+"""The exported model of a finished run: its trained weights, or its best evaluation's."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["FinalExport"]
 
 @dataclass(frozen=True, slots=True)
 class FinalExport:
-    """Writes ``output_dir/final``, unit by unit. All ranks call it; the first one writes.
+    """Export to ``output_dir/final``, unit by unit. All ranks call it; the first one writes.
 
     Attributes:
-        weights: The trained weights, in the store.
-        signals: A stop that they ask for ends the export.
-        activity: Kept current for a live view.
+        weights: The trained weights in the store.
+        signals: Signals of the run. A stop ends the export.
+        activity: Progress shared with a live view.
         tell: Called with messages for the user.
     """
 
@@ -47,17 +47,17 @@ class FinalExport:
     tell: Callable[[str], None]
 
     def write(self, step: int, best: Best | None, spec: BestSpec) -> Path:
-        """Return the folder, written.
+        """Write the folder and return its path.
 
         Args:
-            step: Steps done.
-            best: The best evaluation; None: there was none.
-            spec: Whether that one is the model of the run, and of which weights it was.
+            step: Number of finished steps.
+            best: The best evaluation, or None.
+            spec: Whether the best evaluation's model is exported, and with which weights.
 
         Raises:
-            ExportStopped: a stop was asked for, and all ranks know.
-            KeyboardInterrupt: a stop was asked for.
-            ExportError: the folder cannot be written.
+            ExportStopped: A stop was requested, and all ranks know.
+            KeyboardInterrupt: A stop was requested.
+            ExportError: The folder cannot be written.
         """
         if spec.is_kept and best is not None and (spec.is_average or best.step != step):
             return self._by_first(partial(self._write_saved, best, is_average=spec.is_average))
@@ -76,7 +76,7 @@ class FinalExport:
         return self.plan.run.output_dir / FINAL_NAME
 
     def _by_first(self, export: Callable[[], Path]) -> Path:
-        """Have rank 0 export something that it can read alone; the others wait for it."""
+        """Run an export on rank 0, which can read everything alone; the others wait for it."""
         if self.group.world.is_single:
             return export()
         folder: Path | None = None
@@ -108,7 +108,7 @@ class FinalExport:
         )
 
     def _write_trained(self, weights: WeightSource, step: int) -> Path:
-        """Write the weights of the store: as a model, or as the adapters that alone were trained."""
+        """Write the weights of the store, as a model or as the trained adapters alone."""
         run = self.plan.run
         dtype = export_dtype(run.export, run.dtype)
         tokenizer, record = Path(run.model.tokenizer_folder), {"step": step}

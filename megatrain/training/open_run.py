@@ -1,6 +1,6 @@
-"""The store of a run, open: filled with weights and state, and worked on by engines.
+"""The open store of a run, with weights and state, on which engines work.
 
-Training takes its steps here, and so do commands that make forward passes alone (``scoring``, ``generation``).
+Training runs its steps here, and so do commands that run forward passes only (``scoring``, ``generation``).
 """
 
 from __future__ import annotations
@@ -62,35 +62,35 @@ def open_run(
     source: WeightSource | None = None,
     weights: StartWeights | None = None,
 ) -> Iterator[OpenRun]:
-    """Open the store of a plan, without blocks; leaving closes it.
+    """Open the store of a plan, without blocks. Leaving the context closes it.
 
     Args:
         tell: Called with messages for the user of the run.
-        activity: Kept current for a live view; None: an own one.
-        group: The ranks of the run; None: this process is alone.
-        source: Where weights come from; None: the model's folder, or its initialization.
-        weights: Weights that ``open_weights`` has checked; None: they are checked here.
+        activity: Progress shared with a live view. Defaults to a private one.
+        group: The ranks of the run, or None for a single process.
+        source: Source of the weights. Defaults to the model's folder or its initialization.
+        weights: Weights already checked by ``open_weights``. If None, they are checked here.
 
     Raises:
-        ModelFolderError: the weights do not fit the model.
-        DoesNotFitError: a drive has too little free space.
-        LockedError: another run uses an NVMe path.
+        ModelFolderError: The weights do not fit the model.
+        DoesNotFitError: A drive has too little free space.
+        LockedError: Another run uses an NVMe path.
     """
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
-    # Everything that can be refused is looked at before anything is allocated.
+    # All checks that may refuse the run come before any allocation.
     weights = weights or open_weights(plan, tell)
     if weights.loader is not None and weights.loader.origin.carried.names:
         tell(str(weights.loader.origin.carried))
-    is_with_all = run.world.size == group.world.size  # else one rank is looked at, alone
+    is_with_all = run.world.size == group.world.size  # otherwise a single rank is inspected alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
     if is_with_all:
-        group.wait_for_all()  # a store that opens removes files of dead runs, which other ranks count
+        group.wait_for_all()  # an opening store removes files of dead runs, which other ranks count
     timeline = Timeline()
-    # The drives of a rank are its own, so what is said of them concerns this process alone.
+    # Each rank has its own drives, so notices about them come from this process alone.
     notice = tell if group.world.is_first else group.notify
-    # The store closes while errors of the device are still explained.
+    # The store closes first, so that its device errors are still explained.
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
@@ -116,10 +116,10 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartWeights:
-    """The weights that a run starts from; their headers, sizes and names are right.
+    """The weights that a run starts from, with checked headers, sizes and names.
 
     Attributes:
-        loader: Loader of the model's folder; None: the weights are random.
+        loader: Loader of the model's folder, or None for random weights.
         source: Source of all weights, adapters included.
     """
 
@@ -128,14 +128,14 @@ class StartWeights:
 
 
 def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> StartWeights:
-    """Check the headers, sizes and names of a run's weights. Fetches a model of the hub; reads no other weight.
+    """Check the headers, sizes and names of a run's weights. Fetches a hub model; reads no other weights.
 
     Args:
-        tell: Called after each file that was fetched.
+        tell: Called after each fetched file.
 
     Raises:
-        ModelFolderError: the weights do not fit the model.
-        AdapterError: the adapter's folder does not fit the model.
+        ModelFolderError: The weights do not fit the model.
+        AdapterError: The adapter's folder does not fit the model.
     """
     graph, model, seed = plan.graph, plan.run.model, plan.run.seed
     if model.table.train_from_scratch:
@@ -152,7 +152,7 @@ def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) ->
 def look_at_weights(plan: Plan) -> tuple[str, Exception | None]:
     """Return a line about the tensors that an export copies, and the error of a run with these weights.
 
-    A plan needs no weights: a folder that has none yet has no error, and none are fetched.
+    A plan needs no weights. So a folder without weights gives no error, and nothing is fetched.
     """
     model = plan.run.model
     folder = Path(model.folder)
@@ -175,12 +175,12 @@ class OpenRun:
     """The open store of a plan. Used by one thread.
 
     Args:
-        store: Without blocks.
+        store: Store without blocks.
         tell: Called with messages for the user of the run.
 
     Attributes:
-        store: All blocks, once ``load`` has filled them.
-        engine: The last one that ``make_engine`` returned, until ``end_steps``.
+        store: Store with all blocks, once ``load`` has filled them.
+        engine: Last result of ``make_engine``, until ``end_steps``.
     """
 
     def __init__(
@@ -200,30 +200,30 @@ class OpenRun:
         """Fill weights and optimizer state unit by unit, then reserve what only steps need.
 
         Args:
-            candidates: Checkpoints to start from, best first; one that is damaged is reported and passed over.
+    candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
 
-        Returns:
-            The checkpoint that was loaded; None: the run starts from the model's weights.
+Returns:
+    The loaded checkpoint, or None if the run starts from the model's weights.
 
-        Raises:
-            ModelFolderError: the weights cannot be read.
-            InitializationError: the model cannot initialize its weights.
-            CheckpointError: no candidate is whole, or the model's folder no longer keeps the tensors that the run began
-                with.
+Raises:
+    ModelFolderError: The weights cannot be read.
+    InitializationError: The model cannot initialize its weights.
+    CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since the
+        run began.
         """
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)
         if isinstance(source := self.weights.source, AdaptedWeights):
             self._tell(source.describe(checkpoint))
-        # Only now: the fp32 copy of a unit that is loaded takes the room that its gradient has in a step, so that a run
+        # After loading, because the fp32 copy of a loaded unit uses memory that its gradient needs in a step. So a run
         # that fits also starts.
         register_transient_blocks(self.store, self.plan)
         self._tell_of_memory()
         return checkpoint
 
     def _tell_of_memory(self) -> None:
-        """Say what RAM took to be made resident and page-locked, if that is worth knowing."""
+        """Report the time to make RAM resident and page-locked if it is long."""
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _WORTH_TELLING_S:
             return
@@ -235,12 +235,12 @@ class OpenRun:
 
         Args:
             num_steps: Steps that follow without a stop.
-            first_step: Steps done before.
-            num_updates: Those of them whose gradient was used.
+            first_step: Number of steps already done.
+            num_updates: Number of these steps whose gradient was used.
         """
         plan = self.plan
         self.schedule_steps(first_step, num_steps)
-        # A rank meets the others in the default group of torch.distributed, which it has joined by now.
+        # By now, the rank has joined the default group of torch.distributed.
         engine = StepEngine(
             self.store,
             plan.for_steps,
@@ -254,17 +254,17 @@ class OpenRun:
         return engine
 
     def schedule_steps(self, first_step: int, num_steps: int) -> None:
-        """Give the prefetcher steps, the first of which finds nothing to update."""
+        """Give the prefetcher steps of which the first has no update."""
         schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
         set_schedule(self.store, schedule, self.plan.run.advanced.prefetch_bytes)
 
     def finish_updates(self) -> None:
-        """Make the update that the last step left to the next one."""
+        """Run the update that the last step left pending."""
         if self.engine is not None:
             self.engine.finish_updates()
 
     def end_steps(self) -> None:
-        """Release what only steps need; weights and optimizer state stay. Makes the pending update."""
+        """Release what only steps need; weights and optimizer state stay. Runs the pending update first."""
         self.finish_updates()
         self.engine = None
         self.store.set_schedule(None)

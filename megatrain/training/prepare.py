@@ -1,8 +1,8 @@
-"""All that must be right before the first step of a run, part by part, and what is found of each part.
+"""Checks and preparation of a run before its first step, part by part, with findings for each part.
 
-``Preparation`` makes the parts that a planned run needs: storage, rows, evaluation sets and learning rates. A run ends
-at the first error. ``check_run`` takes every part, whatever the others found, so that one look names every mistake.
-Nothing is trained or written.
+``Preparation`` creates the parts of a planned run: storage, rows, evaluation sets and learning rates. A run ends at the
+first error. ``check_run`` checks every part regardless of the others, so that one call reports every mistake. It trains
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckResult", "Preparation", "check_run", "plan_one_rank", "refuse_early", "with_choices"]
 
-#: What a problem is about: the config or the model, room, data, or storage that failed.
+#: Category of a problem: the config or the model, memory and drives, data, or a storage failure.
 Kind = Literal["config", "fit", "data", "failed"]
 _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ((DoesNotFitError,), "fit"),
@@ -112,10 +112,10 @@ class CheckResult:
 
     Attributes:
         subject: Part of the run.
-        severity: "ok", "note" (worth knowing), "warning" (the run would start, and may not do what is meant) or
-            "problem" (the run would be refused, or end).
+        severity: "ok", "note", "warning" (the run would start, but perhaps not do what the user wants) or "problem"
+            (the run would be refused, or end).
         text: Facts, and the remedy of a problem.
-        kind: Kind of the problem; None if there is no problem.
+        kind: Category of the problem, or None if there is no problem.
     """
 
     subject: str
@@ -132,12 +132,12 @@ class CheckResult:
 
     @property
     def line(self) -> str:
-        """The message of a run."""
+        """The finding as a message of a run."""
         return f"warning: {self.text}" if self.severity == "warning" else self.text
 
 
 def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
-    """Return a config with the choices that the plan of its run made where the config leaves them open."""
+    """Return a config that records the planner's choices for keys that the config leaves open."""
     fused = run.optimizer.muon_fused
     choices = {
         "training.gradient_lanes": run.num_lanes,
@@ -149,7 +149,7 @@ def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
 
 
 def plan_one_rank(config: RunConfig) -> Plan:
-    """Return the plan of a run; of several processes, none of which is started, the plan of the fullest."""
+    """Return the plan of a run; with several processes, the plan of the busiest rank, without starting any."""
     run, size = with_kept_rules(resolve(config)), config.distributed.processes
     return plan_run(run if size == 1 else run.as_fullest_rank(size))
 
@@ -157,17 +157,16 @@ def plan_one_rank(config: RunConfig) -> Plan:
 class Preparation:
     """The parts that a planned run needs before its first step.
 
-    Each method prepares one part and keeps it here; those that find something worth knowing yield it. They are called
-    in the order in which they stand.
+    Each method prepares one part and stores it here. Some methods yield findings. Call them in the order of this class.
 
     Args:
         config: Config of the run, with the choices of the plan.
 
     Attributes:
-        dataset: Rows to train on; None before they are read.
+        dataset: Rows to train on, or None before ``rows``.
         learning_rate: Learning rate by step.
-        samplers: Continuations of evaluated rows, by the weights that make them.
-        weights: Weights to start from, checked; None before ``storage``.
+        samplers: Generators of continuations for evaluated rows, by the weights that they use.
+        weights: Checked weights to start from, or None before ``storage``.
     """
 
     loader: BatchLoader
@@ -192,20 +191,20 @@ class Preparation:
         return tokenizer_of(self.run.model)
 
     def limits(self) -> None:
-        """Refuse sizes and drives that this machine does not have, and passes and exports that cannot be made."""
+        """Refuse sizes and drives that this machine lacks, and impossible evaluation passes and exports."""
         refuse(self.plan.objections)
         assert self.evaluation_plans, "a pass that does not fit is refused here"
         if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
             adapters.check_merge(self.plan.graph)
 
     def folders(self) -> None:
-        """Refuse loggers that are not installed, and folders that cannot be written. Nothing stays written."""
+        """Refuse loggers that are not installed, and folders that are not writable. Leaves no files."""
         check_loggers(self.logging)
         check_writable(self._config)
         check_target(self.run.output_dir / FINAL_NAME)
 
     def storage(self, tell: Callable[[str], None]) -> None:
-        """Check the model's weights, the free space of the drives and their folders, before hours of tokenization."""
+        """Check the model's weights, the free space of the drives and their folders before the long tokenization."""
         if self.weights is None:
             check_drives(self.plan)
             check_folders(self.run.checkpoint)
@@ -225,20 +224,20 @@ class Preparation:
         yield from (CheckResult("data", "warning", text) for text in losses)
 
     def make_loader(self) -> BatchLoader:
-        """Return the batches of the run, from the beginning."""
+        """Return the batches of the run from its first step."""
         assert self.dataset is not None, "the rows are read before"
         return make_loader(self.plan, self.dataset, self.tokenizer)
 
     def steps(self) -> None:
-        """Cut the rows into the batches of steps."""
+        """Split the rows into the batches of steps."""
         self.loader = self.make_loader()
         self.num_steps = self.loader.num_steps(self.run.num_epochs, self.run.max_steps)
 
     def schedule(self) -> None:
-        """Make the schedule of the learning rate.
+        """Create the schedule of the learning rate.
 
         Raises:
-            ScheduleError: the warm-up is longer than the run.
+            ScheduleError: The warm-up is longer than the run.
         """
         self.learning_rate = make_schedule(self.run.optimizer, self.num_steps)
 
@@ -256,7 +255,7 @@ class Preparation:
         yield from found
 
     def samples(self, gather: Callable[[int], Sequence[int]] = lambda number: [number]) -> None:
-        """Prepare what continues evaluated rows; check that the figure of the best evaluation exists.
+        """Create the samplers of evaluated rows, and check that the metric of the best evaluation exists.
 
         Args:
             gather: Returns the number of each process. A collective.
@@ -267,14 +266,14 @@ class Preparation:
         self.best.check(self.evaluation.evaluations_of(each.name for each in self.evaluation_sets))
 
     def remarks(self) -> Iterator[CheckResult]:
-        """Yield what the plan chose and users seldom expect."""
+        """Yield choices of the plan that users rarely expect."""
         if self.plan.traced.flash_note:
             yield CheckResult("plan", "note", self.plan.traced.flash_note)
         if self.plan.traced.packing_warning:
             yield CheckResult("plan", "warning", self.plan.traced.packing_warning)
 
     def warnings(self) -> Iterator[CheckResult]:
-        """Yield what the config says about the model and the learning rate, and seldom means."""
+        """Yield settings of the model and the learning rate that users rarely intend."""
         run = self.run
         for text in (
             *model_warnings(run.model, run.batch.max_length, run.optimizer, self.plan.graph),
@@ -283,11 +282,11 @@ class Preparation:
             yield CheckResult("model", "warning", text)
 
     def start(self, config: RunConfig, tell: Callable[[str], None], *, allows_changes: bool = False) -> RunStart:
-        """Return what finds the checkpoint from which the run resumes.
+        """Return a finder of the checkpoint from which the run resumes.
 
         Args:
             tell: Called with messages for the user.
-            allows_changes: Whether a checkpoint is continued although the config alters results.
+            allows_changes: Whether a checkpoint is resumed even if config changes alter results.
         """
         return RunStart(
             self.plan,
@@ -302,31 +301,31 @@ class Preparation:
 
 
 def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> None:
-    """Refuse what needs no model to be known, before a large model is planned for minutes.
+    """Refuse problems that can be found without the model, because planning a large model takes minutes.
 
     Raises:
-        DataError: there is no such file of rows.
-        CheckpointError: there is no checkpoint where the config names one, or there is one and it wants none.
-        ConfigChangedError: the config would continue a checkpoint with other results.
+        DataError: A file of rows does not exist.
+        CheckpointError: The config names a missing checkpoint, or one exists and the config forbids it.
+        ConfigChangedError: The config would resume a checkpoint with different results.
     """
-    # Shards of streams are listed where they are opened.
+    # Shards of streams are listed when they are opened.
     for source in (*(() if config.data.streaming else config.data.train), *config.data.eval):
         if not is_hub_name(source.path):
             source_files(source.path, source.subset, source.split)
     try:
         candidates = find_candidates(resolve_checkpoint(config), lambda text: None)
     except LostCheckpointsError:
-        return  # a run that is done needs none
+        return  # a finished run needs none
     if not candidates or allow_config_change:
         return
     state = candidates[0].state
     before, now = config_from_toml(state.config_toml), config
-    # What the config leaves to the model is compared once there is one.
+    # Keys that the config leaves to the model are compared once it is loaded.
     if "packing" not in config.data.model_fields_set:
         now = with_values(now, {"data.packing": before.data.packing})
     if config.model.revision is None:
         now = with_values(now, {"model.revision": before.model.revision})
-    # Which parameters its globs name only a model says.
+    # Only the model determines which parameters the globs match.
     now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
     changes = changes_from(state.config_toml, now)
     device = machine.resolve_device(config.device)
@@ -337,9 +336,9 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
         of_model["config_xxh3_64"] = checksum(model_config.read_bytes())
 
     def find_others() -> list[str]:
-        """Return what else differs, as far as no row has to be tokenized."""
+        """Return the other differences that can be found without tokenizing rows."""
         is_streamed = config.data.streaming
-        # Checksums of shards and of files have nothing in common.
+        # Checksums of shards and of files cannot be compared.
         sources = state.sources if before.data.streaming == is_streamed else ()
         compared = {
             f"data.train.{number}.path"
@@ -372,14 +371,14 @@ def check_run(
     *,
     reads_weights: bool = True,
 ) -> Iterator[CheckResult]:
-    """Yield what is found, part by part.
+    """Yield the findings of all parts.
 
     Args:
-        path: as for :func:`megatrain.config.load_config`.
-        extra_files: as for :func:`megatrain.config.load_config`.
-        overrides: as for :func:`megatrain.config.load_config`.
+        path: As for :func:`megatrain.config.load_config`.
+        extra_files: As for :func:`megatrain.config.load_config`.
+        overrides: As for :func:`megatrain.config.load_config`.
         on_progress: Called with the name of the next part.
-        reads_weights: Whether all weights of the model are read, to find NaN and infinite ones.
+        reads_weights: Whether to read all weights of the model, to find NaN and infinite ones.
     """
     try:
         loaded = load_config(path, extra_files, overrides)
@@ -389,23 +388,23 @@ def check_run(
             yield CheckResult("config", "problem", f"{each.where or path}: {each}", "config")
         if config is None:
             yield CheckResult(
-                "rest", "note", "looked at once these are mended: model, data, plan and checkpoints need them"
+                "rest", "note", "not checked: model, data, plan and checkpoints need a valid config"
             )
             return
         yield from _WholeCheck(config, on_progress, is_whole=False, reads_weights=False).all_parts()
         return
-    yield CheckResult("config", "ok", f"{path}: no mistake in it")
+    yield CheckResult("config", "ok", f"{path}: no mistakes")
     for warning in loaded.warnings:
         yield CheckResult("config", "note", warning)
     yield from _WholeCheck(loaded.config, on_progress, is_whole=True, reads_weights=reads_weights).all_parts()
 
 
 class _WholeCheck:
-    """Every part of one config, prepared as far as the mistakes in it allow.
+    """Check of every part of one config, as far as its mistakes allow.
 
     Args:
-        is_whole: Whether the config is as written. Otherwise mistakes were taken out, and parts that depend on all of
-            it are not judged.
+        is_whole: Whether the config is complete. Otherwise mistakes were removed, and parts that depend on all of the
+            config are not checked.
         reads_weights: As for :func:`check_run`.
     """
 
@@ -423,12 +422,12 @@ class _WholeCheck:
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._dataset: TokenDataset | None = None
         self._prepared: Preparation | None = None
-        self._is_cut = False  # into the batches of steps
+        self._is_cut = False  # whether rows are split into the batches of steps
         self._device: torch.device | None = None
         self._weight_names: Sequence[str] = ()
 
     def all_parts(self) -> Iterator[CheckResult]:
-        """Yield the findings of each part; an error that ends a part is one of them."""
+        """Yield the findings of each part. An error that ends a part is also a finding."""
         parts: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
             ("loggers", self._loggers),
             ("model", self._model),
@@ -453,7 +452,7 @@ class _WholeCheck:
             except _EXPECTED as error:
                 yield CheckResult.of_error(subject, error)
         if not self._is_whole:
-            yield CheckResult("plan", "note", "not made before the config is right")
+            yield CheckResult("plan", "note", "not made before the config is valid")
 
     def _loggers(self) -> Iterator[CheckResult]:
         try:
@@ -485,7 +484,7 @@ class _WholeCheck:
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))
-            text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
+            text = f"{size}: all {len(records)} tensors exist, {nbytes} in {_count(len(files), 'file')}"
             yield CheckResult("model", "ok", text)
             self._weight_names = [name for name in ModelFolder(folder).records if name not in set(carried.names)]
             if carried.names:
@@ -503,9 +502,9 @@ class _WholeCheck:
         try:
             model = resolve_model(self._config)
             if self._graph is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
-                read_config(model.folder)  # transformers reads it for the tokenizer too
+                read_config(model.folder)  # transformers also reads it for the tokenizer
         except ModelFolderError:
-            yield CheckResult("tokenizer", "note", "not looked at before the model's config.json is right")
+            yield CheckResult("tokenizer", "note", "not checked before the model's config.json is valid")
             return
         self._tokenizer = tokenizer_of(model)
         template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
@@ -513,7 +512,7 @@ class _WholeCheck:
 
     def _rows(self) -> Iterator[CheckResult]:
         if self._tokenizer is None:
-            yield CheckResult("data", "note", "not looked at without a tokenizer")
+            yield CheckResult("data", "note", "not checked without a tokenizer")
             return
         try:
             dataset = open_dataset(resolve_data(self._config), self._tokenizer)
@@ -524,7 +523,7 @@ class _WholeCheck:
         if self._graph is not None:
             check_token_ids(resolve_model(self._config), dataset, self._graph)
         head = str(dataset.report).splitlines()[0]
-        proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
+        proven = "; the trained part of each row was checked" if self._config.task != "pretrain" else ""
         yield CheckResult("data", "ok", f"{head}{proven}")
         yield from self._remarks("data", dataset)
         if self._own["bad_rows"] == "drop":
@@ -534,7 +533,7 @@ class _WholeCheck:
                 yield CheckResult("data", "warning", text)
 
     def _each_source(self, error: DataError) -> Iterator[CheckResult]:
-        """Open each source alone, so that a mistake in one does not hide those of the others."""
+        """Open each source alone, so that a mistake in one does not hide mistakes in the others."""
         assert self._tokenizer is not None
         sources = self._config.data.train
         if len(sources) == 1:
@@ -549,10 +548,10 @@ class _WholeCheck:
         yield from found or [CheckResult.of_error("data", error)]
 
     def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Iterator[CheckResult]:
-        """Yield what is worth knowing about the rows of a data set: notes of the task, then rows that are left out.
+        """Yield findings about the rows of a data set: notes of the task, then omitted rows.
 
         Args:
-            subject: As in ``CheckResult``.
+            subject: Part of the run, as in ``CheckResult``.
             dataset: Rows of the data set.
             name: Prefix of each text.
         """
@@ -606,7 +605,7 @@ class _WholeCheck:
         prepared.samples()
 
     def _drives(self) -> Iterator[CheckResult]:
-        """Yield the location of each path of the NVMe tier, and what the config gives the tiers that is not there."""
+        """Yield the location of each path of the NVMe tier, and configured resources that this machine lacks."""
         tiers = resolve_tiers(self._config)
         for path in drive_paths(tiers.table.nvme):
             yield CheckResult("drive", "ok", str(path))
@@ -672,11 +671,11 @@ class _WholeCheck:
         except LostCheckpointsError as lost:
             if start is None or start.already_done(lost.newest) is None:
                 raise
-            yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
+            yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints were lost with a drive")
             return
         yield from map(_notice, notices)
         if not candidates:
-            yield CheckResult("checkpoints", "ok", "none: the run starts from the model")
+            yield CheckResult("checkpoints", "ok", "no checkpoint: the run starts from the model")
             return
         if start is None:
             yield CheckResult("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
@@ -689,14 +688,14 @@ class _WholeCheck:
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
     def _start(self, tell: Callable[[str], None]) -> RunStart | None:
-        """Return what compares checkpoints with the user's config; None without model or rows."""
+        """Return a finder that compares checkpoints with the user's config, or None without model or rows."""
         if self._prepared is None or not self._is_cut:
             return None
         config = self._config.model_copy(update={"data": self._config.data.model_copy(update=self._own)})
         return self._prepared.start(with_commit(config, self._prepared.run.model.hub), tell)
 
     def _weights(self) -> Iterator[CheckResult]:
-        """Read the weights that a run would load. A run stops at the first that is no number."""
+        """Read the weights that a run would load, and report all NaN and infinite ones; a run stops at the first."""
         if not self._weight_names:
             return
         folder = ModelFolder(resolve_model(self._config).folder)
@@ -724,7 +723,7 @@ def _each_problem(subject: str, error: ConfigError) -> Iterator[CheckResult]:
 
 
 def _can_hold_files(folder: Path) -> bool:
-    """Return whether a file could be made in a folder; one of the kernel's own file systems has no bytes at all."""
+    """Return whether a file can be created in a folder. Pseudo file systems of the kernel have a size of 0."""
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return False
     return shutil.disk_usage(folder).total > 0

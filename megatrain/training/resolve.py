@@ -1,6 +1,6 @@
-"""From a config to the values that a run works with: ints, paths, dtypes and choices, derived once, here.
+"""Resolution of a config to the values of a run: numbers, paths, dtypes and choices, derived once.
 
-What is below the trainer takes these records and knows no config. Each record lives with the idea that it names.
+Code below the trainer uses these records and does not know the config. Each record is defined next to its users.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ __all__ = [
 
 
 def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec:
-    """Return a run in values.
+    """Return the resolved run.
 
     Args:
-        planned: the machine that it is planned for; None: this one.
+        planned: Machine to plan for, or None for this machine.
 
     Raises:
-        ConfigError: the config asks for a GPU and there is none.
+        ConfigError: The config requests a GPU, but there is none.
     """
     device = machine.resolve_device(config.device, planned)
     tiers = resolve_tiers(config, planned)
@@ -97,17 +97,17 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
 
 
 def check_scorable(config: RunConfig) -> None:
-    """Find out whether a config can be scored.
+    """Refuse a config that cannot be scored.
 
     Raises:
-        ConfigError: something of it cannot.
+        ConfigError: A key prevents scoring.
     """
     if problems := list(find_unscorable(config)):
         raise ConfigError("the config", problems)
 
 
 def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
-    """Return the reward head that replaces the language model's head; None for a language model."""
+    """Return the reward head that replaces the language model's head, or None for a language model."""
     if TASK_FACTS[config.task].has_lm_head:
         return None
     return HeadSpec(config.reward.center_rewards_coefficient, _fill_token(tokenizer_folder))
@@ -115,7 +115,7 @@ def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
 
 @functools.cache
 def _fill_token(folder: str) -> int:
-    """Return what rows are filled with; 0 where the tokenizer cannot be opened, which is told where it is needed."""
+    """Return the padding token, or 0 if the tokenizer cannot be opened; later code reports that error."""
     try:
         return pad_token_id(load_tokenizer(folder))
     except DataError:
@@ -123,10 +123,10 @@ def _fill_token(folder: str) -> int:
 
 
 def resolve_model(config: RunConfig) -> ModelSpec:
-    """Return what is trained. Of a model on the hub, all but the weights is fetched unless it is here.
+    """Return the model to train. For a hub model, fetch missing files except weights.
 
     Raises:
-        HubError: the hub has no such model, or cannot be reached.
+        HubError: The hub has no such model, or cannot be reached.
     """
     table = config.model
     hub = locate(table.model_name_or_path, table.revision)
@@ -145,13 +145,13 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     """Return the cut of a step into micro-batches.
 
     Args:
-        device: type of the one that computes: a GPU takes more tokens at a time, where the config leaves it open.
+        device: Type of the compute device. Without a config value, a GPU gets more tokens per micro-batch.
     """
     return BatchSpec(
         num_rows=config.rows_per_step,
         max_length=config.data.max_length,
         given_rows=config.micro_batch_size,
-        # Kernels of flash attention keep packed documents apart in batches of one row only.
+        # Kernels of flash attention keep packed documents apart only in batches of one row.
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
         order="micro_batch" if config.advanced.micro_batch_order == "micro_batch" else "layer",
         rows_per_example=config.rows_per_example,
@@ -161,7 +161,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
 
 
 def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> TierSpecs:
-    """Return what a run may use of this machine, or of the one that it is planned for."""
+    """Return the resources that a run may use on this machine, or on the planned one."""
     return _tiers(
         config.tiers,
         file_bytes=config.advanced.file_size,
@@ -171,7 +171,7 @@ def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> T
 
 
 def default_tiers() -> TierSpecs:
-    """Return what a run may use of this machine whose config names no size."""
+    """Return the resources that a run may use on this machine by default."""
     return _tiers(TiersConfig())
 
 
@@ -196,9 +196,9 @@ def _tiers(
 
 
 def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
-    """Return where kinds of blocks may live.
+    """Return the allowed homes for each kind of block.
 
-    GPU memory is a home where the config names it; what else lives there the planner decides, for the residents.
+    GPU memory is a home if the config names it. The planner chooses its other contents, the residents.
     """
     table = config.placement
     wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
@@ -212,20 +212,20 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     for kind in KINDS:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
-    # Frozen weights are in the folder already: another drive would hold a second copy of them.
+    # Frozen weights are already in the folder; a drive would hold a second copy.
     names = ("ram", FOLDER) if table.weights == "auto" else table.weights
     homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
 
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
-    """Return when the run is saved, and how much of that is kept."""
+    """Return when the run is saved, and how many checkpoints are kept."""
     drives = tuple(drive.path for drive in config.tiers.nvme)
     return CheckpointSpec(config.checkpoint, config.output_dir, drives, config.tiers.on_disk_full)
 
 
 def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
-    """Return when the run evaluates, and on what."""
+    """Return when the run evaluates, and on which data."""
     table = config.evaluation
     sources = (
         EvaluationSource(
@@ -240,7 +240,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
 
 
 def resolve_best(config: RunConfig) -> BestSpec:
-    """Return which evaluation is the best, and what follows from it."""
+    """Return the criterion of the best evaluation, and its consequences."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, greater = table.metric_for_best_model, table.greater_is_better
     sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
@@ -257,5 +257,5 @@ def resolve_best(config: RunConfig) -> BestSpec:
 
 
 def resolve_logging(config: RunConfig) -> LoggingSpec:
-    """Return where the figures of the run go."""
+    """Return the destinations of the run's metrics."""
     return LoggingSpec(config.logging, config.run_name, config.output_dir, resolved_values(config), to_toml(config))

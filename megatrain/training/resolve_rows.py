@@ -1,4 +1,4 @@
-"""From a config to the rows of a run, without torch: folders of model and tokenizer, data sets."""
+"""Resolution of a config to the rows of a run, without torch: folders of model and tokenizer, data sets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["resolve_data", "resolve_folders"]
 
 
 def resolve_folders(config: RunConfig) -> tuple[str, str]:
-    """Return the folders of the model and of its tokenizer. Of the hub, all but weights is fetched unless it is here.
+    """Return the folders of the model and of its tokenizer. From the hub, fetch missing files except weights.
 
     Raises:
-        HubError: the hub has no such model, or cannot be reached.
+        HubError: The hub has no such model, or cannot be reached.
     """
     table = config.model
     hub = locate(table.model_name_or_path, table.revision)
@@ -32,10 +32,10 @@ def resolve_folders(config: RunConfig) -> tuple[str, str]:
 
 
 def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = None) -> DataSpec:
-    """Return what is trained on.
+    """Return the training data.
 
     Args:
-        sources: instead of ``[[data.train]]``, with nothing kept from training.
+        sources: Replacement for ``[[data.train]]``, without a validation split.
     """
     keys, kind = dict[str, Any](), config.row_kind
     if sources is not None:

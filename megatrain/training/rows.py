@@ -1,4 +1,4 @@
-"""The rows of a run: its tokenizer, what is refused of them, and the batches that they are cut into."""
+"""The rows of a run: its tokenizer, the check of token ids, and the batches."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
 
 
 def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) -> None:
-    """Refuse rows with tokens that the model has no embedding for.
+    """Refuse rows with token ids outside the model's embedding.
 
     Raises:
-        DataError: the tokenizer is not the model's.
+        DataError: The tokenizer does not match the model.
     """
     check_ids(dataset, graph.model.get_input_embeddings().weight.shape[0], where=model.tokenizer_folder)
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
-    """Return the batches of a run, from the beginning.
+    """Return the batches of a run from its first step.
 
     Raises:
-        DataError: a teacher's scores are not those of the data, or are damaged.
+        DataError: The teacher's scores do not match the data, or are damaged.
     """
     data, teacher = plan.run.data, None
     if data.scores is not None:
@@ -59,7 +59,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         "teacher": teacher,
     }
     if isinstance(dataset, StreamDataset):
-        assert plan.run.max_steps is not None, "the config says it"
+        assert plan.run.max_steps is not None, "streams need max_steps in the config"
         num_embeddings = plan.graph.model.get_input_embeddings().weight.shape[0]
         return StreamLoader(dataset, max_steps=plan.run.max_steps, num_embeddings=num_embeddings, **arguments)
     return BatchLoader(dataset, **arguments)

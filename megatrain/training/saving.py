@@ -1,4 +1,4 @@
-"""What saves a run: the writer of its checkpoints, and the copier of those that are kept whole."""
+"""Saving of a run: the writer of its checkpoints, and the copier of whole checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["make_copier", "make_writer"]
 
 
 def make_copier(plan: Plan, group: RankGroup, tell: Callable[[str], None]) -> CheckpointCopier:
-    """Return what copies checkpoints of all ranks. A collective.
+    """Return the copier of all ranks' checkpoints. A collective.
 
     Args:
         tell: Called with messages for the user.
@@ -41,13 +41,13 @@ def make_writer(
     best: Checkpoint | None,
     remote_save_number: int = 0,
 ) -> CheckpointWriter:
-    """Return what writes checkpoints, together with the other ranks.
+    """Return the writer of checkpoints, which works together with the other ranks.
 
     Args:
         tell: Called with messages for the user.
-        loaded: The checkpoint that the run goes on from; None: it starts anew.
-        best: That of the best evaluation so far, which is kept; None: there is none.
-        remote_save_number: Largest number of a save whose copy is at a URL.
+        loaded: The resumed checkpoint, or None for a new run.
+        best: Checkpoint of the best evaluation so far, which is kept, or None.
+        remote_save_number: Largest number of a save with a copy at a URL.
     """
     run = plan.run
     path = run.output_dir / CHECKPOINTS_NAME

@@ -1,4 +1,4 @@
-"""What a run starts from: the weights of its model, or a checkpoint; and the state that its first step finds."""
+"""Start of a run: from the weights of its model or a checkpoint, with the state of its first step."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ __all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Finds what a run goes on from, and makes the state of its first step.
+    """Finder of the checkpoint that a run resumes, and of the state before its first step.
 
     Attributes:
-        config_toml: The config of the run as ``RunState`` keeps it.
-        changes_from: Returns what differs in it from another one, which is in the same form.
-        loader: The batches of the run; they are sought to where the run goes on.
-        best: Which evaluation is the best one, and what follows from it.
-        allows_changes: Whether a checkpoint is continued although the config alters results.
+        config_toml: Config of the run in the form of ``RunState``.
+        changes_from: Returns the changes of the config from another one in the same form.
+        loader: Batches of the run; ``state`` seeks to the resumed position.
+        best: Criterion of the best evaluation.
+        allows_changes: Whether a checkpoint is resumed even if config changes alter results.
         tell: Called with messages for the user.
     """
 
@@ -65,11 +65,11 @@ class RunStart:
     tell: Callable[[str], None]
 
     def find(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
-        """Return the checkpoints to start from, best first, and the summary of a run that has nothing left to do.
+        """Return the checkpoints to start from, best first, and the summary of a run that is already done.
 
         Raises:
-            CheckpointError: there are some that cannot be used.
-            ConfigChangedError: the config alters results.
+            CheckpointError: Checkpoints exist but cannot be used.
+            ConfigChangedError: Config changes alter results.
         """
         run, are_lost = self.plan.run, False
         if run.checkpoint.table.copy_url is not None:
@@ -77,7 +77,7 @@ class RunStart:
         try:
             candidates = find_candidates(run.checkpoint, self.tell)
         except LostCheckpointsError as lost:
-            # The user may have deleted them once there was the model.
+            # The user may have deleted them after the export of the model.
             if self.already_done(lost.newest) is None:
                 raise
             candidates, are_lost = [lost.newest], True
@@ -95,12 +95,12 @@ class RunStart:
         )
 
     def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
-        """Return the summary of a run that has nothing left to do; None if steps or the export are missing."""
+        """Return the summary of a run that is already done, or None if steps or the export are missing."""
         run = self.plan.run
         return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
 
     def _tell_of_end(self, summary: RunSummary) -> None:
-        """Say that the run is done, and how to train on."""
+        """Report that the run is done, and how to train longer."""
         done = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
         if summary.num_steps > self.num_steps:
             done += f", and the config asks for {self.num_steps}"
@@ -113,13 +113,13 @@ class RunStart:
             changes += "from one run of N steps"
         self.tell(
             f"nothing to do: this run is done, {done}. To train on, start it "
-            f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start anew, name "
+            f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start again, name "
             "another output_dir"
         )
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
-        """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
-        # Into a folder all its ranks are to copy, and this one is alone.
+        """Copy the checkpoint of a finished run if the config requests it and no earlier start did."""
+        # A copy into a folder needs all its ranks, and this one is alone.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint_bytes_on_drives
             with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.tell) as copier:
@@ -127,24 +127,24 @@ class RunStart:
                 copier.finish()
 
     def _check_before_fetch(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint at a URL that this run could not continue, before any of it is fetched."""
+        """Refuse a remote checkpoint that this run cannot resume, before fetching any of it."""
         model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
         try:
             self.check_changes(checkpoint, allow=self.allows_changes)
-            # Weights that are not yet fetched from a hub are compared once they are here.
+            # Weights that are not yet fetched from a hub are compared after the fetch.
             if not model.table.train_from_scratch and (model.hub is None or not missing_weights(model.hub)):
                 folder_record(self.plan, open_loader(model.folder, self.plan.graph).origin, checkpoint)
         except (CheckpointError, ConfigChangedError) as error:
             raise type(error)(
-                f"{error}\nThat checkpoint is at '{url}', and nothing of it was fetched. For a run of its own, name "
+                f"{error}\nThat checkpoint is at '{url}', and nothing of it was fetched. For a separate run, name "
                 "another URL in checkpoint.save_copy"
             ) from error
 
     def check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
-        """Compare the config, the model and the rows with those of a checkpoint.
+        """Compare the config, the model and the rows with a checkpoint.
 
         Raises:
-            ConfigChangedError: one alters results, and ``allow`` is not set.
+            ConfigChangedError: A difference alters results, and ``allow`` is not set.
         """
         check_changes(
             self.changes_from(checkpoint.state.config_toml),
@@ -156,35 +156,35 @@ class RunStart:
         )
 
     def check_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
-        """Say what is special about the checkpoint that was loaded.
+        """Report notable facts of the loaded checkpoint.
 
         Args:
-            loaded: One of the candidates; None: the run starts anew.
-            candidates: What ``find`` returned.
+            loaded: One of the candidates, or None for a new run.
+            candidates: Result of ``find``.
         """
         if loaded is None:
             return
         if loaded is not candidates[0]:
-            # The newest one has this config, or it was allowed; this one may have been saved before it changed.
+            # The newest one has this config, or the change was allowed; an older one may predate it.
             self.check_changes(loaded, allow=True)
         if loaded.state.arithmetic != ARITHMETIC:
             self.tell(
-                f"warning: the checkpoint of step {loaded.state.step} is of a version of this program that adds "
-                "numbers in another order. Nothing of it is lost; from here on, losses and weights differ in their "
-                "last bits from what that version would have computed"
+                f"warning: the checkpoint of step {loaded.state.step} is from a version of this program that adds "
+                "numbers in another order. Nothing is lost, but from now on, losses and weights differ in their "
+                "last bits from the results of that version"
             )
 
     def state(
         self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint], record: Mapping[str, Any]
     ) -> tuple[RunState, Checkpoint | None]:
-        """Return where the run stands before its first step, and the checkpoint of the best evaluation so far, if any.
+        """Return the state before the first step, and the checkpoint of the best evaluation so far, if any.
 
-        The loader is sought to where the run goes on.
+        It seeks the loader to the resumed position.
 
         Args:
-            loaded: The checkpoint to go on from; None: the run starts anew.
-            candidates: What ``find`` returned.
-            record: What ``RunState.model`` has beside ``describe_model``.
+            loaded: The checkpoint to resume, or None for a new run.
+            candidates: Result of ``find``.
+            record: Entries of ``RunState.model`` in addition to ``describe_model``.
         """
         state = self._first_state(record)
         if loaded is None:
@@ -256,24 +256,24 @@ class RunStart:
         )
 
     def _is_judged_alike(self, before: RunState) -> bool:
-        """Return whether the best evaluation of an earlier start was found by the figure that decides now."""
+        """Return whether an earlier start chose its best evaluation by the present metric."""
         if before.best is None:
             return True
         then = resolve_best(config_from_toml(before.config_toml))
         figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.best)]
         if figures[0] != figures[1]:
             self.tell(
-                f"warning: the best evaluation so far was that of step {Best(**before.best).step} by another figure, "
-                f"{then.described}: the next one counts as the best"
+                f"warning: the best evaluation so far, of step {Best(**before.best).step}, was chosen by another "
+                f"metric, {then.described}: the next one counts as the best"
             )
         return figures[0] == figures[1]
 
 
 def with_kept_rules(run: RunSpec) -> RunSpec:
-    """Return a run with the rules of the checkpoint that it resumes, where its config leaves them open.
+    """Return a run with the rules of the checkpoint that it resumes, for keys that its config leaves open.
 
-    These are the number of lanes, the tokens of a micro-batch and how Muon divides fused parameters. Before the plan,
-    as all of them take memory.
+    These are the number of lanes, the tokens of a micro-batch, how Muon divides fused parameters, and the kernels of
+    liger and flash attention. They affect memory, so call this before planning.
     """
     kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
     if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
@@ -293,9 +293,9 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:
-    """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
+    """Return ``RunState.model``: the trained model, and the settings that affect its arithmetic."""
     graph, folder = plan.graph, plan.run.model.folder
-    # A CPU's matrix products and sums have other last bits with another number of threads.
+    # On a CPU, the number of threads affects the last bits of matrix products and sums.
     threads = {"threads": torch.get_num_threads()} if plan.device.type == "cpu" else {}
     return {
         "name": plan.run.model.name,
@@ -319,13 +319,13 @@ def _decays(plan: Plan, exclude: Sequence[str]) -> str:
 
 
 def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
-    """Return a checkpoint that says which parameters decayed; those of before this was noted are told by their globs.
+    """Return a checkpoint that records which parameters decayed. For older ones, derive this from their globs.
 
-    Then vectors never decayed, also where nothing was excluded.
+    In those versions vectors never decayed, even without exclusions.
     """
     model = checkpoint.state.model
     if "decays" in model:
         return checkpoint
     exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
-    decayed = _decays(plan, exclude or ("",))  # names nothing, but is not empty
+    decayed = _decays(plan, exclude or ("",))  # matches no name, but is not empty
     return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decayed}})

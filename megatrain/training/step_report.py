@@ -1,4 +1,4 @@
-"""What a step of a run took: seconds, bytes of links and drives, and the metrics that loggers get."""
+"""Resources of a step: seconds, bytes by link and drive, and the metrics for loggers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepMeter", "StepUsage", "added", "link_bytes"]
 
-#: Steps in the mean time of a step: the newest ones, as the first compile kernels and fill caches.
+#: Number of newest steps in the mean time of a step. The first steps compile kernels and fill caches.
 _MEAN_OF_STEPS = 20
 
 Number = TypeVar("Number", int, float)
@@ -32,11 +32,11 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class MovedByLink:
-    """What links moved.
+    """Traffic by link.
 
     Attributes:
         num_bytes: ``"ram->nvme"`` -> bytes.
-        busy_s: Seconds with at least one transfer under way.
+        busy_s: Seconds with at least one active transfer.
     """
 
     num_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class MovedByLink:
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """What a step took.
+    """Resources used by a step.
 
     Attributes:
-        step_s: Seconds, from before its batch was read.
-        links: What each link moved: blocks, and what the engine moves beside them.
+        step_s: Seconds, including the read of its batch.
+        links: Traffic by link: blocks, and the engine's bytes outside blocks.
         process: Processor time and page faults of the process; see ``StepMetrics.process_usage``.
     """
 
@@ -60,11 +60,11 @@ class StepUsage:
 
 
 class StepMeter:
-    """Measures steps of a run, one after the other, from the first one of this start on.
+    """Meter of consecutive steps of a run since this start.
 
     Args:
-        steps_per_epoch: Steps in which all rows pass once.
-        first_step: Steps done before.
+        steps_per_epoch: Steps in one pass over all rows.
+        first_step: Number of steps done before this start.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class StepMeter:
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
-        self._moved_beside = MovedByLink()  # beside blocks, up to the last step
+        self._moved_beside = MovedByLink()  # traffic outside blocks, up to the last step
         self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
-        """Begin to measure a step."""
+        """Start the measurement of a step."""
         self._step_start_s, self._before = time.perf_counter(), self._store.stats()
         self._process_before = _process_usage()
 
     def stop(self) -> StepUsage:
-        """Return what the step took that began with ``start``."""
+        """Return the resources used since ``start``."""
         step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._before
         self._seconds.append(step_s)
         now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
@@ -104,14 +104,14 @@ class StepMeter:
         records: Sequence[StepRecord],
         warmup_steps: int,
     ) -> StepMetrics:
-        """Return what is reported of the last step.
+        """Return the metrics of the last step.
 
         Args:
-            state: Where the run stands after it.
-            lr: The learning rate of the step.
-            usage: What ``stop`` returned.
-            records: Those of all ranks; none: the run has one process.
-            warmup_steps: Steps of the run in which the learning rate rises.
+            state: State of the run after the step.
+            lr: Learning rate of the step.
+            usage: Result of ``stop``.
+            records: Records of all ranks; empty for one process.
+            warmup_steps: Number of steps in which the learning rate rises.
         """
         position, moved = batch.position, usage.moved
         recompute = self._plan.program.recompute
@@ -159,10 +159,10 @@ def _process_usage() -> dict[str, float]:
 
 
 def link_bytes(moved: StoreStats) -> dict[str, int]:
-    """Return link -> bytes that it moved."""
+    """Return link -> moved bytes."""
     return {name: link.num_bytes for name, link in moved.links.items()}
 
 
 def added(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
-    """Return numbers with others added to those of the same name."""
+    """Return the sums of numbers with the same name, with ``others`` multiplied by ``factor``."""
     return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}

@@ -65,10 +65,10 @@ def _planned(run: RunSpec, group: RankGroup) -> Plan:
 
 
 class Trainer:
-    """One run of one config. Nothing is allocated or written before ``train``, or ``open``.
+    """One run of one config. It allocates and writes nothing before ``train`` or ``open``.
 
-    ``train`` is the run from its start, or from its newest checkpoint, to its end. Its parts serve callers that take
-    steps themselves::
+    ``train`` executes the run from its start, or from its newest checkpoint, to its end. Its parts serve callers that
+    control the steps::
 
         with trainer.open() as opened:
             opened.load()
@@ -76,27 +76,27 @@ class Trainer:
             engine.step(micro_batches, number=0, lr=1e-3)
 
     Args:
-        observer: is called at every step, evaluation, checkpoint and message; None: nothing is.
-        plan: The plan of this config, if it is made already.
-        activity: kept current for a live view; None: an own one.
-        allow_config_change: continue a checkpoint although the config now says something that alters results.
-        exit_code_of: returns the exit code of the process after an error, or after a summary, for ``status.json``.
-        group: the ranks of the run; None: this process is alone.
+        observer: Receives every step, evaluation, checkpoint and message. None disables it.
+        plan: The plan of this config, if it exists already.
+        activity: Progress shared with a live view. Defaults to a private one.
+        allow_config_change: Whether to resume a checkpoint even if config changes alter results.
+        exit_code_of: Returns the exit code of the process after an error or a summary, for ``status.json``.
+        group: The ranks of the run, or None for a single process.
 
     Attributes:
-        config: As given, with ``data.packing`` as the model allows it, and the commit of a model on the hub.
-        plan: Where everything lies, and what each step moves.
-        run: The values that the plan was made of.
-        prepared: Rows, evaluation sets and learning rates, once ``prepare`` has made them.
-        opened: While ``train`` runs, its store.
-        state: While ``train`` runs, where the run stands.
+        config: The given config, with the ``data.packing`` that the model supports, and the commit of a hub model.
+        plan: Homes of all blocks, and the traffic of each step.
+        run: The values from which the plan was made.
+        prepared: Rows, evaluation sets and learning rates, created by ``prepare``.
+        opened: Store of the run, during ``train``.
+        state: Progress of the run, during ``train``.
 
     Raises:
-        DoesNotFitError: the run cannot fit its tiers.
-        ConfigError: data.max_length is more than the model's positions.
-        ModelFolderError: the model is unusable.
-        UnsupportedModelError: the model is unusable.
-        TypeError: the config is the name of a file.
+        DoesNotFitError: The run does not fit its tiers.
+        ConfigError: data.max_length exceeds the model's positions.
+        ModelFolderError: The model is unusable.
+        UnsupportedModelError: The model is unusable.
+        TypeError: The config is a file name.
     """
 
     opened: OpenRun
@@ -130,33 +130,33 @@ class Trainer:
     # -- the run -------------------------------------------------------------------------------------------------
 
     def train(self) -> RunSummary:
-        """Train from the start, or from the newest checkpoint, to the end; write ``output_dir/final``.
+        """Train from the start, or from the newest checkpoint, to the end. Write ``output_dir/final``.
 
-        Everything that can be known to fail is found before the first step; until then ``output_dir`` is untouched.
+        All predictable failures occur before the first step. Until then ``output_dir`` is untouched.
 
         Returns:
-            What the run did; ``interrupted`` where a signal ended it early.
+            Summary of the run; ``interrupted`` if a signal ended it early.
 
         Raises:
-            ScheduleError: the warm-up is longer than the run.
-            DataError: the data cannot be used.
-            BeyondMachineError: this machine has less than the tiers' sizes.
+            ScheduleError: The warm-up is longer than the run.
+            DataError: The data cannot be used.
+            BeyondMachineError: This machine has less than the tiers' sizes.
             ConfigError: ``output_dir`` cannot be written, or a drive's path is no drive.
-            ExportError: other files are where the model goes.
-            CheckpointError: a checkpoint cannot be used or written.
-            ConfigChangedError: the config is another one.
-            LockedError: another run uses ``output_dir``.
-            TieredError: storage failed.
-            OSError: storage failed.
-            NonFiniteGradientError: a gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``. What is
-                saved is the last checkpoint.
-            KeyboardInterrupt: a second signal, or one that the run could not save after.
+            ExportError: Other files occupy the folder of the exported model.
+            CheckpointError: A checkpoint cannot be used or written.
+            ConfigChangedError: Config changes would alter the results of the checkpoint's run.
+            LockedError: Another run uses ``output_dir``.
+            TieredError: Storage failed.
+            OSError: Storage failed.
+            NonFiniteGradientError: A gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``. The last
+                checkpoint is kept.
+            KeyboardInterrupt: A second signal, or a signal after which the run could not save.
         """
         check_alike(self.plan, dict(config_lines(self.config)), self.group)
         lines = [each.line for each in self.prepare()]
         with self._in_folder():
             self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
-            # Rank 0 looks, and says whether there is anything to do; a problem that it finds ends all.
+            # Rank 0 searches and reports whether anything is left to do. A problem on rank 0 ends all ranks.
             start = self.prepared.start(self.config, self.observer.on_message, allows_changes=self._allow_config_change)
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
             if summary is None:
@@ -183,7 +183,7 @@ class Trainer:
                 self.train_step()
                 self.saver.poll()
                 if self.state.step < self.state.max_steps:
-                    self.evaluate()  # before the checkpoint: a run that continues from it has the evaluation already
+                    self.evaluate()  # before the checkpoint, so that a run resumed from it has the evaluation already
                 self.save_if_due()
             self._end_steps()
             moved_beside = self._engine.moved_bytes
@@ -191,7 +191,7 @@ class Trainer:
             self.save_last()
             self.opened.store.wait_idle()
             moved = self.opened.store.stats() - before
-            moved_beside = added(moved_beside, self.evaluator.moved_bytes)  # of ranks, that of evaluations
+            moved_beside = added(moved_beside, self.evaluator.moved_bytes)  # traffic of evaluations between ranks
             summary = partial(self._summary, moved, added(link_bytes(moved), moved_beside))
             if self.agreement.stops:
                 self._finish_copies()
@@ -202,7 +202,7 @@ class Trainer:
                 folder = self.export()
                 self.copier.finish()
             except KeyboardInterrupt as stop:
-                # Of several ranks the others must know of it, too: they wait for what this one asks them next.
+                # The other ranks must also know of it, because they wait for this one's next request.
                 is_known_to_all = self.group.world.is_single or isinstance(stop, ExportStopped)
                 if self.saver.saved_step != self.state.step or not is_known_to_all:
                     raise
@@ -214,22 +214,22 @@ class Trainer:
         return self.state.step < self.state.max_steps and not self.prepared.best.is_over(Best.of_state(self.state.best))
 
     def is_paused(self) -> bool:
-        """Whether the run waits for a person to free space on a drive. Thread-safe."""
+        """Whether the run waits for a user to free space on a drive. Thread-safe."""
         return self._saver is not None and (self._saver.is_waiting or self.opened.store.is_paused)
 
     # -- before anything is written ------------------------------------------------------------------------------
 
     def prepare(self) -> Iterator[CheckResult]:
-        """Prepare all that the first step needs, and yield what is found. A collective.
+        """Prepare everything for the first step, and yield the findings. A collective.
 
         Raises:
-            Exception: the first error, as in ``train``.
+            Exception: The first error, as in ``train``.
         """
         prepared, group, tell = self.prepared, self.group, self.observer.on_message
         prepared.limits()
         if group.world.is_first:
             prepared.folders()
-        # A run that is done needs neither weights nor free space: only the data tells whether steps are left.
+        # A finished run needs neither weights nor free space, but only the data determines whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
             prepared.storage(tell)
         self.activity.begin("reading the data")
@@ -245,13 +245,13 @@ class Trainer:
         yield from prepared.warnings()
 
     def make_loader(self, tell: Callable[[str], None] | None = None) -> BatchLoader:
-        """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache.
+        """Return the batches of the run from its first step. Reads and tokenizes the data, or finds it in the cache.
 
         Args:
-            tell: called with what became of the rows; None: the observer is.
+            tell: Called with the reports on rows. Defaults to the observer.
 
         Raises:
-            DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
+            DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
         for each in self.prepared.rows(self.observer.on_message):
             (tell or self.observer.on_message)(each.line)
@@ -259,7 +259,7 @@ class Trainer:
 
     @contextmanager
     def _in_folder(self) -> Iterator[None]:
-        """Own ``output_dir``, with its ``status.json`` among the observers: rank 0 does."""
+        """Lock ``output_dir`` on rank 0, and add its ``status.json`` to the observers."""
         if not self.group.world.is_first:
             yield
             return
@@ -287,7 +287,7 @@ class Trainer:
                 self.observer = given
 
     def _tell_of_start(self, candidates: Sequence[Checkpoint], lines: Sequence[str]) -> None:
-        """Say what is trained, and what of the data is seldom meant: a run that goes on has said so at its start."""
+        """Report the start and the findings about data. A resumed run with the same data has reported them before."""
         continued = candidates[0].state if candidates else None
         if self.group.world.is_first:
             self.observer.on_ready(None if continued is None else continued.step)
@@ -313,7 +313,7 @@ class Trainer:
 
     @contextmanager
     def _resumed(self, start: RunStart, candidates: Sequence[Checkpoint]) -> Iterator[None]:
-        """Load, and put the run at the step of its checkpoint, with all that saves, evaluates and reports its steps."""
+        """Load weights, set the run to the step of its checkpoint, and create the savers, evaluators and loggers."""
         run, plan, tell = self.run, self.plan, self.observer.on_message
         opened = self.opened
         checkpoint = opened.load(candidates)
@@ -321,7 +321,7 @@ class Trainer:
         drive_bytes = plan.checkpoint_bytes_on_drives
         for line in describe_drives(run.checkpoint, drive_bytes * run.world.local_size):
             tell(line)
-        # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
+        # Exited in reverse order, and before the store: loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
             self.copier = stack.enter_context(make_copier(plan, self.group, tell))
             saved = None
@@ -332,7 +332,7 @@ class Trainer:
             if self.group.world.is_first:
                 write_resolved(self.config)
                 write_plan(plan, step)
-            # Before the loggers: one of them drops what the file has of later steps.
+            # Before the loggers, because one of them removes later steps from the file.
             evaluations = {}
             if step is not None and self.group.world.is_first:
                 evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
@@ -346,7 +346,7 @@ class Trainer:
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(
                 stops_after_step=run.checkpoint.table.save_on_signal,
-                # While it waits for space for a checkpoint, the saver itself looks for a stop, and may still save.
+                # While the saver waits for space for a checkpoint, it polls for a stop, and may still save.
                 is_stuck=lambda: opened.store.is_paused,
                 activity=self.activity,
             )
@@ -390,7 +390,7 @@ class Trainer:
             yield
 
     def _prepare(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-        """Have the task make what must exist before the first step; return what checkpoints keep of it."""
+        """Create what the task needs before the first step. Return the task's record for checkpoints."""
         before = Before(
             self.plan,
             self.opened.store,
@@ -406,10 +406,10 @@ class Trainer:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _schedule_to_next_stop(self) -> None:
-        """Give the prefetcher the steps up to the next evaluation or checkpoint, and no more.
+        """Give the prefetcher only the steps up to the next evaluation or checkpoint.
 
-        There the pending update is made without the forward that it stands beside in a step: what was fetched ahead for
-        that one would have to make way for the update, or not, by who is faster.
+        There, the pending update runs without the forward that follows it in a step. Blocks prefetched for that forward
+        would be evicted for the update or not, depending on timing.
         """
         self.opened.schedule_steps(self.state.step, self._num_steps_to_next_stop)
 
@@ -432,7 +432,7 @@ class Trainer:
         if state.step < self._warmup_steps:
             rates = self.prepared.learning_rate(0), run.optimizer.learning_rate
             self._observers.on_message(warmup_notice(*rates, self._warmup_steps, is_start=state.step == 0))
-        self.opened.store.wait_idle()  # what loading still writes is not part of any step
+        self.opened.store.wait_idle()  # writes from loading are not part of any step
 
     @property
     def _warmup_steps(self) -> int:
@@ -448,7 +448,7 @@ class Trainer:
         )
 
     def train_step(self) -> None:
-        """Run the next step, and report it."""
+        """Run the next step and report it."""
         number = self.state.step
         self._meter.start()
         num_ticks, num_micro_batches = len(self.plan.program.ticks), self.plan.num_micro_batches
@@ -473,13 +473,13 @@ class Trainer:
         )
         if result.left_out:
             self._observers.on_message(
-                f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, these were not "
+                f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, so they were not "
                 f"updated: {', '.join(result.left_out)}"
             )
         self._observers.on_step(self._meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
 
     def _end_steps(self) -> None:
-        """Make the last update, and write the timeline."""
+        """Run the last update and write the timeline."""
         if self.agreement.is_hung_up:
             self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
         self.activity.begin("making the last update")
@@ -492,7 +492,7 @@ class Trainer:
     # -- evaluate, save, export ----------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate if it is due; the steps that follow start as after a checkpoint."""
+        """Evaluate if it is due. The following steps start as after a checkpoint."""
         if self.evaluator.is_due(self.state.step) and not self.agreement.stops:
             self.opened.finish_updates()
             self.evaluator.run(self.state.step)
@@ -500,25 +500,25 @@ class Trainer:
             self._compare()
 
     def _compare(self) -> None:
-        """Note whether the evaluation of this step is the best one. Before the first step there is nothing to keep."""
+        """Update the best evaluation with this step's, except before the first step, when no checkpoint exists."""
         step = self.state.step
         found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
         if not self.prepared.best.is_on or step == 0 or len(found) < len(self.evaluator.names):
             return
         value = self.prepared.best.value_of(found)
-        # Rank 0's: a perplexity may differ in its last bit on another kind of processor.
+        # Use rank 0's value: a perplexity may differ in its last bit on another kind of processor.
         best = self.group.broadcast(self.prepared.best.after(Best.of_state(self.state.best), step, value))
         self.state = replace(self.state, best=best.to_state())
         if self.prepared.best.is_over(best):
             self._observers.on_message(
-                f"stopping early: {best.num_worse} evaluations in a row were not better than that of step {best.step}, "
+                f"stopping early: {best.num_worse} evaluations in a row were not better than step {best.step}, "
                 f"{best.metric} {best.value:.4f}"
             )
 
     def save_if_due(self) -> None:
-        """Save if the config, or a signal, asks for it after this step; training goes on while it is written."""
+        """Save if the config or a signal requests it after this step. Training continues during the write."""
         if self.agreement.stops:
-            return  # ``save_last`` does
+            return  # ``save_last`` saves
         step, best = self.state.step, Best.of_state(self.state.best)
         is_best = self.prepared.best.is_kept and best is not None and best.step == step
         is_due = is_best or self.agreement.is_due(self.saver.is_due(step))
@@ -526,11 +526,11 @@ class Trainer:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self.state.saved_now())
-            # A stop may have come while the ranks waited for room: no step follows, as in a run of one process.
+            # A stop may have arrived while the ranks waited for space. Then no step follows, as with one process.
             self.agreement.agree_to_stop()
 
     def save_last(self) -> None:
-        """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
+        """Save after the last step or before a stop, and wait until all checkpoints are on disk."""
         table = self.run.checkpoint.table
         if table.save_strategy != "no" or (self.agreement.stops and table.save_on_signal):
             self.activity.begin("saving")
@@ -540,9 +540,9 @@ class Trainer:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Make the pending update; a checkpoint begins inside, and the steps that follow start with no update.
+        """Run the pending update and let a checkpoint begin inside. The steps that follow start without an update.
 
-        They are scheduled afterwards: else copies that are fetched ahead could decide what the checkpoint reads.
+        They are scheduled afterwards. Otherwise prefetched copies could affect the checkpoint's reads.
         """
         self.opened.finish_updates()
         self.opened.store.set_schedule(None)
@@ -550,9 +550,9 @@ class Trainer:
         self._schedule_to_next_stop()
 
     def _finish_copies(self) -> None:
-        """Wait for the copies that are due; another signal gives them up."""
+        """Wait for the copies that are due. Another signal cancels them."""
         try:
-            if self.group.world.is_single:  # of several ranks the others wait for what this one copies
+            if self.group.world.is_single:  # other ranks would wait for this one's copies
                 self.signals.steps_are_over()
             self.copier.finish()
         except KeyboardInterrupt:
@@ -561,7 +561,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
         self.activity.begin("exporting the model")
-        self.opened.end_steps()  # its room serves the fp32 copy of the unit that is written
+        self.opened.end_steps()  # its memory serves the fp32 copy of the written unit
         export = FinalExport(
             self.plan, self.opened.weights, self.group, self.signals, self.activity, self._observers.on_message
         )

@@ -1,4 +1,4 @@
-"""Weights and optimizer state in the blocks of a run: loaded, made, zeroed, and read back as fp32 masters."""
+"""Weights and optimizer state in the blocks of a run: loaded, initialized, and read back as fp32 masters."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from megatrain.ranks.group import RankGroup
     from tiered import Lease, TieredStore
 
-#: Elements that are read at a time where a checkpoint has a weight in other blocks.
+#: Elements read at a time from a checkpoint whose blocks divide a weight differently.
 _READ_ELEMENTS = 1 << 20
 
-#: What a rank wants to read no more of: layout, first element, and the one after the last.
+#: Signals of the reading rank that it needs no more ranges: layout, first element, and the one after the last.
 _NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
@@ -61,13 +61,12 @@ __all__ = [
 
 
 class WeightSource(Protocol):
-    """Where the weights of a run that starts anew come from: ``WeightLoader`` or ``RandomWeights``."""
+    """Source of the weights of a new run: ``WeightLoader`` or ``RandomWeights``."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Write elements of a layout's block from ``start`` on into ``out``, which is fp32, 1-D and zeroed.
 
-        Called for ranges that follow each other, from the first element of the block to its last; ``start`` is a
-        multiple of 1024.
+        Ranges are consecutive, from the first element of the block to its last. ``start`` is a multiple of 1024.
         """
 
     def load_buffers(self) -> None:
@@ -75,11 +74,11 @@ class WeightSource(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The folder that they come from, with what an export needs to know of it."""
+        """The folder of the weights, with the facts that an export needs."""
 
 
 class RandomWeights:
-    """Weights as the model's own initialization draws them, a function of the seed and the parameter's name."""
+    """Weights from the model's own initialization, a function of the seed and the parameter's name."""
 
     origin = None
 
@@ -89,26 +88,26 @@ class RandomWeights:
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         names = [entry.parameter for entry in layout.entries]
-        if self._current is None or self._current[0] != names:  # parts of one module follow each other
+        if self._current is None or self._current[0] != names:  # parts of one module come in sequence
             self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             place = out[entry.offset + first - start : entry.offset + last - start]
             self._current[1].read(entry.parameter, entry.first + first, place)
 
     def load_buffers(self) -> None:
-        """Nothing to do: the model made its buffers itself."""
+        """Nothing to do: the model has created its buffers."""
 
 
 class AdaptedWeights:
-    """The weights of a model's folder, and those of the adapters on it.
+    """The weights of a model's folder, with adapters.
 
     Args:
-        loader: Reads the model's own weights.
-        seed: What new adapters are drawn from.
-        folder: Where the adapters are that it starts from; None: they are new.
+        loader: Reader of the model's own weights.
+        seed: Seed of new adapters.
+        folder: Folder of the initial adapters, or None for new ones.
 
     Raises:
-        AdapterError: those of the folder are of another model.
+        AdapterError: The adapters in the folder belong to another model.
     """
 
     def __init__(self, graph: ModelGraph, loader: WeightLoader, seed: int, folder: str | None) -> None:
@@ -131,7 +130,7 @@ class AdaptedWeights:
         """Return a line about the adapters.
 
         Args:
-            checkpoint: The checkpoint that was loaded; None: the run starts.
+            checkpoint: The loaded checkpoint, or None for a new run.
         """
         numel = sum(self._entries[name].numel for name in self._adapters.names)
         share = numel / self._graph.num_parameters
@@ -161,7 +160,7 @@ class AdaptedWeights:
                 self._loader.read(self._plain[layout.name], start, out)
 
     def _trained(self, entry: TensorEntry) -> Tensor:
-        """Return a tensor that the model's folder does not have; the last one is kept, for its next range."""
+        """Return a tensor that is not in the model's folder. The last one is cached for its next range."""
         if self._last is None or self._last[0] != entry.name:
             tensor = torch.zeros(entry.shape)
             if self._given is not None:
@@ -181,7 +180,7 @@ class AdaptedWeights:
         return weight
 
     def frozen_block(self, layout: UnitLayout) -> FrozenBlock | None:
-        """Return what of the folder a block of frozen weights is read from, if it can be read as it is."""
+        """Return the part of the folder that holds a frozen block's bytes, or None if they need a conversion."""
         with self._graph.plain_model():
             return frozen_blocks(self._loader, [layout], self._graph.dtype).get(layout.name)
 
@@ -192,14 +191,14 @@ class AdaptedWeights:
 
 
 def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """Return what a checkpoint records of the model's folder: of tensors, and of weights, that it has no copy of.
+    """Return the checkpoint record of the model folder's tensors and weights that the checkpoint does not copy.
 
     Args:
-        origin: The model's folder; None: the weights come from elsewhere.
-        checkpoint: The one that the run continues.
+        origin: The model's folder, or None if the weights come from another source.
+        checkpoint: The resumed checkpoint, if any.
 
     Raises:
-        CheckpointError: the folder has others than the run of the checkpoint began with.
+        CheckpointError: The folder has changed since the checkpoint's run began.
     """
     if origin is None:
         return {}
@@ -216,25 +215,25 @@ def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | No
         found[BASE_CHECKSUM] = origin.folder.fingerprint()
         if before.get(BASE_CHECKSUM, found[BASE_CHECKSUM]) != found[BASE_CHECKSUM]:
             raise CheckpointError(
-                f"{origin.folder.path}: its weights are no longer those that {checkpoint} began with, which holds what "
-                "was trained only. Bring the original files back, or name another output_dir"
+                f"{origin.folder.path}: its weights are no longer those that {checkpoint} began with, which holds only "
+                "the trained weights. Bring the original files back, or name another output_dir"
             )
     return found
 
 
 class Weights:
-    """The durable blocks of a run, unit by unit. Used by the thread that trains.
+    """The durable blocks of a run, unit by unit. Used by the training thread.
 
-    At most ``MASTER_ELEMENTS`` of a unit's fp32 master exist at a time, beside the blocks.
+    At most ``MASTER_ELEMENTS`` of a unit's fp32 master exist at a time, in addition to the blocks.
 
     Args:
-        store: has the durable blocks of the plan.
-        source: Where weights come from in a run that starts anew.
-        on_notice: called with why a checkpoint cannot be used.
-        group: ranks that load the same checkpoint, each its own shards of it.
+        store: Store with the durable blocks of the plan.
+        source: Source of the weights of a new run.
+        on_notice: Receives the reason if a checkpoint cannot be used.
+        group: Ranks that load the same checkpoint, each its own shards.
 
     Attributes:
-        carried: record of the tensors that stay in the model's folder, for ``RunState.model``; known after ``load``.
+        carried: Record of the tensors that stay in the model's folder, for ``RunState.model``. Set by ``load``.
     """
 
     def __init__(
@@ -258,16 +257,16 @@ class Weights:
         """Fill weights and optimizer state.
 
         Args:
-            candidates: checkpoints to start from, best first; one that is damaged is reported and passed over.
+    candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
 
-        Returns:
-            The checkpoint that was loaded; None: the source's weights were, with state of zeros.
+Returns:
+    The loaded checkpoint, or None if the source's weights were loaded, with state of zeros.
 
-        Raises:
-            ModelFolderError: the weights cannot be read.
-            InitializationError: the model cannot initialize its weights.
-            CheckpointError: no candidate is whole, or the tensors that the model's folder keeps are no longer those
-                that the run began with.
+Raises:
+    ModelFolderError: The weights cannot be read.
+    InitializationError: The model cannot initialize its weights.
+    CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since the
+        run began.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
         self.carried = folder_record(self._plan, self.source.origin, checkpoint)
@@ -289,7 +288,7 @@ class Weights:
                 self._load_blocks(checkpoint)
             except (CorruptBlockError, GenerationError) as error:
                 found = str(error)
-            # What is damaged on one rank is used by none: all go on from the same step.
+            # If a checkpoint is damaged on one rank, no rank uses it, so that all resume from the same step.
             of_all = [found] if self._group is None else self._group.gather(found)
             reasons = list(dict.fromkeys(text for text in of_all if text is not None))
             if not reasons:
@@ -314,7 +313,7 @@ class Weights:
         places = saved_places(self._plan)
         for key, block in saved.items():
             with self._store.acquire(key, "ram", "w") as lease:
-                if key not in places:  # state that is not one element for each of the weight
+                if key not in places:  # state without one element for each weight
                     reader.read(key, lease.tensor)
                 else:
                     place = places[key]
@@ -328,12 +327,12 @@ class Weights:
             self._count(key)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
-        """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
+        """Refuse state in another format, because rounding it would change the run."""
         if layer := cut_otherwise(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
                 f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, this run has "
-                f"model.split_experts = {str(is_split).lower()}: their sums have other bits. Write "
+                f"model.split_experts = {str(is_split).lower()}: this changes the order of sums. Write "
                 f"model.split_experts = {str(not is_split).lower()}, as it had, or export it and start a new run from "
                 "the exported model"
             )
@@ -349,15 +348,15 @@ class Weights:
                 formats = {"uint8": "int8"}
                 raise CheckpointError(
                     f"{checkpoint} holds the optimizer's moments in {formats.get(stored.dtype, stored.dtype)}, and "
-                    f'optimizer.state_dtype is "{formats.get(dtype, dtype)}". Write what they are in; or start a new '
+                    f'optimizer.state_dtype is "{formats.get(dtype, dtype)}". Write that format; or start a new '
                     "run from its exported model, whose moments begin at zero"
                 )
 
     def _read_cut_otherwise(self, reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-        """Read a range of a weight that the checkpoint has in other blocks: whole, or in parts."""
+        """Read a range of a weight that the checkpoint stores in other blocks: whole, or in parts."""
         name = key.rpartition("/")[0]
         begin = 0
-        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # with none the reader says what lacks
+        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # without any, the reader raises the error
             end = begin + reader.spec(stored).num_elements
             first, last = max(start, begin), min(start + out.numel(), end)
             for at in range(first, last, _READ_ELEMENTS):
@@ -368,7 +367,7 @@ class Weights:
             begin = end
 
     def _weight(self, layout: UnitLayout) -> BlockPlan:
-        """Return the block of a weight, or of its first part: they are alike."""
+        """Return the block of a weight, or of its first part: all parts have the same properties."""
         return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
 
     def _fill(self, layouts: Sequence[UnitLayout]) -> None:
@@ -377,11 +376,11 @@ class Weights:
         for number, layout in enumerate(layouts):
             self._activity.come_to(number, unit=layout.name, num_parts=len(layouts))
             home = self._plan.placement.homes[self._weight(layout).key]
-            if not self._plan.budgets_by_tier[home].is_read_only:  # else it is read when it is used
+            if not self._plan.budgets_by_tier[home].is_read_only:  # otherwise it is read at each use
                 self._fill_layout(layout)
 
     def _fill_packed(self, layout: UnitLayout) -> None:
-        """Fill a block of packed bytes with those of the folder."""
+        """Fill a packed block with the bytes of the folder."""
         assert isinstance(self.source, AdaptedWeights), "only the base of adapters may be quantized"
         block, key = self.source.frozen_block(layout), weight_key(layout.name)
         assert block is not None and block.packing is not None, layout.name
@@ -401,7 +400,7 @@ class Weights:
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
                 with self._store.acquire(weight, "ram", "w") as lease:
-                    lease.tensor[len(part) :].zero_()  # of a shard, what lies past the end of the part
+                    lease.tensor[len(part) :].zero_()  # padding of a shard past the end of the part
                     if not self._is_split:
                         for inside in _cut(part):
                             place = lease.tensor[inside.start - part.start : inside.stop - part.start]
@@ -439,12 +438,12 @@ class Weights:
                 self._count(low)
 
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
-        """Return the blocks of a weight, each with the range of elements that it holds."""
+        """Return the blocks of a weight, each with its range of elements."""
         program = self._plan.program
         return list(zip(program.owned_weight_parts_of(layout), program.weight_keys(layout), strict=True))
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
-        """Yield the parts of a layout, each with its low half: frozen weights are never updated and have none."""
+        """Yield the parts of a layout, each with its low half, or None if frozen: no update needs it."""
         program = self._plan.program
         for part, key in zip(program.owned_parts_of(layout), program.state_keys(layout, "low"), strict=True):
             yield part, key if key in program.blocks else None
@@ -459,7 +458,7 @@ class Weights:
             self._store.reserve("ram", -nbytes)
 
     def _begin_state(self) -> None:
-        """Fill the optimizer's state: with zeros, or with the weights, which are there."""
+        """Fill the optimizer's state with zeros, or with the loaded weights."""
         program = self._plan.program
         copies = {kind.name for kind in self._plan.optimizer.state_kinds(self._is_split) if kind.begins_as_weight}
         for block in program.blocks.values():
@@ -503,7 +502,7 @@ class Weights:
 
     @contextmanager
     def master(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield what reads a unit's fp32 master weights, in ranges. No update may be pending."""
+        """Yield a reader of ranges of a unit's fp32 master weights. No update may be pending."""
         if layout.name in self._plan.program.encodings:
             yield partial(self._read_packed, layout)
             return
@@ -514,13 +513,13 @@ class Weights:
         ):
 
             def high(start: int, stop: int) -> Tensor:
-                """Return elements of the weight: a view where they lie in one block."""
+                """Return elements of the weight, as a view if they are in one block."""
                 wanted = [(part, key) for part, key in weights if part.start < stop and start < part.stop]
                 found: list[Tensor] = []
                 for part, key in wanted:
                     inside = slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start)
                     block = current_weight.tensor(key)[inside]
-                    found.append(block if len(wanted) == 1 else block.clone())  # the next one may take its place
+                    found.append(block if len(wanted) == 1 else block.clone())  # the next lease may reuse its memory
                 return found[0] if len(found) == 1 else torch.cat(found)
 
             def read(start: int, stop: int) -> Tensor:
@@ -542,7 +541,7 @@ class Weights:
             yield read
 
     def _read_packed(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return numbers of a layout whose block has packed bytes, as layers compute with them: from the folder."""
+        """Return numbers of a layout with packed blocks, read from the folder in the precision that layers use."""
         numbers = torch.zeros(stop - start)
         self.source.read(layout, start, numbers)
         if self._is_split:
@@ -553,7 +552,7 @@ class Weights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield as ``master``, for an export: fp32 copies count in RAM, and ``activity`` says which unit it is."""
+        """Yield as ``master``, for an export: reserve RAM for fp32 copies, and report the unit to ``activity``."""
         names = list(self._plan.graph.layouts)
         self._activity.come_to(names.index(layout.name), unit=layout.name, num_parts=len(names))
         with self._room_for_master(layout.num_elements), self.master(layout) as read:
@@ -561,15 +560,15 @@ class Weights:
 
 
 class ExportStopped(KeyboardInterrupt):
-    """A stop was requested while several ranks export; all of them know of it."""
+    """A stop was requested while several ranks export. All of them know of it."""
 
 
 class GatheredWeights:
-    """The weights of a run of several ranks, each of which has a shard of them: rank 0 reads, the others serve.
+    """The sharded weights of a run of several ranks: rank 0 reads, the others serve.
 
     Args:
-        plan: Where this rank holds it.
-        should_stop: whether a stop was requested; rank 0's counts, and is asked before each read.
+        plan: Plan of this rank.
+        should_stop: Returns whether a stop was requested. Rank 0 calls it before each read.
     """
 
     def __init__(self, weights: Weights, plan: Plan, group: RankGroup, should_stop: Callable[[], bool]) -> None:
@@ -577,15 +576,15 @@ class GatheredWeights:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """On rank 0: the others serve inside the context. An error inside ends the run, and them with it."""
+        """Keep the other ranks serving within the context, on rank 0. An error within ends the run on all ranks."""
         yield
         self._group.broadcast(_NOTHING)
 
     def serve(self) -> bool:
-        """On the other ranks: send rank 0 what it reads of this rank's shards, until it has read all.
+        """Send rank 0 the ranges that it reads of this rank's shards, until it has read all. For the other ranks.
 
         Returns:
-            Whether it has; else a stop was requested.
+            False if a stop was requested before rank 0 had read all.
         """
         with ExitStack() as stack:
             current, read = "", None
@@ -603,11 +602,11 @@ class GatheredWeights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield as ``Weights.exported``, on rank 0; its reads raise ``ExportStopped`` after a stop."""
+        """Yield as ``Weights.exported``, on rank 0. Its reads raise ``ExportStopped`` after a stop."""
         with self._weights.exported(layout) as read_own:
 
             def read(start: int, stop: int) -> Tensor:
-                if self._should_stop():  # here all ranks can still learn of it
+                if self._should_stop():  # at this point, all ranks can still learn of it
                     self._group.broadcast(_STOPPED)
                     raise ExportStopped
                 self._group.broadcast((layout.name, start, stop))
@@ -624,7 +623,7 @@ class GatheredWeights:
             yield read
 
     def _pieces(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of elements within one that a rank owns."""
+        """Yield the subranges that a rank owns."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         for part in program.weight_parts_of(layout):
             owned = program.sharding.shards.owned(part, rank)
@@ -634,10 +633,10 @@ class GatheredWeights:
 
 
 class _OneLease:
-    """A lease on the block that was read last. A context manager.
+    """A context manager with a lease on the last block that was read.
 
     Args:
-        evict: drops the copy of a block that is not at home in RAM.
+        evict: Evicts the copy of a block whose home is not RAM.
     """
 
     def __init__(self, store: TieredStore, evict: Callable[[str], None]) -> None:
@@ -655,7 +654,7 @@ class _OneLease:
             self._lease = None
 
     def tensor(self, key: str) -> Tensor:
-        """Return the contents of a block, valid until another one is asked for."""
+        """Return the contents of a block, valid until the next call with another block."""
         if self._lease is None or self._key != key:
             self.__exit__()
             self._lease, self._key = self._store.acquire(key, "ram", "r"), key
@@ -664,12 +663,12 @@ class _OneLease:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """What of a block that one process would have lies here: all of it, or this rank's shard.
+    """This rank's part of a block that a single process would hold: all of it, or a shard.
 
     Attributes:
-        first: element of the layout that the whole block begins with.
+        first: Element of the layout at which the whole block begins.
         num_elements: Elements of the whole block.
-        owned: elements of it that lie here.
+        owned: Elements of the whole block that this rank holds.
     """
 
     first: int
@@ -678,7 +677,7 @@ class SavedPlace:
 
 
 def saved_places(plan: Plan) -> dict[str, SavedPlace]:
-    """Return what saved blocks hold, by key; those left out belong to parameters, and are whole."""
+    """Return the parts of saved blocks by key. Omitted blocks belong to parameters and are whole."""
     program, found = plan.program, dict[str, SavedPlace]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
@@ -698,7 +697,7 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
             if kind.elements_of is not None and not kind.is_like_weight(layout):
                 if program.sharding.shards.are_whole:
                     continue
-                parts = [range(kind.num_elements(layout))]  # packed, and shared as a block of its own
+                parts = [range(kind.num_elements(layout))]  # packed, and sharded as a separate block
                 owned = [program.sharding.shards.owned(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
     return found
@@ -708,7 +707,7 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
     """Read a range of a block, a few pieces at a time.
 
     Raises:
-        GenerationError: the block has another dtype, or is shorter.
+        GenerationError: The block has another dtype, or is shorter.
     """
     spec, size = reader.spec(key), out.element_size()
     if spec.dtype != out.dtype or start + out.numel() > spec.num_elements:
@@ -716,7 +715,7 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
             f"block '{key}' is {spec.num_elements} elements of {spec.dtype}, not {start + out.numel()} of {out.dtype}"
         )
     step = reader.piece_bytes // size
-    # Up to where a piece begins, so that none is read twice.
+    # Split at the borders of pieces, so that each is read once.
     borders = [start, *range(start // step * step + step, start + out.numel(), step), start + out.numel()]
     for first, last in pairwise(borders):
         found = reader.read_range(key, first * size, last * size)
@@ -724,6 +723,6 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
 
 
 def _cut(elements: range) -> Iterator[range]:
-    """Yield ranges of at most ``MASTER_ELEMENTS`` that make up a range."""
+    """Yield consecutive ranges of at most ``MASTER_ELEMENTS`` that cover a range."""
     for start in range(elements.start, elements.stop, MASTER_ELEMENTS):
         yield range(start, min(start + MASTER_ELEMENTS, elements.stop))

@@ -114,7 +114,7 @@ def test_another_figure_is_not_compared_with_the_best_so_far(run: SavedRun) -> N
     result = run.run(more=f"{EVAL}[evaluation]\n{least}", steps=8, **one)
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
-    assert "that of step 2 by another figure, the largest eval_loss: the next one counts as the best" in said
+    assert "of step 2, was chosen by another metric, the largest eval_loss: the next one counts as the best" in said
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
 
 
