@@ -200,16 +200,16 @@ class OpenRun:
         """Fill weights and optimizer state unit by unit, then reserve what only steps need.
 
         Args:
-    candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
+            candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
 
-Returns:
-    The loaded checkpoint, or None if the run starts from the model's weights.
+        Returns:
+            The loaded checkpoint, or None if the run starts from the model's weights.
 
-Raises:
-    ModelFolderError: The weights cannot be read.
-    InitializationError: The model cannot initialize its weights.
-    CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since the
-        run began.
+        Raises:
+            ModelFolderError: The weights cannot be read.
+            InitializationError: The model cannot initialize its weights.
+            CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since
+                the run began.
         """
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)

@@ -387,9 +387,7 @@ def check_run(
         for each in (*error.problems, *further):
             yield CheckResult("config", "problem", f"{each.where or path}: {each}", "config")
         if config is None:
-            yield CheckResult(
-                "rest", "note", "not checked: model, data, plan and checkpoints need a valid config"
-            )
+            yield CheckResult("rest", "note", "not checked: model, data, plan and checkpoints need a valid config")
             return
         yield from _WholeCheck(config, on_progress, is_whole=False, reads_weights=False).all_parts()
         return

@@ -257,16 +257,16 @@ class Weights:
         """Fill weights and optimizer state.
 
         Args:
-    candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
+            candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
 
-Returns:
-    The loaded checkpoint, or None if the source's weights were loaded, with state of zeros.
+        Returns:
+            The loaded checkpoint, or None if the source's weights were loaded, with state of zeros.
 
-Raises:
-    ModelFolderError: The weights cannot be read.
-    InitializationError: The model cannot initialize its weights.
-    CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since the
-        run began.
+        Raises:
+            ModelFolderError: The weights cannot be read.
+            InitializationError: The model cannot initialize its weights.
+            CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since
+                the run began.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
         self.carried = folder_record(self._plan, self.source.origin, checkpoint)
