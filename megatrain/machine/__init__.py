@@ -1,1 +1,1 @@
-"""A machine: its profile, its memory and its file systems; machines in files."""
+"""A machine: its profile, its memory and its file systems; planned machines in files."""

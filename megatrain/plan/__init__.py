@@ -1,1 +1,1 @@
-"""Deciding before training: what a step needs, what fits where, and what that will move."""
+"""Planning before training: the memory of a step, the placement of blocks, and the resulting traffic."""

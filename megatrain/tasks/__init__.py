@@ -1,1 +1,1 @@
-"""What a run does with a model: a task of the config, and the forward passes beside its steps."""
+"""Tasks of the config, and the forward passes of a run outside its steps."""

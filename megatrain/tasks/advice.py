@@ -1,6 +1,6 @@
-"""What a config may say and seldom means: told before a run as warnings; nothing here refuses one.
+"""Warnings about settings that a config allows but users rarely intend. Nothing here refuses a run.
 
-The bounds are rules of thumb, wide enough that published recipes lie within them; docs/decisions has the reasons.
+The bounds are rules of thumb, wide enough for published recipes; docs/decisions has the reasons.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["model_warnings", "schedule_warnings", "warmup_notice"]
 
-#: Models with fewer parameters, as tests and demonstrations use them, take the rates of training from scratch.
+#: Models with fewer parameters, as in tests and demonstrations, use the rates of training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class _LearningRates:
-    """Peak learning rates of an optimizer, all parameters trained: outside of them training hardly works."""
+    """Plausible peak learning rates of an optimizer that trains all parameters."""
 
     lowest: float
     highest: float
@@ -35,7 +35,7 @@ class _LearningRates:
 
 _RATES = {
     "adamw": _LearningRates(1e-8, 5e-4, 1e-2),
-    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # used as it is: its updates are as large as AdamW's
+    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # with unscaled rates: its updates are as large as AdamW's
     "lion": _LearningRates(1e-9, 1e-4, 3e-3),
     "sgd": _LearningRates(1e-6, 1.0, 10.0),
     "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" takes much larger rates than "match_rms_adamw"
@@ -45,7 +45,7 @@ _LONG_WARMUP_SHARE = 0.5
 
 
 def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig, graph: ModelGraph) -> Iterator[str]:
-    """Yield what about a config does not suit its model: rows longer than its positions, rates that are far out."""
+    """Yield settings that do not suit the model: rows longer than its positions, implausible rates."""
     yield from _positions(graph, max_length, from_scratch=model.table.train_from_scratch)
     width = getattr(graph.config.get_text_config(), "hidden_size", None)
     if model.lora is not None and isinstance(width, int) and model.lora.r > width:
@@ -61,15 +61,15 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
 
 
 def _fused(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield that parameters look as if they fused matrices in an unknown way."""
+    """Yield a warning if parameters seem to fuse matrices in an unknown way."""
     _, unknown = find_fused(graph)
     left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
     products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)
     if left:
         globs = ", ".join(f'"*.{product}*"' for product in products)
         yield (
-            f"Muon makes {left[0]} orthogonal as one matrix ({len(left)} such parameters). Its name says that it may "
-            f"hold several, and their parts are not known here. optimizer.muon_exclude = [{globs}] leaves them to AdamW"
+            f"Muon makes {left[0]} orthogonal as one matrix ({len(left)} such parameters). Its name suggests that it "
+            f"holds several, but their parts are unknown. optimizer.muon_exclude = [{globs}] leaves them to AdamW"
         )
 
 
@@ -82,26 +82,26 @@ def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterato
         yield f"{what}: programs that load it may cut there. Write at most {positions}, or raise it in config.json"
     else:
         yield (
-            f"{what}: it has not learned what lies beyond. Write at most {positions}, or set its rope scaling in "
+            f"{what}: it was not trained on later positions. Write at most {positions}, or set its rope scaling in "
             "config.json"
         )
 
 
 def _rate(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
     bounds = _RATES.get(optim)
-    if bounds is None:  # of a package: nothing is known of it
+    if bounds is None:  # an optimizer from a package has no known bounds
         return
     highest = bounds.highest_from_scratch if is_new else bounds.highest
-    what = f'{key} = {rate:g} is far out for optim = "{optim}"'
+    what = f'{key} = {rate:g} is implausible for optim = "{optim}"'
     if rate > highest:
         how = "" if is_new else " of a trained model with all its parameters"
-        yield f"{what}: training{how} mostly diverges above {highest:g}. Write less"
+        yield f"{what}: training{how} mostly diverges above {highest:g}. Write a smaller value"
     elif rate < bounds.lowest:
-        yield f"{what}: the weights hardly change below {bounds.lowest:g}. Write more"
+        yield f"{what}: the weights hardly change below {bounds.lowest:g}. Write a larger value"
 
 
 def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[str]:
-    """Yield what about the warm-up makes no sense in a run of ``num_steps`` steps."""
+    """Yield problems of the warm-up in a run of ``num_steps`` steps."""
     warmup = optimizer.num_warmup_steps(num_steps)
     if not warmup or not optimizer.has_warmup:
         return
@@ -109,18 +109,18 @@ def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[st
     if warmup >= num_steps:
         yield f"{what}, so that the learning rate never reaches its peak. Write 0, or train for more steps"
     elif warmup > _LONG_WARMUP_SHARE * num_steps:
-        yield f"{what}. Write less: a few hundredths of the steps are usual"
+        yield f"{what}. Write less: a few percent of the steps are usual"
     elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
-        yield f"{what}, which is next to none. Write 0.03 for three in a hundred, or 0 for none"
+        yield f"{what}, which has almost no effect. Write 0.03 for 3 % of the steps, or 0 for none"
 
 
 def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
-    """Return what is said of a warm-up: in transformers' schedules it begins at 0, which users do not expect.
+    """Return the notice about a warm-up. In transformers' schedules it begins at 0, which users do not expect.
 
     Args:
         first: Learning rate of the first step.
-        peak: Learning rate that it rises to.
-        is_start: Whether the first step is still to come.
+        peak: Learning rate at the end of the warm-up.
+        is_start: Whether the first step has not run yet.
     """
     text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
     text += f"{num_steps} step{'s' if num_steps != 1 else ''}"

@@ -1,6 +1,6 @@
-"""A batch of prompts continued by passes over the blocks of a store: transformers' ``generate`` and its cache.
+"""Continuation of a batch of prompts: passes over a store's blocks with transformers' ``generate`` and its cache.
 
-Used for whole commands (``generation``) and between the steps of a run (``evaluation``).
+Used by whole commands (``generation``) and between the steps of a run (``evaluation``).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ __all__ = ["Continuation", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """Somebody wants the passes to end; nothing is leased or on its way."""
+    """A stop was requested between two passes; nothing is leased or in transfer."""
 
 
 class Continuation:
-    """Continues batches of prompts with the weights of a store. Used by one thread.
+    """Generator of continuations with the weights of a store. Used by one thread.
 
     Args:
-        plan: How a batch of prompts passes.
-        settings: How prompts are continued.
-        activity: progress within a pass, for status.
-        is_exact: nothing is fetched ahead of the pass that runs, as all prompts may have ended after it. Else the links
-            are busy from one pass to the next, and what was fetched for one that does not come was for nothing.
-        should_stop: asked before each pass; by all ranks.
-        collectives: What ranks exchange tensors by that share the weights, each with prompts of its own; None: one
-            process has the weights.
+        plan: Plan of the passes for a batch of prompts.
+        settings: Sampling and length of completions.
+        activity: Progress within a pass, for status.
+        is_exact: Whether to prefetch for the running pass only, because all prompts may end after it. Otherwise links
+            stay busy between passes, but prefetched bytes are wasted if the next pass does not run.
+        should_stop: Called before each pass, on all ranks.
+        collectives: Collectives of the ranks that share the weights, each with separate prompts, or None for a single
+            process.
 
     Attributes:
-        planned_bytes: link -> bytes that the passes so far were planned to move.
+        planned_bytes: Link -> planned bytes of all passes so far.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Continuation:
         self.planned_bytes: dict[str, int] = {}
 
     def run(self, prompts: Sequence[Tensor], first_micro_batch: int = 0) -> list[tuple[int, ...]]:
-        """Return the new tokens of prompts, the end of text included.
+        """Return the new tokens of prompts, including the end of text.
 
         Args:
-            prompts: tokens of each, no more than the plan has rows; of a rank none, if others have some.
-            first_micro_batch: number of the first one, from which random numbers come.
+            prompts: Tokens of each prompt, for at most all rows of the plan. May be empty on some ranks.
+            first_micro_batch: Number of the first micro-batch, which seeds its random numbers.
 
         Raises:
-            StoppedError: ``should_stop`` said so.
-            VisitOrderError: prompts call different layers, or others than planned.
+            StoppedError: ``should_stop`` returned True.
+            VisitOrderError: Prompts call different layers, or others than planned.
         """
         from transformers import DynamicCache
 
@@ -107,7 +107,7 @@ class Continuation:
             if self._should_stop():
                 raise StoppedError
             num_passes = number + 1
-            at = min(number, 1)  # the first pass fills the cache, the others have it
+            at = min(number, 1)  # the first pass fills the cache, the others use it
             turn.access = accesses[at]
             if number <= 1 or self._is_exact:
                 store.set_schedule(None)
@@ -115,7 +115,7 @@ class Continuation:
                 set_schedule(
                     store, programs[at].schedule(homes, count, first_step=number), plan.run.advanced.prefetch_bytes
                 )
-            # Of a pass that makes a token of each prompt; the first one has all of their tokens.
+            # Each pass reads one token of each prompt, except the first, which reads all tokens.
             turn.access.start_step(number, num_tokens=sum(map(len, prompts)) if number == 0 else len(prompts))
 
         runner = GenerationRunner(
@@ -159,7 +159,7 @@ class Continuation:
         return any(self._collectives.gather_objects(goes_on))
 
     def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return prompts padded on the left to one length, as ``generate`` wants them."""
+        """Return prompts padded on the left to one length, as ``generate`` requires."""
         width = max(map(len, prompts))
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
@@ -171,13 +171,13 @@ class Continuation:
 
 
 class _Turns:
-    """The blocks of the pass that runs: those of the first one, or of the others; a ``GenerationAccess``."""
+    """Blocks of the current pass, the first one or a later one; a ``GenerationAccess``."""
 
     def __init__(self, accesses: Sequence[StoreAccess]) -> None:
         self.access = accesses[0]
 
     def begin(self, phase: Any, visit: int) -> None:
-        """Go to a visit."""
+        """Begin a visit."""
         self.access.begin(phase, visit)
 
     def weights(self, unit: Any, visit: int) -> Any:
@@ -185,15 +185,15 @@ class _Turns:
         return self.access.weights(unit, visit)
 
     def skip_weights(self, unit: Any, visit: int) -> None:
-        """Leave weights where they are."""
+        """Skip the lease of weights, without moving them."""
         self.access.skip_weights(unit, visit)
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Note visits whose weights will be left where they are."""
+        """Record visits whose weights will not move."""
         self.access.note_idle(visits, idle)
 
     def cache_room(self, visit: int, micro_batch: int) -> Any:
-        """Lease what the cache holds."""
+        """Lease the cache's blocks."""
         return self.access.cache_room(visit, micro_batch)
 
 
@@ -202,7 +202,7 @@ def _generating(model: Any, batch: Mapping[str, Tensor], cache: Any, options: Ma
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
-    """Give a model the generation_config.json of its folder, if there is one."""
+    """Set the model's generation config from its folder, if the file exists."""
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():
@@ -215,7 +215,7 @@ def _ends_of(model: Any) -> frozenset[int]:
 
 
 def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
-    """Return the tokens up to the first that ends a text, with it; what follows is padding."""
+    """Return the tokens up to and including the first that ends a text; the rest is padding."""
     for number, token in enumerate(ids):
         if token in ends:
             return ids[: number + 1]

@@ -1,4 +1,4 @@
-"""Distillation: a student is trained on what a teacher says of every token, logits part by part of the vocabulary."""
+"""Distillation: training on a teacher's scores of every token, with logits computed in parts of the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["DistillTask", "Distillation", "RunningDistillation", "TeacherRows"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherRows:
-    """What a teacher says of some rows, at the temperature of the distillation.
+    """A teacher's scores of rows, at the temperature of the distillation.
 
     Attributes:
-        ids: [rows, k] words, each once in a row.
-        log_probs: [rows, k] fp32, theirs.
-        rest_log_probs: [rows] fp32, log of the probability of all other words together.
+        ids: Distinct token ids, [rows, k].
+        log_probs: Log-probabilities of these tokens, [rows, k], fp32.
+        rest_log_probs: Log of the total probability of all other tokens, [rows], fp32.
     """
 
     ids: Tensor
@@ -37,7 +37,7 @@ class TeacherRows:
     rest_log_probs: Tensor
 
     def between(self, start: int, stop: int) -> TeacherRows:
-        """Return some of the rows."""
+        """Return a range of rows."""
         return TeacherRows(self.ids[start:stop], self.log_probs[start:stop], self.rest_log_probs[start:stop])
 
 
@@ -46,15 +46,15 @@ class Distillation(Loss):
     """Training on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
 
     Both are means over the tokens with a label. The divergence is the forward one, at the temperature, over the
-    teacher's k likeliest words; ``rest`` says what becomes of the probability p that the teacher gives to all others.
+    teacher's k likeliest tokens. ``rest`` defines the treatment of the teacher's probability p for all other tokens.
 
     Attributes:
-        temperature: Temperature that the scores were made at; the student's logits are divided by it.
+        temperature: Temperature of the scores. The student's logits are divided by it.
         alpha: Share of the cross entropy.
-        rest: ``bucket``: all other words are one outcome, of probability p with the teacher and of their summed
-            probability with the student. ``ignore``: there is no term for them. ``renormalize``: the teacher's k
-            probabilities are scaled to a sum of 1.
-        k: The teacher's words for each token.
+        rest: ``bucket``: all other tokens are one outcome, with probability p for the teacher and their summed
+            probability for the student. ``ignore``: they have no term. ``renormalize``: the teacher's k probabilities
+            are scaled to a sum of 1.
+        k: Number of the teacher's tokens per position.
     """
 
     temperature: float = 1.0
@@ -68,11 +68,11 @@ class Distillation(Loss):
 
     @property
     def token_nbytes(self) -> int:
-        """What the teacher says of a token: words, their log-probabilities, and that of all others."""
+        """Bytes of the teacher's scores of a token: ids, log-probabilities, and the log-probability of the rest."""
         return 8 * self.k + 4
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return what the teacher says of the rows with a label; nothing of micro-batches without a teacher."""
+        """Return the teacher's scores of the rows with a label; empty for micro-batches without scores."""
         return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
 
     def made_up(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -80,11 +80,11 @@ class Distillation(Loss):
         return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
 
     def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch; plain cross entropy where it has nothing of a teacher."""
+        """Return the loss of a micro-batch: plain cross entropy if it has no scores."""
         return TaughtRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities that the student is compared with: of the words, and of all others."""
+        """Return the log-probabilities to compare the student with: of the k tokens, and of all others."""
         log_probs = teacher.log_probs.float()
         if self.rest == "renormalize":
             log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
@@ -96,7 +96,7 @@ class TaughtRows(MicroBatchLoss):
     """The distillation of one micro-batch.
 
     Attributes:
-        teacher: What the teacher says of the rows with a label.
+        teacher: Scores of the rows with a label.
     """
 
     loss: Distillation
@@ -112,10 +112,10 @@ class DistillTask(TextTask):
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
-        """Return the loss against the scores, of which only their kind is read.
+        """Return the loss against the scores; reads only their kind.
 
         Raises:
-            ConfigError: The scores do not exist, or are not what the config says.
+            ConfigError: The scores do not exist, or do not match the config.
         """
         if table.scores is None:
             return TextTask.loss_of(training, table)
@@ -126,11 +126,11 @@ class DistillTask(TextTask):
             raise ConfigError("[distill]", [Problem("distill.scores", str(error), advice)]) from error
         problems = []
         if table.top_k is not None and table.top_k > found.top_k:
-            text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"
+            text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} per position"
             advice = f"Write at most {found.top_k}, or score with a larger top_k"
             problems.append(Problem("distill.top_k", text, advice))
         if not found.top_k:
-            text = f"the scores in {table.scores} have no likeliest words (score.top_k = 0)"
+            text = f"the scores in {table.scores} have no likeliest tokens (score.top_k = 0)"
             problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
         if table.temperature != found.temperature:
             text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
@@ -142,14 +142,14 @@ class DistillTask(TextTask):
 
 
 class RunningDistillation:
-    """The loss of a student against a teacher's likeliest words, logits part by part; used as ``RunningSoftmax`` is.
+    """The loss of a student against a teacher's likeliest tokens, part by part of the logits, as ``RunningSoftmax``.
 
     Everything is computed in fp32. See ``Distillation`` for the loss.
 
     Args:
-        labels: [rows], each a word.
-        vocab_size: words of all parts.
-        num_items: what the sum over the rows is divided by.
+        labels: Token ids, [rows].
+        vocab_size: Size of the vocabulary over all parts.
+        num_items: Divisor of the sum over the rows.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RunningDistillation:
         self._rest = torch.full_like(self._log_rest_p, -torch.inf)
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        """Add the logits [rows, columns] of the tokens from ``start`` on."""
         if self._hard is not None:
             self._hard.add(logits, start)
         values, at, is_here = self._tempered(logits, start)
@@ -180,20 +180,20 @@ class RunningDistillation:
         return soft if self._hard is None else soft + self._spec.alpha * self._hard.loss()
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
+        """Return the gradient of the loss by a part's logits, in their dtype, after all parts were added."""
         spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
         values, at, _ = self._tempered(logits, start)
-        found = values.sub_(log_sum).exp_()  # the student's probabilities; 0 in the column that is none
+        found = values.sub_(log_sum).exp_()  # the student's probabilities; 0 in the padding column
         of_top = found.gather(1, at)
         if spec.rest == "bucket":
-            # Of a word outside: its own probability, and its part in that of the bucket.
+            # For a token outside the k tokens: its own probability, and its share of the bucket's.
             share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
             found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
         elif spec.rest == "ignore":
             mass = self._log_p.exp().sum(1, keepdim=True)
             found.mul_(mass)
             of_top = of_top * mass
-        # Scattered, not added: each word has one place. Those of other parts share the column that is none.
+        # Scattered, not added: each token has one column. Tokens of other parts share the padding column.
         found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
         found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
         if self._hard is not None:
@@ -204,9 +204,9 @@ class RunningDistillation:
         return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
 
     def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits at the temperature, the teacher's words' columns [rows, k], and whether they are in this part.
+        """Return tempered logits, the columns of the teacher's tokens [rows, k], and whether they are in this part.
 
-        The logits have one column more, for the words of other parts.
+        The logits have an additional padding column for the tokens of other parts.
         """
         num_columns = logits.shape[1]
         values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)
@@ -216,6 +216,6 @@ class RunningDistillation:
 
 
 def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
-    """Return ``exp(log_p) * values``; 0 where the probability is 0, whatever the value."""
+    """Return ``exp(log_p) * values``, and 0 if the probability is 0."""
     p = log_p.exp()
     return torch.where(p > 0, p * values, 0)

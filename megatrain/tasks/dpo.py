@@ -1,4 +1,4 @@
-"""Preferences: ``task = "dpo"``, and the losses that are its kin."""
+"""Preferences: ``task = "dpo"``, and the related losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Answers = Sequence[tuple[Mapping[str, "Tensor"], Sequence[float]]]
 
 
 class PreferenceTask:
-    """Answers that were judged, each compared with what the model that the run starts from says of it; a ``Task``."""
+    """Judged answers, compared with the initial model's log-probabilities of them; a ``Task``."""
 
     def __init__(self, loss: Loss) -> None:
         assert isinstance(loss, PreferenceLoss), loss
@@ -39,7 +39,7 @@ class PreferenceTask:
 
     @staticmethod
     def notes(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[Note]:
-        """Return the number of examples, and what is seldom meant."""
+        """Return the number of examples, and notes on settings that users rarely intend."""
         loss = PreferenceTask.loss_of(None, table)
         found = [Note("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
@@ -50,11 +50,11 @@ class PreferenceTask:
         return found
 
     def tally(self) -> JudgedExamples:
-        """Return the loss of all examples as those of one micro-batch."""
+        """Return an accumulator of all examples of a set."""
         return JudgedExamples(self._loss)
 
     def prepare(self, before: Before) -> Mapping[str, Any]:
-        """Attach the reference model's log-probabilities to the loaders, if the loss takes them."""
+        """Attach the reference model's log-probabilities to the loaders, if the loss needs them."""
         if not self._loss.needs_reference:
             return {}
         reference = Reference(
@@ -71,7 +71,7 @@ class PreferenceTask:
 
 
 class JudgedExamples:
-    """The loss of all examples of a set, and the figures that TRL tells of them; a ``Tally``."""
+    """Accumulator of all examples of a set, with the loss and TRL's metrics; a ``Tally``."""
 
     def __init__(self, loss: PreferenceLoss) -> None:
         self._loss, self._collected, self._num_passes = loss, CollectedExamples(), 0
@@ -81,12 +81,12 @@ class JudgedExamples:
         return list(zip(micro_batches, runner.log_probs(micro_batches), strict=True))
 
     def add(self, found: _Answers) -> None:
-        """Take in a pass."""
+        """Add a pass."""
         for batch, logps in found:
             self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
         self._num_passes += 1
 
     def judge(self, gather: Gather[CollectedExamples]) -> SetFigures:
-        """Return what the loss says of the examples of all ranks."""
+        """Return the loss and metrics of the examples of all ranks."""
         loss, num_tokens, figures = CollectedExamples.of_ranks(gather(self._collected)).judge(self._loss)
         return SetFigures(loss, num_tokens, figures)

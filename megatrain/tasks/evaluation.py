@@ -1,4 +1,4 @@
-"""Evaluations: losses of held-out rows, by the engine that trains, between two steps."""
+"""Evaluations between two steps: losses of held-out rows, computed by the training engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EvaluationSource:
     """Rows of one ``[[data.eval]]``.
 
     Attributes:
-        data: how they are read.
+        data: Settings for reading the rows.
     """
 
     name: str
@@ -74,12 +74,12 @@ class EvaluationSource:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSpec:
-    """When a run evaluates, and on what.
+    """When a run evaluates, and on which data.
 
     Attributes:
         table: The ``[evaluation]`` table.
-        rows: Rows of a micro-batch, at most; None: as in training.
-        sources: rows beside those that ``data.val_size`` keeps from training.
+        rows: Largest number of rows of a micro-batch, or None for the number in training.
+        sources: Rows in addition to those that ``data.val_size`` keeps from training.
     """
 
     table: EvaluationConfig
@@ -88,16 +88,16 @@ class EvaluationSpec:
 
     @property
     def num_samples(self) -> int:
-        """Rows of each set that the model continues; 0: none."""
+        """Rows of each set that the model continues; 0 without samples."""
         return self.table.max_predict_samples if self.table.predict_with_generate else 0
 
     @property
     def weights(self) -> tuple[EvaluatedWeights, ...]:
-        """What is evaluated, in order."""
+        """The weights to evaluate, in order."""
         return ("trained", "average") if self.table.weights == "both" else (self.table.weights,)
 
     def name_of(self, name: str, weights: EvaluatedWeights) -> str:
-        """Return what an evaluation of a set is called in metrics."""
+        """Return the name of a set's evaluation in metrics."""
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
     def evaluations_of(self, names: Iterable[str]) -> list[str]:
@@ -108,13 +108,13 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """Rows that are only evaluated on.
+    """Rows that are only used for evaluation.
 
     Attributes:
-        loader: one epoch of it is an evaluation.
-        num_micro_batches: in a step of the loader.
-        num_together: how many of them share a pass.
-        own: which of these this process evaluates, the other ranks the others; None: all.
+        loader: Batches of the rows. One epoch is an evaluation.
+        num_micro_batches: Micro-batches in a step of the loader.
+        num_together: Micro-batches that share a pass.
+        own: Micro-batches that this process evaluates, or None for all. The other ranks evaluate the rest.
     """
 
     name: str
@@ -125,7 +125,7 @@ class EvaluationSet:
 
     @property
     def num_passes(self) -> int:
-        """How often the weights are streamed for it."""
+        """How often the weights are streamed for an evaluation."""
         return self.loader.steps_per_epoch * (self.num_micro_batches // self.num_together)
 
     def passes(self) -> Iterator[Sequence[Mapping[str, Tensor]]]:
@@ -146,22 +146,22 @@ def load_evaluation_sets(
     training: TokenDataset | None = None,
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> list[EvaluationSet]:
-    """Read and tokenize every ``[[data.eval]]``, in order; none where the config asks for no evaluation.
+    """Read and tokenize every ``[[data.eval]]``, in order. Return none if the config has no evaluation.
 
     Args:
-        on_message: called with what became of the rows.
-        training: as ``load_dataset`` returned it, of which ``data.val_size`` kept rows; None: it is loaded if needed.
-        on_warning: called with which set has lost a good part of its rows or tokens.
+        on_message: Called with reports on the rows.
+        training: Result of ``load_dataset`` before ``data.val_size`` splits it. If None, it is loaded if needed.
+        on_warning: Called with the name of each set that lost many rows or tokens.
 
     Raises:
-        DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
+        DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
     """
     if spec.table.eval_strategy == "no" and not spec.table.eval_on_start:
         return []
     run = plan.run
     rows = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size)
     if rows < (spec.rows or 0):
-        on_message(f"evaluations use micro-batches of {rows} rows: memory is planned for those of training")
+        on_message(f"evaluations use micro-batches of {rows} rows, because memory is planned for training")
     dealt = deal_micro_batches(run, rows)
     num_micro_batches, own = dealt[-1].stop, None if run.world.is_single else dealt[run.world.rank]
     sets = []
@@ -177,15 +177,15 @@ def load_evaluation_sets(
             pad_token_id=pad_token_id(tokenizer),
             images=run.data.image_processor(tokenizer),
         )
-        # As in training: no more rows share a pass than memory is planned for.
+        # As in training, no more rows share a pass than the planned memory allows.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets
 
 
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
-    """Return which micro-batches of so many rows of a pass each rank evaluates: no more rows than in a training step.
+    """Return the micro-batches of ``rows`` rows that each rank evaluates in a pass: no more rows than in training.
 
-    Every rank has one at least, as in training. What micro-batches there are in a pass changes no figure.
+    Every rank has at least one, as in training. The micro-batches of a pass do not affect any metric.
     """
     of_training = [
         len(run.lanes.micro_batches_of_rank(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
@@ -220,23 +220,23 @@ def _datasets(
 
 
 def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeights, Plan]:
-    """Return the plan of passes over each kind of weights that is evaluated.
+    """Return the plan of passes over each kind of evaluated weights.
 
     Args:
-        spec: Which weights are evaluated.
+        spec: The evaluated weights.
 
     Raises:
-        DoesNotFitError: a tier is too small; it names the size that would do.
+        DoesNotFitError: A tier is too small; the error names a sufficient size.
     """
     return {weights: plan if weights == "trained" else plan_averages(plan) for weights in spec.weights}
 
 
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
-    """Return the bytes that each link moves in an evaluation of so many passes: exactly what will be moved.
+    """Return the exact bytes that each link moves in an evaluation of ``num_passes`` passes.
 
     Args:
-        plan: Where the weights are, see ``plans_of_evaluations``.
-        num_passes: over all sets.
+        plan: Plan with the homes of the weights, see ``plans_of_evaluations``.
+        num_passes: Passes over all sets.
     """
     program = plan.for_passes.program
     placement = plan.placement
@@ -245,19 +245,18 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
 
 
 class Evaluator:
-    """Evaluates when the config asks for it. Used by the thread that trains.
+    """Evaluations of a run at the configured steps. Used by the training thread.
 
     Args:
-        steps_per_epoch: Steps in which all rows that are trained on pass once.
-        should_stop: called between passes; an evaluation that is cut off is not reported. The same on all ranks, all of
-            which call it: it may be a collective.
-        before: name -> that last evaluation before the run was continued; it is not repeated at the same step.
-        plans: Those of passes over the weights that are evaluated, as ``plans_of_evaluations`` returns them; None: they
-            are made here.
-        samplers: continue rows of each set, by the weights that do; none: no evaluation does.
+        steps_per_epoch: Steps in one pass over all training rows.
+        should_stop: Called between passes. An interrupted evaluation is not reported. All ranks call it and get the
+            same result, so it may be a collective.
+        before: Name -> last evaluation before the run was resumed. It is not repeated at the same step.
+        plans: Plans of passes over the evaluated weights. Defaults to the result of ``plans_of_evaluations``.
+        samplers: Samplers of each set's rows, by the weights that they use. Empty without samples.
 
     Attributes:
-        latest: name -> that last evaluation; the same figures on all ranks, but for seconds.
+        latest: Name -> last evaluation. Equal on all ranks except for the seconds.
     """
 
     def __init__(
@@ -286,10 +285,10 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest = dict(before)
         self._passes: dict[EvaluatedWeights, Passes] = {}
-        self._collectives: Collectives | Alone | None = None  # made by the first evaluation: ranks have met by then
+        self._collectives: Collectives | Alone | None = None  # created by the first evaluation, after the rendezvous
 
     def is_due(self, step: int) -> bool:
-        """Return whether the config asks for an evaluation after ``step`` steps, of a set that had none there."""
+        """Return whether an evaluation is due after ``step`` steps, unless all sets were already evaluated there."""
         return self._is_wanted(step) and not all(self._is_done(step, name) for name in self.names)
 
     @property
@@ -313,14 +312,14 @@ class Evaluator:
         return self._steps_per_epoch if self._spec.table.eval_strategy == "epoch" else self._spec.table.eval_steps
 
     def next_step(self, step: int) -> int:
-        """Return the first step after ``step`` at which an evaluation, or the end of the run, interrupts training."""
+        """Return the next step after ``step`` at which an evaluation, or the end of the run, interrupts training."""
         if not self._sets or self._spec.table.eval_strategy == "no":
             return self._max_steps
         return min(self._max_steps, (step // self._interval + 1) * self._interval)
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """By link, what evaluations have sent to other ranks, and received from them."""
+        """Bytes by link that evaluations have exchanged with other ranks."""
         return {} if self._collectives is None else dict(self._collectives.moved_bytes)
 
     @property
@@ -329,10 +328,10 @@ class Evaluator:
         return self._collectives
 
     def run(self, step: int) -> None:
-        """Evaluate and report every set with the present weights, unless it was evaluated at this step.
+        """Evaluate and report every set with the current weights, unless it was evaluated at this step.
 
-        No update may be pending, and no copy be kept for a later step. Afterwards the store has no schedule. With
-        several ranks all of them call it, at the same steps.
+        No update may be pending, and no copy may stay for a later step. Afterwards the store has no schedule. With
+        several ranks, all of them call it at the same steps.
         """
         if self._collectives is None:
             self._collectives = self._plan.collectives()
@@ -346,7 +345,7 @@ class Evaluator:
                         return
 
     def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
-        """Evaluate and report a set; return False if it was cut off."""
+        """Evaluate and report a set. Return False if it was interrupted."""
         start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
         figures = self._judge(each, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
@@ -366,7 +365,7 @@ class Evaluator:
         return True
 
     def _judge(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
-        """Return what the task says of a set."""
+        """Return the task's metrics of a set."""
         if weights not in self._passes:
             self._passes[weights] = Passes(
                 self._plans[weights],
@@ -384,16 +383,16 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class _RowToContinue:
-    """The beginning of a row as tokens, and what follows it there."""
+    """The beginning of a row as tokens, and the text that follows it in the row."""
 
     prompt: Tensor
     reference: Tensor
 
 
 def _rows_to_continue(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_RowToContinue]:
-    """Return the first rows of a set, cut where their trained part begins; of preferences, those with first answers.
+    """Return the first rows of a set, cut where their trained part begins. Preferences use rows with first answers.
 
-    A text that is trained as a whole is cut in its middle.
+    A text that is trained as a whole is cut in the middle.
     """
     found: list[_RowToContinue] = []
     for document in dataset.epoch_documents(data_seed):
@@ -412,13 +411,13 @@ def _rows_to_continue(dataset: TokenDataset, data_seed: int, count: int, max_new
 
 
 class Sampler:
-    """Continues rows of evaluation sets with the weights that a run has, between two steps, for a person to read.
+    """Generator of samples between two steps: continues rows of evaluation sets with the current weights.
 
-    By the likeliest tokens, so that they depend on the weights alone. Gradients, activations and workspace of steps
-    make room for what the model keeps of the tokens so far: no tier ever holds more than its capacity.
+    It uses the likeliest tokens, so that samples depend only on the weights. Gradients, activations and the workspace
+    of steps are released for the KV cache. No tier ever exceeds its capacity.
 
     Attributes:
-        planned_bytes: link -> bytes that all passes so far were planned to move.
+        planned_bytes: Link -> planned bytes of all passes so far.
     """
 
     def __init__(
@@ -442,17 +441,17 @@ class Sampler:
         tokenizer: PreTrainedTokenizerFast,
         gather: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> Sampler | None:
-        """Return what continues the first rows of these sets, as the config asks for; None: there are no rows.
+        """Return a sampler of the first rows of these sets as configured, or None if there are no rows.
 
         Args:
-            spec: How many rows are continued, and how far.
-            plan: How the weights pass.
-            gather: returns what each rank gave; a collective.
+            spec: Number of rows, and of new tokens per row.
+            plan: Plan of passes over the weights.
+            gather: Returns the values of all ranks; a collective.
 
         Raises:
-            ConfigError: a row and its new tokens are more than the positions of the model.
-            DoesNotFitError: a tier is too small.
-            UnsupportedModelError: the model cannot generate with streamed weights.
+            ConfigError: A row and its new tokens exceed the positions of the model.
+            DoesNotFitError: A tier is too small.
+            UnsupportedModelError: The model cannot generate with streamed weights.
         """
         num_new, seed = spec.table.max_new_tokens, plan.run.data.seed
         rows = {each.name: _rows_to_continue(each.loader.dataset, seed, spec.num_samples, num_new) for each in sets}
@@ -470,14 +469,14 @@ class Sampler:
             advice = f"Write at most {positions - longest}" if positions > longest else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
         together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
-        # Whole micro-batches are dealt to ranks, as tokens depend on the rows of one.
+        # Ranks get whole micro-batches, because tokens depend on the rows of a micro-batch.
         num_micro_batches = -(-most // (together * plan.run.world.size))
 
         def planned(count: int) -> GenerationPlan:
             return plan_samples(plan, rows=together, num_prompts=count * together, max_length=longest + num_new)
 
         generation = planned(num_micro_batches)
-        least = min(gather(generation.plan.num_micro_batches))  # where a rank has room for fewer
+        least = min(gather(generation.plan.num_micro_batches))  # a rank may have memory for fewer
         if least < generation.plan.num_micro_batches:
             generation = planned(least)
         return cls(plan, generation, rows, tokenizer, num_new)
@@ -489,7 +488,7 @@ class Sampler:
 
     @property
     def plan(self) -> Plan:
-        """Of a pass."""
+        """Plan of a pass."""
         return self._generation.plan
 
     def samples_of(
@@ -500,11 +499,11 @@ class Sampler:
         should_stop: Callable[[], bool],
         collectives: Collectives | Alone | None = None,
     ) -> list[Sample]:
-        """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
+        """Return the samples of a set; empty if a stop was requested. Nothing may be pending, as in ``Evaluator.run``.
 
         Args:
-            should_stop: asked before each pass; the same on all ranks.
-            collectives: What the ranks exchange tensors by, all of which call this.
+            should_stop: Called before each pass, with the same result on all ranks.
+            collectives: Collectives of the ranks. All ranks call this.
         """
         rows, own, ranks = self._rows[name], self._generation.plan, collectives or Alone()
         if not rows:
@@ -545,17 +544,17 @@ def make_samplers(
     tokenizer: PreTrainedTokenizerFast,
     gather: Callable[[int], Sequence[int]] = lambda number: [number],
 ) -> dict[EvaluatedWeights, Sampler]:
-    """Return what continues rows of these sets, by the weights that do; none where the config does not ask for it.
+    """Return samplers of these sets' rows, by the weights that they use; empty if the config has no samples.
 
     Args:
-        spec: How many rows are continued, and how far.
-        plans: Those of passes, as ``plans_of_evaluations`` returns them.
-        gather: returns what each rank gave; a collective.
+        spec: Number of rows, and of new tokens per row.
+        plans: Plans of passes, as ``plans_of_evaluations`` returns them.
+        gather: Returns the values of all ranks; a collective.
 
     Raises:
-        ConfigError: as ``Sampler.of_sets``.
-        DoesNotFitError: as ``Sampler.of_sets``.
-        UnsupportedModelError: as ``Sampler.of_sets``.
+        ConfigError: As ``Sampler.of_sets``.
+        DoesNotFitError: As ``Sampler.of_sets``.
+        UnsupportedModelError: As ``Sampler.of_sets``.
     """
     if not spec.num_samples:
         return {}

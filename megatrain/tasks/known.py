@@ -14,6 +14,6 @@ __all__ = ["task_class"]
 
 
 def task_class(name: str) -> type[Task]:
-    """Return the class of a task; of the files that have tasks its own alone is imported."""
+    """Return the class of a task. Imports only the file of that task."""
     file, _, made = TASK_FACTS[name].made_by.partition(".")
     return cast("type[Task]", getattr(import_module(f"megatrain.tasks.{file}"), made))

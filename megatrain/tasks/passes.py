@@ -1,6 +1,6 @@
-"""Forward passes over batches by the weights of a store: evaluations, a reference, scores.
+"""Forward passes over batches with the weights of a store: evaluations, a reference, scores.
 
-Whatever is asked of the model is a head, a function of what runs its layers; schedule, order and end are the same.
+A head, a function of the layer runner, defines the result of a pass. Schedule, order and end are the same for all.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Result = TypeVar("Result")
 
 
 class Passes:
-    """Runs forward passes of a plan. Used by one thread, with no update pending.
+    """Runner of forward passes of a plan. Used by one thread, with no update pending.
 
     Args:
-        plan: Of a training step, whose forward is a pass, or of passes.
-        timeline: Records every op; None: nothing is recorded.
+        plan: Plan of a training step, whose forward is a pass, or of passes.
+        timeline: Record of every op, or None.
         activity: Progress within a pass, for status.
-        collectives: The ranks that share the weights; None: one process has them.
-        stays: Copies that stay in the compute tier from one pass to the next, as the plan of passes says.
+        collectives: Collectives of the ranks that share the weights, or None for a single process.
+        stays: Copies that stay in the compute tier from one pass to the next, from the plan of passes.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Passes:
         num_passes: int,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Result]:
-        """Run a pass for each item and yield what the head returns; to be iterated to its end.
+        """Run a pass for each item and yield the head's result. The caller must exhaust the iterator.
 
-        Weights are fetched ahead for all passes. Afterwards no copy stays and the store has no schedule.
+        Weights are prefetched for all passes. Afterwards no copy stays, and the store has no schedule.
 
         Args:
-            batches: Micro-batches of each pass, each unit for all of them before the next.
-            head: Returns what is asked of a pass, such as ``LayerRunner.evaluate``.
-            num_passes: How many there will be.
-            should_stop: Asked after each pass, by all ranks.
+            batches: Micro-batches of each pass. Each unit runs all of them before the next unit.
+            head: Function that computes the result of a pass, such as ``LayerRunner.evaluate``.
+            num_passes: Number of passes.
+            should_stop: Called after each pass, on all ranks.
 
         Raises:
-            VisitOrderError: in eval mode the model calls its units in another order.
+            VisitOrderError: In eval mode, the model calls its units in another order.
         """
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)

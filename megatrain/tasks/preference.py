@@ -1,11 +1,11 @@
 """Losses over preferences: functions of the log-probabilities of whole answers, and their gradients per answer.
 
 An example is two rows of a micro-batch: rows 0 to P - 1 hold the first answers of P examples, rows P to 2P - 1 the
-second ones. Of a pair these are the chosen and the rejected answer. An unpaired example (KTO) has its one answer first,
-and then its prompt with the answer of another example, from which KTO estimates how far the model has moved.
+second ones. In a pair these are the chosen and the rejected answer. An unpaired example (KTO) has its one answer first,
+and then its prompt with the answer of another example. From the latter KTO estimates how far the model has moved.
 
-Every loss here depends on a row of logits through the sum of an answer's log-probabilities alone. So its gradient is
-that of cross entropy times one weight per answer, which is known once all rows of an example have been looked at: the
+Every loss here depends on a row of logits only through the summed log-probability of an answer. So its gradient is the
+cross-entropy gradient times one weight per answer. The weight is known after all rows of an example were read, so the
 head runs twice over the rows of a micro-batch, for the sums and for the gradients (`head.py`).
 """
 
@@ -38,7 +38,7 @@ __all__ = [
     "StepSize",
 ]
 
-_ROW_NBYTES = 32  # log-probability, its gradient and what they are made of, all rows of a micro-batch at once
+_ROW_NBYTES = 32  # log-probability, its gradient and intermediate values, for all rows of a micro-batch at once
 
 _WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
 _BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of an answer
@@ -46,10 +46,10 @@ _BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What the terms of a step are divided by.
+    """Divisors of the terms of a step.
 
     Attributes:
-        num_chosen_tokens: Tokens of their first answers.
+        num_chosen_tokens: Tokens of all first answers.
     """
 
     num_examples: int
@@ -58,16 +58,16 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """The examples of a micro-batch, empty places left out.
+    """The examples of a micro-batch, without empty rows.
 
     Attributes:
-        counts: Labelled tokens of every row of the micro-batch, empty rows included.
-        rows: The rows of first and second answers [2, P].
+        counts: Labelled tokens of every row of the micro-batch, including empty rows.
+        rows: Rows of first and second answers [2, P].
         lengths: Tokens of the answers [2, P], fp32.
-        reference: Their log-probabilities by the reference model [2, P], fp32.
-        desirable: Whether the first answer is a good one [P], bool.
-        num_desirable: How many are.
-        repeats: ``counts`` as a tensor, where the gradients are made.
+        reference: Log-probabilities of the answers by the reference model [2, P], fp32.
+        desirable: Whether the first answer is good [P], bool.
+        num_desirable: Number of good first answers.
+        repeats: ``counts`` as a tensor, on the device of the gradients.
     """
 
     counts: tuple[int, ...]
@@ -83,21 +83,21 @@ class Examples:
         return self.rows.shape[1]
 
     def sums(self, row_logps: Tensor) -> Tensor:
-        """Return the log-probability of each row's answer [2 P], given those of all labelled tokens in order."""
-        # Not `index_add_`, whose order of additions a GPU does not keep.
+        """Return the log-probability of each row's answer [2 P], from the log-probabilities of all labelled tokens."""
+        # Not `index_add_`, whose order of additions varies on a GPU.
         return torch.stack([part.sum() for part in torch.split(row_logps, list(self.counts))])
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss(Loss):
-    """A loss over preferences, with the names and the meaning that TRL gives its settings.
+    """A loss over preferences, with the setting names and meanings of TRL.
 
     Attributes:
-        loss_type: sigmoid (DPO), hinge, ipo and robust compare a pair with the reference model; kto judges one answer
-            against it; cpo, orpo and simpo need none.
-        beta: How closely the reference is kept to; of orpo the weight of the odds ratio.
-        label_smoothing: Probability that the two answers of a pair were mistaken for each other.
-        simpo_gamma: simpo: margin that is asked for.
+        loss_type: sigmoid (DPO), hinge, ipo and robust compare a pair relative to the reference model; kto judges
+            single answers relative to it; cpo, orpo and simpo do not use it.
+        beta: Strength of the pull toward the reference; for orpo the weight of the odds ratio.
+        label_smoothing: Probability that the two answers of a pair are swapped.
+        simpo_gamma: simpo: target margin.
         rpo_alpha: Weight of the chosen answer's negative log-likelihood, a mean over its tokens.
         desirable_weight: kto: weight of good answers.
         undesirable_weight: kto: weight of bad answers.
@@ -113,7 +113,7 @@ class PreferenceLoss(Loss):
 
     @property
     def refusal(self) -> str:
-        return 'in whose place no loss over preferences (task = "dpo") can be put'
+        return 'which a loss over preferences (task = "dpo") cannot replace'
 
     @property
     def compares_rows(self) -> bool:
@@ -125,7 +125,7 @@ class PreferenceLoss(Loss):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares with a reference model."""
+        """Whether it uses a reference model."""
         return self.loss_type not in _WITHOUT_REFERENCE
 
     @property
@@ -134,15 +134,15 @@ class PreferenceLoss(Loss):
         return self.loss_type != "kto"
 
     def applied(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Switch dropout off, as TRL does: what the model says is compared with what its reference says."""
+        """Disable dropout, as TRL does, because the model is compared with its reference."""
         return _without_dropout(model)
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return what is compared in a micro-batch; nothing of one without examples."""
+        """Return the examples of a micro-batch; empty if it has none."""
         return describe_examples(batch, shifted) if REFERENCE in batch else {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> StepSize | None:
-        """Return what the mean over the examples of a step is divided by; None: it has none."""
+        """Return the divisors of the means over the examples of a step, or None without examples."""
         if REFERENCE not in micro_batches[0]:
             return None
         described = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
@@ -152,24 +152,24 @@ class PreferenceLoss(Loss):
         )
 
     def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch; plain cross entropy where it has no examples."""
+        """Return the loss of a micro-batch: plain cross entropy if it has no examples."""
         if not host:
             return PLAIN
         assert isinstance(size, StepSize), size
         return ComparedRows(self, examples_from(host, placed), size)
 
     def told(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the means of a step, and of KTO the margin of its rewards, which are means over different answers."""
+        """Return the metrics of a step. For KTO, add the margin of its rewards, two means over different answers."""
         if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
 
     def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[PartialMean]]:
-        """Return the loss of a micro-batch's examples, a part of the step's mean, and what is told of them.
+        """Return the loss of a micro-batch's examples, a part of the step's mean, and their metrics.
 
         Args:
-            logps: Log-probabilities of the answers of all rows [2 P], empty ones included.
-            examples: At least one.
+            logps: Log-probabilities of the answers of all rows [2 P], including empty rows.
+            examples: The examples, at least one.
         """
         first, second = logps[examples.rows[0]], logps[examples.rows[1]]
         if not self.is_paired:
@@ -192,7 +192,7 @@ class PreferenceLoss(Loss):
     def gradient(
         self, row_logps: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, Tensor, list[PartialMean]]:
-        """Return the loss of a micro-batch, its gradient by each token's log-probability [N], and figures.
+        """Return the loss of a micro-batch, its gradient by each token's log-probability [N], and metrics.
 
         Args:
             row_logps: Log-probabilities of all labelled tokens of the micro-batch, in order [N].
@@ -207,10 +207,10 @@ class PreferenceLoss(Loss):
         return loss.detach(), of_rows, figures
 
     def _of_pairs(self, own: Tensor, other: Tensor, examples: Examples) -> Tensor:
-        """Return the loss of each pair, given the scores of its two answers."""
+        """Return the loss of each pair, from the scores of its two answers."""
         beta, smoothing, margin = self.beta, self.label_smoothing, own - other
         if self.loss_type == "ipo":
-            # By tokens, so that beta means the same for answers of all lengths, as TRL does.
+            # Per token, so that beta means the same for answers of all lengths, as in TRL.
             difference = own / examples.lengths[0] - other / examples.lengths[1]
             return (difference - 1 / (2 * beta)) ** 2
         if self.loss_type == "hinge":
@@ -241,7 +241,7 @@ class PreferenceLoss(Loss):
         self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]
-        # Never negative, and no gradient flows through it.
+        # Never negative, and without a gradient.
         moved = (mismatched - examples.reference[1]).mean().detach().clamp(min=0)
         good = examples.desirable
         weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
@@ -258,7 +258,7 @@ class PreferenceLoss(Loss):
 
 
 def _log_one_minus_exp(values: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` of negative numbers, exact near 0 and far from it."""
+    """Return ``log(1 - exp(x))`` of negative numbers, accurate near 0 and far from it."""
     is_near = values > -0.693
     near = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
@@ -270,8 +270,8 @@ class ComparedRows(MicroBatchLoss):
     """A loss over the preferences of one micro-batch.
 
     Attributes:
-        examples: The micro-batch's.
-        size: What the mean over the step is divided by.
+        examples: Examples of the micro-batch.
+        size: Divisors of the step.
     """
 
     loss: PreferenceLoss
@@ -283,11 +283,11 @@ class ComparedRows(MicroBatchLoss):
         return True
 
     def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
-        """Return the log-probabilities of some rows, whose weights are known once all rows were taken in."""
+        """Return the log-probabilities of some rows. Their weights are known after all rows were read."""
         return RunningSoftmax(labels, vocab_size, 1)
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
-        """Return the loss of the micro-batch, and weigh the gradients of its rows."""
+        """Return the loss of the micro-batch, and weight the gradients of its rows."""
         if not rows:
             return torch.zeros((), device=self.examples.repeats.device), ()
         softmaxes = [each for each in rows if isinstance(each, RunningSoftmax)]
@@ -300,18 +300,18 @@ class ComparedRows(MicroBatchLoss):
 
 @dataclass(eq=False)
 class CollectedExamples:
-    """The examples of an evaluation, a few numbers of each, on the host. Ranks send each other theirs."""
+    """The examples of an evaluation, with a few numbers of each, on the host. Ranks exchange them."""
 
     _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
     _parts: list[int] = field(default_factory=list)
 
     def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float], *, part: int = 0) -> None:
-        """Take in a micro-batch, its shifted labels, and the log-probabilities of its answers.
+        """Add a micro-batch, its shifted labels, and the log-probabilities of its answers.
 
         Args:
-            batch: With ``REFERENCE`` and ``DESIRABLE``.
+            batch: Batch with ``REFERENCE`` and ``DESIRABLE``.
             shifted: Labels for the next token.
-            part: Number of the pass that it was in.
+            part: Number of the pass.
         """
         described = describe_examples(batch, shifted)
         self._batches.append((torch.tensor(logps, dtype=torch.float32)[described["rows"]], described))
@@ -319,7 +319,7 @@ class CollectedExamples:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[CollectedExamples]) -> CollectedExamples:
-        """Return the examples of all ranks in the order of one process: of each pass those of rank 0 first."""
+        """Return the examples of all ranks in the order of a single process: rank 0 comes first in each pass."""
         found = cls()
         pairs = [(part, batch) for each in ranks for part, batch in zip(each._parts, each._batches, strict=True)]
         for part, batch in sorted(pairs, key=lambda pair: pair[0]):
@@ -328,7 +328,7 @@ class CollectedExamples:
         return found
 
     def judge(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
-        """Return the loss, the number of tokens of all answers, and the figures of all examples."""
+        """Return the loss, the number of tokens of all answers, and the metrics of all examples."""
         logps, lengths, reference = (
             torch.cat(parts, dim=1)
             for parts in (
@@ -355,10 +355,10 @@ class CollectedExamples:
 
 
 def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str, Tensor]:
-    """Return what the loss needs to know of a micro-batch, on the host.
+    """Return the loss's inputs from a micro-batch, on the host.
 
     Args:
-        batch: With ``REFERENCE`` and ``DESIRABLE``.
+        batch: Batch with ``REFERENCE`` and ``DESIRABLE``.
         shifted: Labels for the next token [2 P * S].
     """
     num_rows = len(batch["input_ids"])
@@ -376,7 +376,7 @@ def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str,
 
 
 def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:
-    """Return the examples that `describe_examples` described, with their tensors where the loss is computed."""
+    """Return the examples from `describe_examples`, with their tensors on the device of the loss."""
     return Examples(
         tuple(host["counts"].numpy().tolist()),
         placed["rows"],
@@ -390,7 +390,7 @@ def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> E
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, as TRL does: what the model says is compared with what its reference says."""
+    """Disable dropout, as TRL does, because the model is compared with its reference."""
     layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
     try:
         for module, _ in layers:

@@ -1,4 +1,4 @@
-"""Prompts as tokens, with the turns of a conversation before them, and the settings of their continuation."""
+"""Prompts as tokens, after the earlier turns of a conversation, and the settings of their continuation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GenerationSettings:
     """Sampling and length of completions.
 
     Attributes:
-        temperature: 0: the likeliest token each time. None: the model's generation_config.json decides.
-        seed: Seed of sampling. None: 0.
-        system: System message before each prompt, "" for none.
+        temperature: 0 takes the likeliest token each time. None uses the model's generation_config.json.
+        seed: Seed of sampling. None means 0.
+        system: System message before each prompt, or "".
     """
 
     max_new_tokens: int = 512
@@ -35,7 +35,7 @@ class GenerationSettings:
 
 
 def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
-    """Render a conversation within limits: the template is a program, and may be of a stranger."""
+    """Render a conversation within limits, because the template is a program and may be untrusted."""
 
     def render() -> None:
         try:
@@ -54,13 +54,13 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
 def prompt_tokens(
     tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
 ) -> torch.Tensor:
-    """Return the tokens of a prompt, of shape [1, tokens]: a turn of a chat, or without a template a text to continue.
+    """Return the tokens of a prompt, [1, tokens]: a turn of a chat, or without a template a text to continue.
 
     Args:
-        system: the message in front, "" for none.
+        system: System message, or "".
 
     Raises:
-        PromptError: there is no token, the template refuses it, or there is a system message and no template.
+        PromptError: The prompt has no tokens, the template refuses it, or there is a system message but no template.
     """
     if not tokenizer.chat_template:
         if system:
@@ -77,7 +77,7 @@ def prompt_tokens(
             tokens = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )["input_ids"]
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template may raise anything
             raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
     return tokens  # type: ignore[no-any-return]
 
@@ -86,7 +86,7 @@ def generation_options(settings: GenerationSettings, tokenizer: Any, room: int) 
     """Return the arguments of transformers' ``generate`` besides the prompt.
 
     Args:
-        room: most tokens that there are positions for.
+        room: Number of free positions.
     """
     options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}
     if settings.temperature == 0:

@@ -1,9 +1,8 @@
-"""The reference of a loss over preferences: what the model that a run starts from says of every answer.
+"""The reference of a loss over preferences: the initial model's log-probabilities of every answer.
 
-The engine that trains computes these log-probabilities once, before the first step, by evaluation passes over all rows:
-there is no second model in memory at any time. They are kept in two places: in the folder of the run, where a run that
-is continued finds them, as it no longer has the weights that they came from; and beside the token cache, where another
-run of the same model over the same rows does.
+The training engine computes them once, before the first step, by evaluation passes over all rows. So there is never a
+second model in memory. They are kept in two places. A resumed run, which no longer has the initial weights, finds them
+in its folder. Another run of the same model over the same rows finds them next to the token cache.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER_NAME", "RECORD", "Reference", "num_reference_passes"]
 
-#: Inside ``output_dir``, and inside the folder of the token cache.
+#: Folder inside ``output_dir``, and inside the folder of the token cache.
 FOLDER_NAME = "reference"
-#: Key of ``RunState.model``: checksum of rows -> checksum of what the reference says of them.
+#: Key of ``RunState.model``: checksum of rows -> checksum of the reference's log-probabilities.
 RECORD = "reference_xxh3_64"
 _FORMAT = 1
 _ENDING = ".logps"
@@ -52,25 +51,24 @@ Logps = npt.NDArray[np.float32]
 
 
 class ReferenceFileError(Exception):
-    """A file of log-probabilities is not whole, or is another one's."""
+    """A file of log-probabilities is incomplete, or belongs to another model or other rows."""
 
 
 def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
-    """Return how often the weights are streamed to look at all answers of a loader's data."""
+    """Return how often the weights are streamed to score all answers of a loader's data."""
     num_micro_batches = -(-len(loader.dataset) // loader.rows_in_order)
     return -(-num_micro_batches // plan.run.batch.together(plan.num_micro_batches))
 
 
 class Reference:
-    """Gives loaders of preferences what the reference says of their answers: found, or computed by the store's weights.
+    """Source of the reference's log-probabilities for loaders of preferences: from a file, or from the store's weights.
 
     Args:
         timeline: Records ops while it is on.
-        activity: What is being done, for status.
-        on_message: called with what was done.
-        known: ``RECORD`` of the checkpoint that the run continues; None: it starts, with the reference's weights in the
-            store.
-        group: the ranks of the run: all of them ask, the first one looks for files and writes them.
+        activity: Current activity, for status.
+        on_message: Called with a report for each loader.
+        known: ``RECORD`` of the resumed checkpoint, or None for a new run with the reference's weights in the store.
+        group: The ranks of the run. All of them call ``give``; the first one reads and writes files.
     """
 
     def __init__(
@@ -101,8 +99,8 @@ class Reference:
         """Set ``reference`` of each loader.
 
         Raises:
-            DataError: the run is continued, and what its reference said is gone, or is not what it began with.
-            OSError: it cannot be written.
+            DataError: The run is resumed, but its reference log-probabilities are missing or have changed.
+            OSError: The file cannot be written.
         """
         found: dict[str, Logps] = {}
         for loader in loaders:
@@ -125,7 +123,7 @@ class Reference:
         return None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
 
     def _cached(self, loader: BatchLoader) -> Logps | None:
-        """Return what an earlier run of the same model over the same rows was told; None: there is nothing."""
+        """Return the log-probabilities from an earlier run of the same model over the same rows, or None."""
         key = self._key(loader)
         cached, count = self._cache_file(key), len(loader.dataset)
         if cached is not None and cached.exists():
@@ -134,13 +132,13 @@ class Reference:
             except ReferenceFileError as error:
                 self._on_message(f"{cached}: {error}; it is made again")
             else:
-                self._on_message(f"reference: what the model says of {count:,} answers was known ({cached})")
+                self._on_message(f"reference: log-probabilities of {count:,} answers found in the cache ({cached})")
                 _write(self._own / _name_of(loader), key, values)
                 return values
         return None
 
     def _asked(self, loader: BatchLoader) -> Logps:
-        """Return what the model says now."""
+        """Return newly computed log-probabilities."""
         start_s = time.perf_counter()
         values = self._compute(loader)
         seconds = format_duration(time.perf_counter() - start_s)
@@ -150,7 +148,7 @@ class Reference:
         cached = self._cache_file(key)
         _write(path, key, values)
         if cached is not None:
-            # A cache is dispensable: the run has its own copy.
+            # The cache is optional, because the run has its own copy.
             with suppress(OSError):
                 _write(cached, key, values)
         self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, kept in {path}")
@@ -168,7 +166,7 @@ class Reference:
         num_passes, size = num_reference_passes(plan, loader), loader.rows_in_order
         together = plan.run.batch.together(plan.num_micro_batches)
         found: list[float] = []
-        self._activity.begin("asking the reference", num_parts=passes.num_ticks)
+        self._activity.begin("scoring with the reference", num_parts=passes.num_ticks)
 
         def batches_from(first: int) -> list[dict[str, Tensor]]:
             starts = range(first, first + together * size, size)
@@ -185,14 +183,13 @@ class Reference:
             document = int(np.flatnonzero(~np.isfinite(values))[0])
             raise DataError(
                 "data",
-                f"the model that the run starts from gives answer {document + 1} a log-probability of "
-                f"{values[document]}",
+                f"the initial model gives answer {document + 1} a log-probability of {values[document]}",
                 "Take an undamaged model",
             )
         return values
 
     def _key(self, loader: BatchLoader) -> str:
-        """Return what decides about the values, as 32 hex digits: weights, rows, kernels, rows of a micro-batch."""
+        """Return a key of 32 hex digits for the values: weights, rows, kernels, rows of a micro-batch."""
         run = self._plan.run
         self._digest = self._digest or self._model_digest()
         parts = {
@@ -207,7 +204,7 @@ class Reference:
                 run.model.table.compiler,
                 run.uses_liger,
                 run.model.table.mlp_rows,
-                run.model.table.split_experts,  # a sum over parts has other bits
+                run.model.table.split_experts,  # parts change the order of sums
                 *(() if run.flash == "FA2" else (run.flash,)),
             ],
             "libraries": {name: version(name) for name in ("torch", "transformers")},
@@ -215,13 +212,13 @@ class Reference:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _model_digest(self) -> str:
-        """Return a checksum of all that the weights in the store came from."""
+        """Return a checksum of the source of the weights in the store."""
         model, seed = self._plan.run.model, self._plan.run.seed
         folder = Path(model.folder)
         parts: dict[str, Any] = {"config": checksum((folder / "config.json").read_bytes())}
         files = [] if model.table.train_from_scratch else sorted(folder.glob("*.safetensors"))
         if model.lora is not None:
-            # New adapters change nothing before the first step, but for DoRA's rounding.
+            # New adapters change nothing before the first step, except DoRA's rounding.
             parts["dora"] = model.lora.use_dora
             if model.lora.adapter_name_or_path is not None:
                 files.append(Path(model.lora.adapter_name_or_path) / ADAPTER_WEIGHTS)
@@ -239,9 +236,8 @@ class Reference:
         if wanted is None:
             raise DataError(
                 "data.eval",
-                "these rows are new, and a run that is continued no longer has the model that it started from, which "
-                "they would be compared with",
-                "Leave them out, or start anew with another output_dir",
+                "these rows are new, but a resumed run no longer has its initial model to compare them with",
+                "Leave them out, or start a new run with another output_dir",
             )
         reasons = []
         for path in (folder / _name_of(loader) for folder in self._folders):
@@ -256,18 +252,18 @@ class Reference:
                 if path.parent != self._own:
                     _write(self._own / path.name, "", values)
                 return values
-            reasons.append(f"{path}: it is of another model than the one that this run started from")
+            reasons.append(f"{path}: it belongs to another model than this run's initial one")
         cached = self._from_cache(loader, wanted)
         if cached is not None:
             return cached
         raise DataError(
             str(self._own),
-            "; ".join(reasons) or "what the reference said of the answers is gone",
-            "Bring the folder back, or start anew with another output_dir",
+            "; ".join(reasons) or "the reference log-probabilities of the answers are missing",
+            "Restore the folder, or start a new run with another output_dir",
         )
 
     def _from_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
-        """Return a file of the cache with the contents that are wanted, whoever wrote it."""
+        """Return the values of any file of the cache with the wanted checksum, or None."""
         if self._cache is None:
             return None
         for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_ENDING}")):
@@ -291,7 +287,7 @@ def _read(path: Path, key: str | None, count: int) -> Logps:
     """Return the values of a file.
 
     Raises:
-        ReferenceFileError: it is damaged, or another one's.
+        ReferenceFileError: The file is damaged, or belongs to another model or other rows.
     """
     try:
         head, _, body = path.read_bytes().partition(b"\n")
@@ -305,12 +301,12 @@ def _read(path: Path, key: str | None, count: int) -> Logps:
     if not is_whole:
         raise ReferenceFileError("it is damaged")
     if len(values) != count or (key is not None and header["key"] != key):
-        raise ReferenceFileError("it is of another model or of other rows")
+        raise ReferenceFileError("it belongs to another model or to other rows")
     return values
 
 
 def _write(path: Path, key: str, values: Logps) -> None:
-    """Write a file so that readers see all of it or nothing."""
+    """Write a file atomically."""
     body = values.tobytes()
     header = {"format": _FORMAT, "key": key, "count": len(values), "checksum": checksum(body)}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rewards: ``task = "reward"``, a number for a text, learned from pairs of which one text is better."""
+"""Rewards: ``task = "reward"``, a score of a text, learned from pairs with a preferred text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["RewardTask"]
 
 
 class RewardTask(TextTask):
-    """Held-out pairs are judged by how often, and by how much, the chosen text has the larger reward.
+    """Task that evaluates held-out pairs: how often, and by how much, the chosen text has the larger reward.
 
-    The model has its own loss (`megatrain/converters/heads.py`), and rows are all that steps read.
+    The model has its own loss (`megatrain/converters/heads.py`), and steps read only rows.
     """
 
     @staticmethod
@@ -34,12 +34,12 @@ class RewardTask(TextTask):
         return [Note("ok", dataset.kind.summary(dataset.roles))]
 
     def tally(self) -> Tally:
-        """Return what judges the pairs of a set."""
+        """Return an accumulator of pair metrics."""
         return JudgedPairs()
 
 
 class JudgedPairs:
-    """The rewards of all pairs of a set; a ``Tally``."""
+    """Accumulator of the rewards of all pairs of a set; a ``Tally``."""
 
     def __init__(self) -> None:
         self._found: list[npt.NDArray[np.float64]] = []
@@ -50,11 +50,11 @@ class JudgedPairs:
         return [rewards(batch, logits) for batch, logits in zip(micro_batches, outputs, strict=True)]
 
     def add(self, found: list[npt.NDArray[np.float64]]) -> None:
-        """Take in a pass."""
+        """Add a pass."""
         self._found += found
 
     def judge(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
-        """Return the loss of the pairs of all ranks without its centering, and the figures that TRL tells of them."""
+        """Return the loss of the pairs of all ranks without its centering, and TRL's metrics."""
         found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
         chosen, rejected, margins = found
         count = len(chosen)
@@ -63,7 +63,7 @@ class JudgedPairs:
         difference = torch.from_numpy(chosen - rejected - margins)
         losses = -torch.nn.functional.logsigmoid(difference)
         both = np.concatenate([chosen, rejected])
-        # Exactly rounded: neither the order of terms nor who has which matters.
+        # Exactly rounded, so that neither the order of terms nor their ranks matter.
         figures = {
             "accuracy": int((chosen > rejected).sum()) / count,
             "margin": math.fsum((chosen - rejected).tolist()) / count,
@@ -79,7 +79,7 @@ def rewards(batch: Mapping[str, torch.Tensor], logits: torch.Tensor) -> npt.NDAr
 
     Args:
         batch: With ``labels`` [2 P, 2], and ``MARGIN`` [P].
-        logits: Rewards [2 P, 1], those of all chosen texts first.
+        logits: Rewards [2 P, 1], all chosen texts first.
     """
     half = len(logits) // 2
     is_there = batch["labels"][:half, 1] != IGNORED_LABEL

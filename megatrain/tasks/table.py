@@ -1,4 +1,4 @@
-"""The names of tasks and what they are; [preference], [reward], [distill] and [evaluation]."""
+"""Names and facts of tasks; [preference], [reward], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
 
-#: What a run may train for; ``known.py`` makes it.
+#: Tasks that a run may train for; ``known.py`` returns their classes.
 TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What a first config says of a task, and what its rows are.
+    """Facts of a task for a first config, and the kind of its rows.
 
     Attributes:
-        what: Its rows and its loss, in words.
-        example_data: A path of such rows.
-        learning_rate: Of all parameters of a trained model.
-        lora_learning_rate: Where adapters alone are trained.
-        made_by: File of this package that has the task, and its class there.
-        rows: Returns the kind of its rows, given its own table: the file of `megatrain/data`, and the object there.
-        table: Name of its own table in a config. "" if it has none.
+        what: Description of its rows and its loss.
+        example_data: Example path of such rows.
+        learning_rate: Default for training all parameters of a trained model.
+        lora_learning_rate: Default for training adapters alone.
+        made_by: File of this package that defines the task, and its class there.
+        rows: Returns the kind of its rows from its table: the file of `megatrain/data`, and the object there.
+        table: Name of its table in a config, or "".
         is_packed: Whether rows of a micro-batch may hold several documents.
-        has_lm_head: Whether its model is a language model at the end.
+        has_lm_head: Whether its model has a language model head.
     """
 
     what: str
@@ -189,8 +189,7 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     eval_on_start: bool = key("Also evaluate before the first step.", False, same_name=HF)
     eval_max_samples: int | None = key("Use at most this many rows of each set, from the start.", None, ge=1)
     per_device_eval_batch_size: int | None = key(
-        "Rows per micro-batch, at most those of a training micro-batch, whose memory is planned. Default: the "
-        "same number.",
+        "Rows per micro-batch, at most the number in training, for which memory is planned. Default: the same number.",
         None,
         ge=1,
         same_name=HF,

@@ -1,7 +1,7 @@
-"""What a task of the config brings to a run beside the loss of its steps.
+"""The contribution of a config's task to a run, in addition to the loss of its steps.
 
-A task is a file of its own. Whatever holds for all of them (steps, checkpoints, schedules of passes) asks it, and none
-of that knows which task it has.
+Each task has a separate file. Code that is the same for all tasks (steps, checkpoints, schedules of passes) calls this
+interface and does not know the task.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Before", "Note", "Tally", "Task", "SetFigures"]
 
 MicroBatches = Sequence[Mapping[str, "Tensor"]]
 Item = TypeVar("Item")
-#: Returns what each rank gave, in their order; a collective. Of one process it is what that one gave.
+#: Returns the values of all ranks, in order; a collective. With one process, it returns that process's value.
 Gather = Callable[[Item], Sequence[Item]]
 
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """What an evaluation says of a set of rows.
+    """Metrics of an evaluation over a set of rows.
 
     Attributes:
-        loss: Mean over what the loss is the mean of: tokens with a label, or examples.
+        loss: Mean over the items of the loss: tokens with a label, or examples.
         num_tokens: Tokens with a label.
         figures: Further means, by name.
     """
@@ -48,28 +48,28 @@ class SetFigures:
 
 
 class Tally(Protocol):
-    """Takes in the passes of an evaluation, and judges the rows of all of them."""
+    """Accumulator of the passes of an evaluation, with the metrics of all their rows."""
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> Any:
-        """Have the layers run a pass, and return what ``add`` takes in of it."""
+        """Run the layers for a pass, and return the input of ``add``."""
 
     def add(self, found: Any) -> None:
-        """Take in what ``head`` returned of a pass."""
+        """Add the result of ``head`` for a pass."""
 
     def judge(self, gather: Gather[Any]) -> SetFigures:
-        """Return what is said of the rows of all ranks: the same on each, whoever had which row."""
+        """Return the metrics of the rows of all ranks, equal on each, independent of the ranks that had them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What there is before the first step of a run, for a task that has to look at all rows first.
+    """Context before the first step of a run, for a task that first reads all rows.
 
     Attributes:
-        store: With the weights that the run goes on from.
-        loaders: Those of the rows to train on, and of all sets that are evaluated.
-        kept: What the checkpoint that the run goes on from keeps for the task; None: the run starts from the model.
+        store: Store with the weights that the run starts from.
+        loaders: Loaders of the training rows and of all evaluation sets.
+        kept: The task's record in the resumed checkpoint, or None for a new run.
         timeline: Records ops while it is on.
-        activity: What is being done, for status.
+        activity: Current activity, for status.
         tell: Called with messages for the user.
     """
 
@@ -85,10 +85,10 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What `check` says of the rows of a task.
+    """A finding of `check` about the rows of a task.
 
     Attributes:
-        severity: "ok", "note" (worth knowing) or "warning" (seldom meant).
+        severity: "ok", "note" (worth knowing) or "warning" (rarely intended).
     """
 
     severity: Literal["ok", "note", "warning"]
@@ -96,10 +96,10 @@ class Note:
 
 
 class Task(Protocol):
-    """What a run trains for.
+    """The training task of a run.
 
     Args:
-        loss: Loss of the steps, as ``loss_of`` returned it.
+        loss: Loss of the steps, as returned by ``loss_of``.
     """
 
     def __init__(self, loss: Loss) -> None: ...
@@ -109,10 +109,10 @@ class Task(Protocol):
         """Return the loss that the steps of a run minimize.
 
         Args:
-            table: The task's own table. None if it has none.
+            table: The task's table, or None if it has none.
 
         Raises:
-            ConfigError: Files that the loss depends on do not exist, or are not what the config says.
+            ConfigError: Files that the loss depends on do not exist, or do not match the config.
         """
 
     @staticmethod
@@ -120,11 +120,11 @@ class Task(Protocol):
         """Return facts about the rows to train on that a user should know before the run."""
 
     def tally(self) -> Tally:
-        """Return what judges the rows of one set."""
+        """Return an accumulator of the metrics of one set."""
 
     def prepare(self, before: Before) -> Mapping[str, Any]:
-        """Make what must exist before the first step.
+        """Create what the task needs before the first step.
 
         Returns:
-            What checkpoints keep of it, by key of ``RunState.model``; a run that goes on is handed that as ``kept``.
+            Record for checkpoints, by key of ``RunState.model``. A resumed run gets it as ``kept``.
         """

@@ -19,10 +19,10 @@ __all__ = ["TextTask"]
 
 
 class TextTask:
-    """Held-out rows are judged by plain cross entropy, whatever the steps minimise; a ``Task``.
+    """Task that evaluates held-out rows by plain cross entropy, whatever loss the steps minimize; a ``Task``.
 
     Args:
-        loss: What the steps minimise, which nothing here depends on.
+        loss: Loss of the steps. Unused.
     """
 
     def __init__(self, loss: object = None) -> None:
@@ -35,7 +35,7 @@ class TextTask:
 
     @staticmethod
     def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
-        """Return nothing: the report of the rows says it all."""
+        """Return nothing, because the report of the rows covers everything."""
         return ()
 
     def tally(self) -> Tally:
@@ -43,12 +43,12 @@ class TextTask:
         return MeanLoss()
 
     def prepare(self, before: Before) -> Mapping[str, Any]:
-        """Return nothing: rows are all that steps read."""
+        """Return nothing, because steps read only rows."""
         return {}
 
 
 class MeanLoss:
-    """The mean of the cross entropy over all tokens with a label; a ``Tally``."""
+    """Accumulator of the mean cross entropy over all tokens with a label; a ``Tally``."""
 
     def __init__(self) -> None:
         self._terms: list[float] = []
@@ -59,7 +59,7 @@ class MeanLoss:
         return runner.evaluate(micro_batches)
 
     def add(self, found: SummedLoss) -> None:
-        """Take in a pass."""
+        """Add a pass."""
         self._terms += found.terms
         self._num_tokens += found.num_tokens
 
@@ -68,5 +68,5 @@ class MeanLoss:
         found = gather((self._terms, self._num_tokens))
         terms = [term for of_rank, _ in found for term in of_rank]
         num_tokens = sum(count for _, count in found)
-        # Exactly rounded: neither the order of terms nor who has which matters.
+        # Exactly rounded, so that neither the order of terms nor their ranks matter.
         return SetFigures(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)

@@ -1,1 +1,1 @@
-"""A training run in the order of its life: prepare, open, step, evaluate, save, finish."""
+"""A training run from start to end: prepare, open, step, evaluate, save, finish."""

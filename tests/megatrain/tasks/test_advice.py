@@ -89,7 +89,7 @@ def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path
     [
         ("0.03", 9, ""), ("0.03", 1000, ""), ("0", 1000, ""), ("2", 30, ""), ("100", 1000, ""), ("5", 1000, ""),
         ("0.03", 1, "never reaches"), ("0.99", 10, "never reaches"), ("0.6", 100, "60 of the 100"),
-        ("60", 100, "60 of the 100"), ("1", 1000, "next to none"), ("0.001", 1000, "next to none"),
+        ("60", 100, "60 of the 100"), ("1", 1000, "almost no effect"), ("0.001", 1000, "almost no effect"),
     ],
 )  # fmt: skip
 def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> None:
