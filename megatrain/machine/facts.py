@@ -1,4 +1,4 @@
-"""Looks at this machine before there is a config: for a first one."""
+"""Facts of this machine for a first config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain.machine.machine import (
 )
 from tiered.units import GiB
 
-#: The folder on a drive, named for what it holds: training state, and checkpoints made of it.
+#: Folder on a drive for training state and the checkpoints made from it.
 _FOLDER = "state"
 
 _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
@@ -30,11 +30,11 @@ _LEAST_FREE_BYTES = 4 * GiB
 
 
 def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
-    """Look at the machine; allocates and writes nothing.
+    """Return the facts of the machine, without allocating or writing anything.
 
     Args:
-        folder: where the config will lie; its drive comes first, as a path relative to it.
-        tiers: whose sizes are "auto".
+        folder: Future folder of the config. Its drive comes first, as a path relative to it.
+        tiers: Resources with sizes "auto".
     """
     device = resolve_device("auto")
     return MachineFacts(
@@ -46,7 +46,7 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
-    """Yield the drive of ``folder``, then the others of this machine that can be written, the emptiest first."""
+    """Yield the drive of ``folder``, then the other writable drives of this machine, the emptiest first."""
     own = file_system_of(folder)
     yield Drive(_FOLDER, _free(folder), own.kind, _objection(own, _free(folder)))
     found: list[Drive] = []

@@ -1,8 +1,8 @@
-"""Machines in TOML files: the figures of one machine, each with where it comes from, to plan runs for it elsewhere.
+"""Machines in TOML files: figures of one machine, each with its origin, to plan runs for it on another machine.
 
-The package brings files of common machines (``megatrain/machine/machines``); ``doctor --save-profile`` writes one.
-A figure is a table: ``is``, the value with its unit, and one of ``source`` (who published it), ``estimate`` (what it is
-estimated from) and ``measured`` (when, by doctor).
+The package contains files of common machines (``megatrain/machine/machines``); ``doctor --save-profile`` writes one.
+A figure is a table: ``is``, the value with its unit, and one of ``source`` (its publication), ``estimate`` (its basis)
+and ``measured`` (the day, by doctor).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FORMAT = "megatrain-tier machine 1"
 _FOLDER = Path(__file__).with_name("machines")
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _COUNTED = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
-#: Planned machines have no day on which they were measured; a profile must have one.
+#: Profiles need a day of measurement, but planned machines have none.
 _NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class MachineFileError(Exception):
-    """There is no such machine, or its file cannot be used; the text says what to write."""
+    """The machine does not exist, or its file cannot be used; the text says what to write."""
 
 
 def _text(value: object) -> str:
@@ -53,7 +53,7 @@ def _size(value: object) -> float:
 
 
 def _per_second(unit: str, example: str) -> BeforeValidator:
-    """Return what reads ``"794TFLOP/s"``: a number of units per second."""
+    """Return a parser of ``"794TFLOP/s"``: a number of units per second."""
 
     def parse(value: object) -> float:
         match = _COUNTED.fullmatch(_text(value).strip())
@@ -69,7 +69,7 @@ class _MachineTable(BaseModel):
 
 
 class Figure(_MachineTable):
-    """One figure: its value in bytes, units or units per second, and where it comes from."""
+    """One figure: its value in bytes, units or units per second, and its origin."""
 
     value: Any = Field(alias="is")
     source: str | None = Field(None, min_length=1)
@@ -79,7 +79,7 @@ class Figure(_MachineTable):
     @model_validator(mode="after")
     def _has_one_origin(self) -> Figure:
         if sum(origin is not None for origin in (self.source, self.estimate, self.measured)) != 1:
-            raise ValueError("a figure needs one of source, estimate and measured: where it comes from")
+            raise ValueError("a figure needs an origin, one of source, estimate and measured")
         return self
 
 
@@ -96,7 +96,7 @@ class Bandwidth(Figure):
 
 
 class Flops(Figure):
-    """Floating-point operations per second of large matrix products, as achieved."""
+    """Achieved floating-point operations per second of large matrix products."""
 
     value: Annotated[float, _per_second("FLOP", "794TFLOP/s"), Field(alias="is", gt=0)]
 
@@ -108,7 +108,7 @@ class Updates(Figure):
 
 
 class Launches(Figure):
-    """Operators that one thread calls per second, with the Python code of a step around them."""
+    """Operators that one thread calls per second, including the Python code of a step."""
 
     value: Annotated[float, _per_second("launch", "28klaunch/s"), Field(alias="is", gt=0)]
 
@@ -120,7 +120,7 @@ class Count(Figure):
 
 
 class GpuTable(_MachineTable):
-    """``[gpu]``: one GPU, and the links between it and RAM, the other GPUs of its host, and those of other hosts."""
+    """``[gpu]``: one GPU, and its links to RAM, to other GPUs of its host, and to other hosts."""
 
     name: str
     count: int = Field(1, ge=1)
@@ -155,7 +155,7 @@ class CpuTable(_MachineTable):
 
 
 class RamTable(_MachineTable):
-    """``[ram]``; its rates of reads and copies are for people, no plan takes them."""
+    """``[ram]``. Its rates of reads and copies are informative; no plan uses them."""
 
     size: ByteFigure
     in_use: ByteFigure
@@ -165,7 +165,7 @@ class RamTable(_MachineTable):
 
 
 class DriveTable(_MachineTable):
-    """``[[drives]]``: ``count`` equal ones."""
+    """``[[drives]]``: ``count`` equal drives."""
 
     name: str
     count: int = Field(1, ge=1)
@@ -181,8 +181,8 @@ class MachineFile(_MachineTable):
     """A whole file.
 
     Attributes:
-        note: what a user should know, or "".
-        unified_memory: size of the one memory that is the GPU's and RAM; it is the size of both then.
+        note: Note for the user, or "".
+        unified_memory: Size of the memory that GPU and RAM share, which is then the size of both.
     """
 
     format: Literal["megatrain-tier machine 1"]
@@ -208,7 +208,7 @@ class MachineFile(_MachineTable):
 
 
 def machine_names() -> list[str]:
-    """Return the names of the machines that the package brings."""
+    """Return the names of the packaged machines."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
@@ -216,7 +216,7 @@ def find_machine(name: str) -> PlannedMachine:
     """Return a machine by its name, or by the path of its file.
 
     Raises:
-        MachineFileError: there is none, or the file cannot be used.
+        MachineFileError: It does not exist, or the file cannot be used.
     """
     return planned_machine(*read_machine(name))
 
@@ -225,10 +225,10 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
     """Return the name and the figures of a machine.
 
     Args:
-        name: a machine that the package brings, or the path of a file.
+        name: Name of a packaged machine, or path of a file.
 
     Raises:
-        MachineFileError: there is none, or the file cannot be used.
+        MachineFileError: It does not exist, or the file cannot be used.
     """
     path = _FOLDER / f"{name}.toml"
     if name not in machine_names():
@@ -239,7 +239,7 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
             meant = f'. Did you mean "{close[0]}"?' if close else "."
             raise MachineFileError(
                 f'--machine: there is no machine and no file "{name}"{meant} Machines: {", ".join(machine_names())}; '
-                "`megatrain-tier doctor --save-profile FILE` writes a file of the one that it runs on"
+                "`megatrain-tier doctor --save-profile FILE` writes a file for the machine that runs it"
             )
     try:
         return path.stem, MachineFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -265,11 +265,11 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
-    """Return a machine as the planner takes it."""
+    """Return a machine in the form that the planner uses."""
     gpu, cpu, ram = file.gpu, file.cpu, file.ram
 
     def by_device(prefix: str = "") -> dict[str, float]:
-        """Return the rates of a kind, of the processors and of the GPU."""
+        """Return one kind of rates of the processors and of the GPU."""
         return {
             f"{device}/{dtype}": figure.value
             for device, table in (("cpu", cpu), ("cuda", gpu))
@@ -344,11 +344,11 @@ def _drive_profile(table: DriveTable) -> DriveProfile:
 
 
 def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mapping[str, int]) -> str:
-    """Return the file of a machine that doctor measured.
+    """Return the TOML text of a machine that doctor measured.
 
     Args:
-        in_use_bytes: RAM that everything else uses.
-        drive_sizes: key of a drive in the profile -> bytes of its file system.
+        in_use_bytes: RAM used by other programs and the system.
+        drive_sizes: Key of a drive in the profile -> bytes of its file system.
     """
     day = f"{profile.measured_at:%Y-%m-%d}{', quick' if profile.is_quick else ''}"
 

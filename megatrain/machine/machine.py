@@ -1,4 +1,4 @@
-"""What this machine has, and what of it a config lets a run use."""
+"""Resources of this machine or a planned one, and the part that a config lets a run use."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tiered.ext import (
 )
 from tiered.units import GiB, format_size, is_number
 
-#: Older figures are still used, and said to be old.
+#: Older figures are still used, but reported as old.
 STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-#: Rates that earlier versions stored, and no plan reads.
+#: Rates that earlier versions stored and that no plan reads.
 _ENDED_RATES = frozenset(
     f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")
 )
@@ -63,12 +63,12 @@ class DriveProfile(_Record):
     """Rates that the tier reached on one file system, in bytes per second.
 
     Attributes:
-        path: where it was measured.
-        is_direct: O_DIRECT was used.
-        mixed_bytes_per_s: reads and writes together, at the same time.
-        sustained_write_bytes_per_s: at the end of a long write; None where that was not measured.
-        computing_s_per_byte: seconds that computing loses while a byte moves; None where that was not measured.
-        seconds_per_copy: time of the thread that runs the step, for each block that moves; None where not measured.
+        path: Measured path.
+        is_direct: Whether O_DIRECT was used.
+        mixed_bytes_per_s: Total rate of simultaneous reads and writes.
+        sustained_write_bytes_per_s: Rate at the end of a long write, or None if not measured.
+        computing_s_per_byte: Compute slowdown per moved byte, or None if not measured.
+        seconds_per_copy: Time of the step's thread per moved block, or None if not measured.
     """
 
     path: str
@@ -85,13 +85,12 @@ class DriveProfile(_Record):
 
 
 class GpuProfile(_Record):
-    """What one CUDA device did; rates between page-locked RAM and the device, in bytes per second.
+    """Measured rates of one CUDA device and between it and page-locked RAM, in bytes per second.
 
     Attributes:
-        update_bytes_per_s: two reads and a write per element in its own memory; None where that was not measured.
-        peer_bytes_per_s: each direction, when all GPUs of a host gather or exchange at once; None where nobody knows.
-        network_bytes_per_s: each direction between hosts, for each GPU when all of them use it; None where nobody
-            knows.
+        update_bytes_per_s: Two reads and a write per element in its memory, or None if not measured.
+        peer_bytes_per_s: Each direction while all GPUs of a host gather or exchange, or None if unknown.
+        network_bytes_per_s: Each direction between hosts, per GPU while all of them use it, or None if unknown.
     """
 
     name: str
@@ -104,19 +103,19 @@ class GpuProfile(_Record):
 
 
 class MachineProfile(_Record):
-    """All that was measured on one machine.
+    """All measurements of one machine.
 
     Attributes:
-        num_threads: how many computed.
-        ram_update_bytes_per_s: two reads and a write per element, in place, with one addition.
-        adamw_params_per_s: dtype of the weights -> parameters that the AdamW kernel updates per second.
-        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matrix products: as in layers of a step; on a GPU of large
-            ones.
-        attention_flops_per_s: likewise of fused attention, of what a causal kernel computes; empty: not measured.
-        elementwise_bytes_per_s: likewise what other operators of layers read and write; empty: not measured.
-        launches_per_s: operators that one thread calls, with the Python code of a step around them, for layers on the
-            CPU; None: not measured.
-        drives: device of a file system -> its rates.
+        num_threads: Number of compute threads.
+        ram_update_bytes_per_s: Two reads and a write per element, in place, with one addition.
+        adamw_params_per_s: Dtype of the weights -> parameters that the AdamW kernel updates per second.
+        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matrix products: as in layers of a step on a CPU, of large
+            ones on a GPU.
+        attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting the work of a causal kernel. Empty if
+            not measured.
+        elementwise_bytes_per_s: Same keys -> bytes read and written by other layer operators. Empty if not measured.
+        launches_per_s: Operators that one thread calls on the CPU, with the Python code around. None if not measured.
+        drives: Device of a file system -> its rates.
     """
 
     host: str
@@ -136,11 +135,11 @@ class MachineProfile(_Record):
 
     @property
     def key(self) -> str:
-        """Return what tells this machine from others."""
+        """Return the identifier of this machine."""
         return _key_of(self.host, self.cpu, self.ram_bytes)
 
     def drive_of(self, path: Path) -> DriveProfile | None:
-        """Return what is known of the drive that holds ``path`` (or will, once it is made)."""
+        """Return the rates of the drive that holds ``path``, or will hold it, or None if not measured."""
         return self.drives.get(file_system_of(path).key)
 
 
@@ -152,12 +151,12 @@ class _ProfileFile(_Record):
 
 @dataclass(frozen=True, slots=True)
 class PlannedDrive:
-    """A drive of a machine that is planned for; its rates are in the machine's profile, under the same key.
+    """A drive of a planned machine. The machine's profile has its rates under the same key.
 
     Attributes:
-        key: name of its rates in the profile.
-        total_bytes: size of its file system.
-        max_written_bytes: that its maker promises; None: not known.
+        key: Name of its rates in the profile.
+        total_bytes: Size of its file system.
+        max_written_bytes: Endurance that its maker promises, or None if unknown.
     """
 
     key: str
@@ -168,18 +167,18 @@ class PlannedDrive:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMachine:
-    """A machine that runs are planned for from its figures, on another one: nothing is asked of this machine.
+    """A machine that runs are planned for, from its figures. Planning for it reads nothing of this machine.
 
     Attributes:
-        name: file that has the figures, without its ending.
-        note: what its user should know, or "".
-        free_ram_bytes: what the system leaves of it.
-        gpu_bytes: memory of one GPU; None: it has none.
-        num_gpus: GPUs of that kind; a process uses one.
-        unified_bytes: size of the one memory that is the GPU's and RAM; None: they have their own.
-        drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
-        num_published: figures with a source.
-        num_estimated: figures that somebody estimated.
+        name: Name of its file, without the suffix.
+        note: Note for the user, or "".
+        free_ram_bytes: RAM that the system leaves free.
+        gpu_bytes: Memory of one GPU, or None without a GPU.
+        num_gpus: Number of GPUs of that kind; each process uses one.
+        unified_bytes: Size of the memory that GPU and RAM share, or None if they are separate.
+        drives: Drives, in the order of a config's ``[[tiers.nvme]]``.
+        num_published: Number of figures with a source.
+        num_estimated: Number of estimated figures.
     """
 
     name: str
@@ -202,25 +201,25 @@ class PlannedMachine:
 
     @property
     def origin(self) -> str:
-        """Where its rates come from, as a line of a plan."""
+        """The source of its rates, as a line of a plan."""
         made = f"{self.num_published} of its figures are published ones, {self.num_estimated} estimated"
         if not self.num_published and not self.num_estimated:
             made = "measured there by doctor"
-        return f"rates           predicted for {self.name} ({self.title}): {made}; nothing was measured for this plan"
+        return f"rates           predicted for {self.name} ({self.title}): {made}; no rate was measured for this plan"
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpecs:
-    """What a run may use of a machine.
+    """Resources that a run may use on a machine.
 
     Attributes:
-        table: ``[tiers]``; without a drive there is no NVMe tier.
-        rates: weight of each drive in what is striped, in any unit.
-        has_rates: the config gives these.
-        emulates_gpu: a part of RAM takes the place of GPU memory.
-        file_bytes: largest file of a block; None: the tier's own choice.
-        machine: what is planned for; None: this one.
-        profile: the rates to plan with; None: those of the machine.
+        table: ``[tiers]``. Without a drive there is no NVMe tier.
+        rates: Relative weight of each drive in a stripe.
+        has_rates: Whether the config sets these weights.
+        emulates_gpu: Whether a part of RAM is used instead of GPU memory.
+        file_bytes: Largest file of a block, or None for the tier's default.
+        machine: Machine to plan for, or None for this one.
+        profile: Rates to plan with, or None for the rates of the machine.
     """
 
     table: TiersConfig
@@ -237,9 +236,9 @@ class LoadedProfile:
     """The profile of a machine, or None.
 
     Attributes:
-        note: why there are none although there is a file, or None.
-        origin: a line on where they come from; "": doctor measured them on this machine.
-        ranks: lines on the ranks whose rates these are, of several; none: they do not differ.
+        note: Why an existing file of profiles gives no rates, or None.
+        origin: A line on their source, or "" if doctor measured them on this machine.
+        ranks: Lines on the ranks that determine these rates. Empty if all ranks have equal rates.
     """
 
     machine: MachineProfile | None
@@ -248,7 +247,7 @@ class LoadedProfile:
     ranks: tuple[str, ...] = ()
 
 
-#: What a file system is that is none of a drive's own: RAM; of another machine; a program's; a container's layers.
+#: Location of a file system's bytes: a drive, RAM, another machine, a FUSE program, or a container's layers.
 Nature = Literal["drive", "memory", "network", "program", "layers"]
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
@@ -256,24 +255,24 @@ _NETWORK = (
     "nfs", "cifs", "smb", "9p", "drvfs", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs", "gluster", "ocfs2",
     "gfs2", "fuse.sshfs", "fuse.gluster", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
 )  # fmt: skip
-#: How WSL mounts a drive of Windows: ``C:\\`` over 9p or virtiofs, ``C:`` as drvfs.
+#: WSL mounts of a Windows drive: ``C:\\`` over 9p or virtiofs, ``C:`` as drvfs.
 _WINDOWS_DRIVE = re.compile(r"[A-Za-z]:(\\.*)?")
 _WINDOWS_CAUTION = (
     "is a drive of Windows, and every read and write passes through Windows: many times slower than the disk of WSL, "
-    "and O_DIRECT, locks and links may not work. A folder in the home directory of Linux lies on the disk of WSL"
+    "and O_DIRECT, locks and links may not work. A folder in the home directory of Linux is on the disk of WSL"
 )
 _CAUTIONS: Mapping[Nature, str] = {
     "drive": "",
-    "memory": "is RAM, not a drive: blocks there take RAM that no limit of ours counts",
+    "memory": "is RAM, not a drive: blocks there use RAM outside all configured limits",
     "network": "is not on a drive of this machine: others share its speed, and locks may not hold",
     "program": "goes through a program (FUSE): slow, and perhaps not on a drive of this machine",
-    "layers": "is the layers of a container: slow, and what is written there goes with the container",
+    "layers": "is the layers of a container: slow, and its files are lost with the container",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """Where a path lies: ``device`` is ``major:minor``, ``source`` what was mounted there, ``kind`` e.g. ``ext4``."""
+    """File system of a path. ``device`` is ``major:minor``, ``source`` the mounted device, ``kind`` e.g. ``ext4``."""
 
     device: str
     kind: str
@@ -285,7 +284,7 @@ class FileSystem:
 
     @property
     def nature(self) -> Nature:
-        """Return what its kind says of where bytes really are."""
+        """Return the location of its bytes, derived from its kind."""
         if self.kind in _IN_MEMORY:
             return "memory"
         if self.kind.startswith(_LAYERS):
@@ -296,14 +295,14 @@ class FileSystem:
 
     @property
     def caution(self) -> str:
-        """Return why blocks are better put elsewhere, as a clause that begins with the kind; "": no reason."""
+        """Return a warning about this file system, as a clause that begins with the kind, or "" for a drive."""
         if self.nature == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
             return f"{self.kind} {_WINDOWS_CAUTION}"
         return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
 
     @property
     def key(self) -> str:
-        """Return what tells this file system from others of the machine."""
+        """Return the identifier of this file system on the machine."""
         return f"{self.device} {self.source}"
 
 
@@ -315,7 +314,7 @@ def profile_path() -> Path:
 
 
 def load_profile(path: Path | None = None) -> LoadedProfile:
-    """Return the profile of this machine. Never raises: a file that cannot be used is named in the note."""
+    """Return the profile of this machine. Never raises: the note names an unusable file."""
     path = profile_path() if path is None else path
     try:
         machines = _read(path).machines
@@ -330,7 +329,7 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
 
 
 def profile_of(tiers: TierSpecs) -> LoadedProfile:
-    """Return the rates of the machine that a run is planned for; of several ranks, those that all plan with."""
+    """Return the rates to plan with: of several ranks, of the planned machine, or of this one."""
     if tiers.profile is not None:
         return tiers.profile
     if tiers.machine is None:
@@ -339,11 +338,11 @@ def profile_of(tiers: TierSpecs) -> LoadedProfile:
 
 
 def drive_keys(paths: Sequence[Path], planned: PlannedMachine | None) -> list[str]:
-    """Return for each path of the NVMe tier what tells its drive from others, as the profile has it.
+    """Return the identifier of each NVMe path's drive in the profile.
 
     Args:
-        paths: folders of the NVMe tier, in order.
-        planned: the machine; None: this one.
+        paths: Folders of the NVMe tier, in order.
+        planned: Machine to plan for, or None for this one.
     """
     if planned is None:
         return [file_system_of(path).key for path in paths]
@@ -352,12 +351,12 @@ def drive_keys(paths: Sequence[Path], planned: PlannedMachine | None) -> list[st
 
 
 def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
-    """Write the profile of one machine, at once or not at all; return the file.
+    """Write the profile of one machine atomically; return the file.
 
-    Other machines' figures in the file stay, and this one's figures of drives that were not measured now.
+    The file keeps figures of other machines, and figures of this machine's drives that were not measured now.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     path = profile_path() if path is None else path
     try:
@@ -383,11 +382,11 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
 
 
 def stripe_rates(paths: Sequence[Path], given: Sequence[float], planned: PlannedMachine | None = None) -> list[float]:
-    """Return the relative weights of NVMe paths: as given, else as known of the machine's drives, else equal.
+    """Return the relative weights of NVMe paths: as given, else the known rates of the drives, else equal.
 
     Args:
-        paths: folders of the NVMe tier, in order.
-        planned: the machine; None: this one, as it was measured.
+        paths: Folders of the NVMe tier, in order.
+        planned: Machine to plan for, or None for this one, as measured.
     """
     if len(paths) <= 1 or len(given) == len(paths):
         return list(given) or [1.0] * len(paths)
@@ -398,24 +397,24 @@ def stripe_rates(paths: Sequence[Path], given: Sequence[float], planned: Planned
 
 
 def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
-    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
+    """Return the mixed rate of each path's drive, in bytes per second, or None unless all were measured."""
     drives = [machine.drive_of(path) for path in paths] if machine is not None else []
     rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
     return rates if rates and len(rates) == len(paths) else None
 
 
 def age_days(measured_at: datetime) -> float:
-    """Return how many days ago that was; 0 for a time that has not come yet."""
+    """Return the age of a measurement in days; 0 for a time in the future."""
     return max(0.0, (datetime.now(UTC) - measured_at).total_seconds() / 86400)
 
 
 def machine_key() -> str:
-    """Return what tells this machine from others: host name, processor and RAM."""
+    """Return the identifier of this machine: host name, processor and RAM."""
     return _key_of(platform.node(), cpu_name(), psutil.virtual_memory().total)
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the kernel gives it."""
+    """Return the processor's name from the kernel."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n"):
             if line.startswith("model name"):
@@ -426,7 +425,7 @@ def cpu_name() -> str:
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> FileSystem:
-    """Return the file system that holds ``path``, or the nearest folder above it that exists."""
+    """Return the file system that holds ``path``, or its nearest existing parent folder."""
     real = Path(os.path.realpath(existing_parent(path)))
     number = real.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
@@ -435,7 +434,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> F
 
 
 def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
-    """Return the folder above ``path`` that the system's table mounts a drive on, where none is mounted; else None."""
+    """Return the folder above ``path`` that /etc/fstab mounts a drive on but that is not mounted, else None."""
     try:
         lines = table.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
@@ -451,9 +450,9 @@ def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
 
 
 def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
-    """Return the disk that holds a file system, e.g. ``nvme0n1`` for its first partition; else its own key."""
+    """Return the disk that holds a file system, e.g. ``nvme0n1`` for its first partition; else its key."""
     number = file_system.device
-    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs: a number of no device
+    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs: an anonymous device number
         with contextlib.suppress(OSError):
             device = os.stat(file_system.source).st_rdev
             number = f"{os.major(device)}:{os.minor(device)}"
@@ -478,7 +477,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _key_of(host: str, cpu: str, ram_bytes: int) -> str:
-    return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels differ by some MiB in what they report
+    return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels report sizes that differ by some MiB
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -487,10 +486,10 @@ _LIBRARY_BYTES = GiB
 
 
 def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.device:
-    """Return the compute device that a config names; "auto": CUDA where there is one.
+    """Return the compute device of a config. "auto" is CUDA if available.
 
     Raises:
-        ConfigError: the config asks for a GPU and torch finds none, or the planned machine has none.
+        ConfigError: The config requests a GPU, but torch or the planned machine has none.
     """
     if planned is not None:
         if name == "cuda" and not planned.has_gpu:
@@ -506,7 +505,7 @@ def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.de
 
 
 def bus_of_gpu() -> str:
-    """Return the PCI address of the current GPU, as sysfs has it; "" where this version of torch does not say."""
+    """Return the PCI address of the current GPU as in sysfs, or "" if this version of torch does not provide it."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     domain, bus, number = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     if domain is None or bus is None or number is None:
@@ -515,16 +514,16 @@ def bus_of_gpu() -> str:
 
 
 def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return what layers multiply in; auto: bf16 with CUDA, fp32 on the CPU."""
+    """Return the compute dtype of layers. auto: bf16 with CUDA, fp32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
-    """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself.
+    """Return the tier that layers run in: GPU memory with CUDA or an emulated GPU, else RAM.
 
-    Where GPU and RAM are one memory that is RAM as well, unless the config gives a GPU tier a size of its own.
+    If GPU and RAM are one memory, it is also RAM, unless the config sets a size of the GPU tier.
     """
     if device.type == "cuda" and tiers.table.gpu.size.is_auto and is_one_memory(tiers.machine):
         return "ram"
@@ -532,12 +531,12 @@ def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
 
 
 def is_one_memory(planned: PlannedMachine | None = None) -> bool:
-    """Return whether the GPU has no memory of its own: CUDA calls it integrated, as that of GB10, of Jetson or an APU.
+    """Return whether GPU and RAM are one memory: CUDA reports an integrated GPU, as on GB10, Jetson or an APU.
 
-    GPUs with memory of their own beside coherent RAM, as GH200, are not: RAM is slower to them.
+    GPUs with separate memory next to coherent RAM, such as GH200, return False, because RAM is slower for them.
 
     Args:
-        planned: the machine; None: this one.
+        planned: Machine to plan for, or None for this one.
     """
     if planned is not None:
         return planned.unified_bytes is not None
@@ -547,22 +546,21 @@ def is_one_memory(planned: PlannedMachine | None = None) -> bool:
 
 
 def one_memory_reserve_bytes(total_bytes: int) -> int:
-    """Return what a run leaves of a memory that GPU and RAM share: a tenth, 2 GiB at least.
+    """Return the bytes that a run leaves free if GPU and RAM share a memory: a tenth, at least 2 GiB.
 
-    Such a machine stops to answer before it kills a process: allocations of the GPU cannot be swapped out, and the
-    system's own memory is all that is left to take (seen on GB10 with 112 of 119 GiB in use). Libraries and the CUDA
-    context are in it.
+    Such a machine hangs before it kills a process. GPU allocations cannot be swapped out, so only the system's memory
+    can be reclaimed (seen on GB10 with 112 of 119 GiB in use). The reserve includes libraries and the CUDA context.
     """
     return max(total_bytes // 10, min(2 * GiB, total_bytes // 2))
 
 
 def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
-    """Return whether blocks go straight between files and GPU memory: where kvikio has shown that it does that.
+    """Return whether blocks move directly between files and GPU memory, if kvikio has confirmed that this works.
 
-    In the memory that takes a GPU's place files are read by plain system calls, but only if the config says so.
+    With an emulated GPU, files are read by plain system calls, but only if the config requests it.
 
     Raises:
-        ConfigError: the config wants it, and it does not work here.
+        ConfigError: The config requests it, but it does not work here.
     """
     if tiers.table.direct == "off" or not tiers.table.nvme or compute_tier(tiers, device) != "gpu":
         return False
@@ -581,27 +579,27 @@ def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
 
 @functools.cache
 def _probed(folder: Path) -> KvikioProbe:
-    """Ask once in a process: the answer takes a second, and is the machine's."""
+    """Probe once per process, because the probe takes a second and the result does not change."""
     return probe_kvikio(folder)
 
 
 def total_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Return the RAM of the machine, or of the cgroup where that is less."""
+    """Return the RAM of the machine, or the limit of the cgroup if it is lower."""
     total: int = psutil.virtual_memory().total
     return min([total, *(limit for limit, _ in _cgroup_limits(root, own))])
 
 
 def available_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Return the RAM that is free now, within the cgroup's limit. Memory on disk (swap) does not count."""
+    """Return the RAM that is free now, within the cgroup's limit. Swap does not count."""
     left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own))
     available: int = psutil.virtual_memory().available
     return min([available, *left])
 
 
 def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
-    """Return (limit, used) of the cgroup of this process and of each around it that has a limit.
+    """Return (limit, used) of this process's cgroup and of each parent with a limit.
 
-    A container sees its own cgroup as the root; a job of a batch system sees the whole tree, and where it is in it.
+    A container sees its cgroup as the root. A batch job sees the whole tree, with its position in it.
     """
     found = []
     for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own):
@@ -615,7 +613,7 @@ def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield folders of cgroups, and the names there of the limit, of what is used, and of the file cache in that."""
+    """Yield folders of cgroups, with their file names for the limit, the usage, and the file cache in the usage."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().split("\n") if line]
     except OSError:
@@ -629,7 +627,7 @@ def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str
 
 
 def _stat_of(folder: Path, name: str) -> int:
-    """Return a line of ``memory.stat``. The cache of files is charged to a cgroup, and goes when RAM is asked for."""
+    """Return a value of ``memory.stat``. A cgroup is charged for the file cache, which is freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().split("\n")
     except OSError:
@@ -638,10 +636,10 @@ def _stat_of(folder: Path, name: str) -> int:
 
 
 def ram_capacity_bytes(tiers: TierSpecs) -> int:
-    """Return the capacity of the RAM tier; auto: what is free now less the margin and a GPU tier that lies in RAM.
+    """Return the capacity of the RAM tier. auto: the free RAM minus the margin and a GPU tier in RAM.
 
     Raises:
-        ConfigError: GPU and RAM are one memory, and the config leaves too little of it to the system.
+        ConfigError: GPU and RAM are one memory, and the config leaves too little for the system.
     """
     planned, gpu_size = tiers.machine, tiers.table.gpu.size
     total = total_ram_bytes() if planned is None else planned.ram_bytes
@@ -658,7 +656,7 @@ def ram_capacity_bytes(tiers: TierSpecs) -> int:
 
 
 def _check_one_memory(tiers: TierSpecs, wanted_bytes: int, total_bytes: int) -> None:
-    """Refuse sizes that leave too little of a memory that GPU and RAM share."""
+    """Refuse sizes that leave too little of a memory shared by GPU and RAM."""
     most = total_bytes - one_memory_reserve_bytes(total_bytes)
     if wanted_bytes <= most:
         return
@@ -666,16 +664,16 @@ def _check_one_memory(tiers: TierSpecs, wanted_bytes: int, total_bytes: int) -> 
     given = {key: f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto}
     text = (
         f"{' and '.join(given.values())}: GPU and RAM are one memory here, of "
-        f"{format_size(total_bytes)}, and with less than {format_size(total_bytes - most)} left the system stops to "
-        "answer instead of ending the run"
+        f"{format_size(total_bytes)}, and with less than {format_size(total_bytes - most)} left the system hangs "
+        "instead of ending the run"
     )
     raise ConfigError("the config", [Problem(next(iter(given)), text, f'Write at most "{most // GiB}GiB", or "auto"')])
 
 
 def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
-    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured.
+    """Return the capacity of the GPU tier. auto: the free memory minus the margin. Emulated: as configured.
 
-    The margin is at least what libraries take. Where GPU and RAM are one memory: that of the RAM tier.
+    The margin is at least the allowance for libraries. If GPU and RAM are one memory, return the RAM tier's capacity.
     """
     if tiers.emulates_gpu:
         return tiers.table.gpu.size.resolve(total_ram_bytes() if tiers.machine is None else tiers.machine.ram_bytes)
@@ -687,16 +685,16 @@ def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
 
 
 def library_bytes(total_bytes: int) -> int:
-    """Return what libraries may take of a GPU's memory beside the tier, in which no plan has it.
+    """Return the allowance for libraries in a GPU's memory outside the tier, which no plan includes.
 
-    An allowance, estimated from the sources of libraries and not measured: workspaces of cuBLAS and cuDNN, and kernels,
-    which are loaded when they are first used.
+    It is estimated from the sources of libraries, not measured: workspaces of cuBLAS and cuDNN, and kernels, which are
+    loaded at their first use.
     """
     return min(_LIBRARY_BYTES, total_bytes // 10)
 
 
 def gpu_room_beside_tier(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
-    """Return, for a person, how much GPU memory a tier of this capacity leaves to libraries; "": nobody can tell."""
+    """Return a sentence on the GPU memory that a tier of this capacity leaves to libraries, or "" if unknown."""
     if device.type != "cuda" or (planned is None and not torch.cuda.is_available()) or is_one_memory(planned):
         return ""
     free, total = _gpu_memory(planned, device)
@@ -710,30 +708,30 @@ def gpu_room_beside_tier(capacity_bytes: int, device: torch.device, planned: Pla
 
 
 def _gpu_memory(planned: PlannedMachine | None, device: torch.device) -> tuple[int, int]:
-    """Return what is free of a GPU's memory, and all of it."""
+    """Return the free and the total memory of a GPU."""
     if planned is None:
         return gpu_memory_bytes(device)
     return planned.gpu_bytes or 0, planned.gpu_bytes or 0
 
 
 def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return what is free now of a CUDA device's memory, and all of it."""
+    """Return the free and the total memory of a CUDA device."""
     free, total = torch.cuda.mem_get_info(device)
     return free, total
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return what a CUDA device calls itself."""
+    """Return the name of a CUDA device."""
     return torch.cuda.get_device_name(device)
 
 
 def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
-    """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin.
+    """Return the capacity of the NVMe tier over all its paths. auto: free space minus the margin.
 
-    What this run left there before counts as free. Paths on one file system share what is free there.
+    Files left by this run count as free. Paths on one file system share its free space.
 
     Args:
-        tiers: with at least one drive.
+        tiers: Resources with at least one drive.
     """
     if tiers.machine is not None:
         return _planned_nvme_bytes(tiers, tiers.machine)
@@ -749,7 +747,7 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
 
 
 def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
-    """Return the capacity over the drives of a planned machine, which are empty; beyond them "auto" is nothing."""
+    """Return the capacity over the empty drives of a planned machine. "auto" without a drive is 0."""
     totals = [drive.total_bytes for drive in planned.drives]
     totals += [0] * (len(tiers.table.nvme) - len(totals))
     capacity = 0
@@ -759,24 +757,24 @@ def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
 
 
 def file_system_number(path: Path) -> int:
-    """Return what two paths have in common that lie on one file system."""
+    """Return the device number of a path's file system."""
     while True:
         with contextlib.suppress(FileNotFoundError):  # another process may remove the folder in between
             return existing_parent(path).stat().st_dev
 
 
 def disk_usage(path: Path) -> shutil._ntuple_diskusage:
-    """Return total, used and free bytes of the file system that a path is on, or would be on."""
+    """Return total, used and free bytes of the file system that holds a path, or would hold it."""
     while True:
         with contextlib.suppress(FileNotFoundError):  # as above
             return shutil.disk_usage(existing_parent(path))
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:
-    """Return the bytes on an NVMe path that a run has the use of: its own checkpoints, and files of dead runs.
+    """Return the bytes on an NVMe path that a run can use: its checkpoints, and files of dead runs.
 
     Args:
-        checkpoints: the run's directory of generations. Other runs' checkpoints on the path do not count.
+        checkpoints: Directory of the run's generations. Other runs' checkpoints on the path do not count.
     """
     store_id = read_store_id(checkpoints)
     owned = reusable_bytes(path)
@@ -790,7 +788,7 @@ def own_drive_bytes(path: Path, checkpoints: Path) -> int:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
+    """Return the path, or its nearest existing parent folder."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -1,4 +1,4 @@
-"""[tiers]: what a run may use of a machine."""
+"""[tiers]: the resources of a machine that a run may use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatrain.base.sizes import Size
 from megatrain.base.table import ConfigPath, Listed, PlainSize, Rate, Table, all_alter, key
 
 AUTO_SIZE = Size("auto")
-TierName = Literal["gpu", "ram", "folder", "nvme"]  # those of ``[tiers]``, and the model's folder
+TierName = Literal["gpu", "ram", "folder", "nvme"]  # the tiers of ``[tiers]``, and the model's folder
 
 
 class GpuTierConfig(Table):
-    """``[tiers.gpu]``: what fits best there has its home in GPU memory, the rest passes through."""
+    """``[tiers.gpu]``: the blocks that save most have their home in GPU memory; the others pass through."""
 
     size: Size = key('GPU memory of the run: "22GiB", "90%" or "auto".', AUTO_SIZE)
 
@@ -49,7 +49,7 @@ class NvmeTierConfig(Table):
 
 
 class TiersConfig(Table, json_schema_extra=all_alter("no")):
-    """``[tiers]``: what this run may use."""
+    """``[tiers]``: the resources that this run may use."""
 
     safety_margin: Size = key(
         'Memory that a size of "auto" leaves free; for GPU memory at least 1 GiB, or a tenth, for libraries.',
@@ -77,4 +77,4 @@ class TiersConfig(Table, json_schema_extra=all_alter("no")):
     )
     gpu: GpuTierConfig = key("GPU memory.", default_factory=GpuTierConfig)
     ram: RamTierConfig = key("Host memory.", default_factory=RamTierConfig)
-    nvme: Listed[NvmeTierConfig] = key("Folders on drives; none: nothing is kept in files.", ())
+    nvme: Listed[NvmeTierConfig] = key("Folders on drives. Without any, no blocks are stored in files.", ())
