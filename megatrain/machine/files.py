@@ -58,7 +58,7 @@ def _per_second(unit: str, example: str) -> BeforeValidator:
     def parse(value: object) -> float:
         match = _COUNTED.fullmatch(_text(value).strip())
         if match is None or match[3] != unit or not float(match[1]):
-            raise ValueError(f'"{value}" is no rate above 0. Write for example "{example}"')
+            raise ValueError(f'"{value}" is not a rate above 0. Write for example "{example}"')
         return float(match[1].replace("_", "")) * _PREFIXES[match[2]]
 
     return BeforeValidator(parse)
@@ -248,7 +248,7 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
     except ValidationError as error:
         raise MachineFileError(f"--machine: {path}: {_first_problem(error)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise MachineFileError(f"--machine: {path} is no TOML file: {error}") from None
+        raise MachineFileError(f"--machine: {path} is not a TOML file: {error}") from None
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -259,7 +259,7 @@ def _first_problem(error: ValidationError) -> str:
     if first["type"] == "missing":
         what = "is missing"
     elif first["type"] == "extra_forbidden":
-        what = "is no key of a machine file"
+        what = "is not a key of a machine file"
     more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{place}: {what}{more}" if place else f"{what}{more}"
 

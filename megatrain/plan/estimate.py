@@ -573,7 +573,7 @@ class _Costs:
 def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
     machine = loaded.machine
     assert machine is not None
-    advice = "" if costs.is_timed or loaded.origin else "; `plan --measure` times steps of this very model"
+    advice = "" if costs.is_timed or loaded.origin else "; `plan --measure` times steps of this model"
     notes = [costs.computing_note + advice]
     if "nvme" in unmeasured:
         paths = ", ".join(costs.unmeasured_paths)

@@ -936,7 +936,7 @@ class PlacementSolver:
         generations = self._tiers[tier].generations
         if not state.generation_bytes(tier):
             return ""
-        text = f" {format_size(state.generation_bytes(tier))} of it are for {generations} checkpoints:"
+        text = f" {format_size(state.generation_bytes(tier))} of this is for {generations} checkpoints:"
         if generations > MIN_GENERATIONS:
             need = self._need_with(MIN_GENERATIONS, tier)
             text += f" checkpoint.save_total_limit = {MIN_GENERATIONS} would need {need} ({format_size(need)}),"

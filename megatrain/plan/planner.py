@@ -258,7 +258,7 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
     needs_whole = any(kind.elements_of is not None or kind.needs_whole for kind in kinds)
     if needs_whole or isinstance(optimizer, MatrixOptimizer):
         what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
-        message = f"{what}, and {several} each has a part of every one"
+        message = f"{what}, and {several} each has only a part of every matrix"
         advice = "Start one process, which also continues a checkpoint of several, or write an optimizer such as adamw"
         yield Problem("optimizer.optim", message, advice)
 
@@ -285,11 +285,11 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         advice = f"Write train_batch_tokens = {enough * together * batch.max_length}, {fewer}"
         return Problem("training.train_batch_tokens", message, advice)
     if size < lanes and _has_work_for_all(size, size, count):
-        fewer = f"for a new run gradient_lanes = {size}, with which each has one; {fewer}"
+        fewer = f"for a new run gradient_lanes = {size}, so that each has one; {fewer}"
     examples = batch.num_rows // together
     message = (
-        f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, and that is "
-        "how many a step has"
+        f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, but a step "
+        "has no more"
     )
     # Prefer a step of the same rows in smaller micro-batches, else a larger step.
     finer = (n for n in range(enough, examples + 1) if examples % n == 0 and _has_work_for_all(size, lanes, n))

@@ -164,7 +164,7 @@ def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
     found = frozen_blocks(loader, wanted.values(), plan.graph.dtype)
     for key, layout in wanted.items():
         if layout.name not in found or found[layout.name].nbytes != blocks[key].nbytes:
-            raise ModelFolderError(loader.origin.folder.path, f"has changed since it was planned with: {layout.name}")
+            raise ModelFolderError(loader.origin.folder.path, f"has changed since planning: {layout.name}")
     return FolderSource({key: found[layout.name] for key, layout in wanted.items()}, plan.graph.dtype)
 
 
@@ -309,7 +309,7 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) ->
         advice += f" {table.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
     if checkpoints in paths and table.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
-        advice += f" {size} of it are for whole copies: checkpoint.save_copy."
+        advice += f" {size} of this is for whole copies: checkpoint.save_copy."
     return Shortfall(tier, need, have, advice, message=message)
 
 

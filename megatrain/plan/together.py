@@ -127,7 +127,7 @@ def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
     slowest = seconds.index(max(seconds))
     if estimate.step_s == seconds[slowest]:
         return estimate
-    note = f"predicted step  that of {run.world.name_of(slowest)}, for which all ranks wait"
+    note = f"predicted step  of {run.world.name_of(slowest)}, the slowest rank"
     step_s, bound_by = of_ranks[slowest]
     return replace(estimate, step_s=step_s, bound_by=bound_by, notes=(*estimate.notes, note))
 
@@ -184,7 +184,7 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
     known = {key: drive for key, drive in drives.items() if key not in unknown}
     if slower:
         names = [of_ranks[each].name for each in sorted(slower)]
-        lines.append(f"rates           the slowest of {len(of_ranks)} ranks each: those of {_listed(names)} are lower")
+        lines.append(f"rates           each is the lowest of {len(of_ranks)} ranks; rates of {_listed(names)} are lower")
     return LoadedProfile(machine.model_copy(update={"drives": known}), ranks=tuple(lines))
 
 

@@ -77,7 +77,7 @@ def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterato
     positions = getattr(graph.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or not 1 < positions < length or num_learned_positions(graph) is not None:
         return  # the plan refuses rows that are longer than learned positions
-    what = f"data.max_length = {length}, but the model's config.json says max_position_embeddings = {positions}"
+    what = f"data.max_length = {length}, but the model's config.json has max_position_embeddings = {positions}"
     if from_scratch:
         yield f"{what}: programs that load it may cut there. Write at most {positions}, or raise it in config.json"
     else:

@@ -45,7 +45,7 @@ class PreferenceTask:
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
             found.append(Note("warning", "all answers are judged alike: the loss learns from the difference"))
         if loss.needs_reference:
-            text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
+            text = f"before its first step `run` scores all {len(dataset):,} answers once with the initial model"
             found.append(Note("note", text))
         return found
 

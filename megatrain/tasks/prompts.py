@@ -42,7 +42,7 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (MemoryError, OverflowError):
             raise
-        except Exception:  # a template raises what it likes; the caller reports that
+        except Exception:  # a template may raise anything; the caller reports it
             return
 
     try:

@@ -130,7 +130,7 @@ class Reference:
             try:
                 values = _read(cached, key, count)
             except ReferenceFileError as error:
-                self._on_message(f"{cached}: {error}; it is made again")
+                self._on_message(f"{cached}: {error}; it is computed again")
             else:
                 self._on_message(f"reference: log-probabilities of {count:,} answers found in the cache ({cached})")
                 _write(self._own / _name_of(loader), key, values)

@@ -333,7 +333,7 @@ class Weights:
             raise CheckpointError(
                 f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, this run has "
                 f"model.split_experts = {str(is_split).lower()}: this changes the order of sums. Write "
-                f"model.split_experts = {str(not is_split).lower()}, as it had, or export it and start a new run from "
+                f"model.split_experts = {str(not is_split).lower()}, as there, or export it and start a new run from "
                 "the exported model"
             )
         for key, block in self._plan.program.blocks.items():
@@ -341,7 +341,7 @@ class Weights:
             dtype = str(block.dtype).removeprefix("torch.")
             if kind_of_key(key) == EMA.name and stored is None:
                 raise CheckpointError(
-                    f"{checkpoint} has no average of the weights, which optimizer.ema_decay asks for. Write "
+                    f"{checkpoint} has no average of the weights, which optimizer.ema_decay needs. Write "
                     "ema_decay = 0; or start a new run from its exported model, whose average begins there"
                 )
             if block.kind == "optimizer" and kind_of_key(key) != "low" and stored is not None and stored.dtype != dtype:

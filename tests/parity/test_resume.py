@@ -138,7 +138,7 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
         train(tmp_path / "w", tiny_model, IN_RAM, **without)
     # Without the average a run can go on; with one that was never begun it cannot.
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=3, allow=True, **without)
-    with pytest.raises(CheckpointError, match=r"no average of the weights, which optimizer.ema_decay asks for"):
+    with pytest.raises(CheckpointError, match=r"no average of the weights, which optimizer.ema_decay needs"):
         train(tmp_path / "w", tiny_model, IN_RAM, allow=True, **with_average)
     with pytest.raises(CheckpointError, match=r"no average of the weights.*without --ema"):
         export_checkpoint(out, tmp_path / "none", ema=True)

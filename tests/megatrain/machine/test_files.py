@@ -79,13 +79,13 @@ def broken(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("[ram]", "[ram"), "is no TOML file"),
+        (("[ram]", "[ram"), "is not a TOML file"),
         (('is = "24GiB"', 'is = "24"'), "gpu.memory.is"),
         (('is = "24GiB"', "is = 24"), "has no unit"),
         (('is = "160TFLOP/s"', 'is = "160TB/s"'), 'Write for example "794TFLOP/s"'),
-        (('source = "NVIDIA data sheet"', 'note = "x"'), "gpu.memory.note: is no key of a machine file"),
+        (('source = "NVIDIA data sheet"', 'note = "x"'), "gpu.memory.note: is not a key of a machine file"),
         ((', source = "NVIDIA data sheet"', ""), "needs one of source, estimate and measured"),
-        (("[ram]\n", '[ram]\nspeed = "fast"\n'), "ram.speed: is no key of a machine file"),
+        (("[ram]\n", '[ram]\nspeed = "fast"\n'), "ram.speed: is not a key of a machine file"),
         (("in_use =", "# in_use ="), "ram.in_use: is missing"),
     ],
 )

@@ -180,7 +180,7 @@ def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> Non
     assert result.exit_code == 2 and "with 8 processes each needs a micro-batch" in result.output
     words = ["--set", "gradient_accumulation_steps=3", "--set", "training.gradient_lanes=4"]
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "3", *words])
-    assert result.exit_code == 2 and "gradient_lanes = 3, with which each has one" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "gradient_lanes = 3, so that each has one" in " ".join(result.output.split())
     words[-1] = "training.gradient_lanes=3"
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "3", *words])
     assert result.exit_code == 0, result.output
