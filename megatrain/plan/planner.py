@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.plan import RunSpec
 
-#: Shares of RAM and GPU memory that stay open for copies if some blocks are not at home, in order of preference
+#: Shares of RAM and GPU memory that stay open for copies if some blocks are not at home, the usual one first
 #: (docs/decisions/0008-open-room.md).
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
 #: Share of the open room for copies that wait for their next use (docs/decisions/0009-stays.md).
@@ -42,7 +42,7 @@ STAY_SHARE = 0.9
 _NUM_TRIES = 4
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
-#: Saved results that the config does not request may increase writes to drives by at most this factor.
+#: Results that are saved without a request in the config may increase writes to drives by at most this factor.
 _MOST_WEAR = 1.1
 
 
@@ -60,7 +60,7 @@ def plan_run(
 
     Args:
         padded: Whether rows may have padding or hold several documents. None derives it from the data: False for
-            micro-batches of one row without packing.
+            micro-batches of one row with one document.
         names_ways_out: Whether an error names config changes that reduce the need. This takes a few more plans.
         like: Plan of the same model, dtype and objective with other tiers or another batch. Its model is reused, and
             its trace for micro-batches of the same shape on the same kind of device. These take most of the time.
@@ -132,7 +132,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with open room, saved results and streamed updates that shorten a step, if blocks move."""
+    """Return the plan with open room, results to save and streamed updates that shorten a step, if blocks move."""
     if not any(plan.traffic.values()):
         return plan
     plan = fastest(estimated(other, profile) for other in with_open_room(plan))
@@ -147,8 +147,8 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     """Return whether micro-batches may run one after the other, with bitwise equal results.
 
     Then activations of only one micro-batch are kept, so more of them fit. Weights and gradient sums that do not stay
-    in the compute tier would move for each micro-batch. Drives could transfer state during one backward only, instead
-    of a whole step.
+    in the compute tier would move for each micro-batch. Drives would have only one backward to transfer state, not a
+    whole step.
     """
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
