@@ -151,7 +151,7 @@ def load_evaluation_sets(
     Args:
         on_message: Called with reports on the rows.
         training: Result of ``load_dataset`` before ``data.val_size`` splits it. If None, it is loaded if needed.
-        on_warning: Called with the name of each set that lost many rows or tokens.
+        on_warning: Called with a warning for each set that lost many rows or tokens.
 
     Raises:
         DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.

@@ -273,7 +273,7 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
     """Return a run with the rules of the checkpoint that it resumes, for keys that its config leaves open.
 
     These are the number of lanes, the tokens of a micro-batch, how Muon divides fused parameters, and the kernels of
-    liger and flash attention. They affect memory, so call this before planning.
+    liger and flash attention. They affect the plan, so call this before planning.
     """
     kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
     if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
