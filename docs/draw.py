@@ -1,7 +1,7 @@
 """Draws the pictures of the pages from text: every ``docs/pictures/NAME.txt`` becomes ``NAME.svg``.
 
 Lines of ``-`` and ``|`` with corners ``+`` are drawn as lines, ``>``, ``<``, ``v`` and ``^`` at their ends as arrows;
-all else is text. The first line of a source is its title, after ``# ``. ``python docs/draw.py`` writes them anew.
+everything else is text. The first line of a source is its title, after ``# ``. ``python docs/draw.py`` rewrites them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def picture_of(text: str, title: str) -> str:
 
 
 def main() -> None:
-    """Write all pictures anew."""
+    """Rewrite all pictures."""
     for source in sorted(PICTURES.glob("*.txt")):
         first, _, rest = source.read_text(encoding="utf-8").partition("\n")
         if first.startswith("# "):

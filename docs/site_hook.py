@@ -1,7 +1,7 @@
 """Puts the README and other pages of the repository into the site that ``make docs`` builds.
 
 Links in the pages are written for the repository, where a code host shows them. On the site a page of ``docs/`` keeps
-its place, the README is the home page, and everything else lies below ``repository/``: linked files are copied there,
+its place, the README is the home page, and everything else is below ``repository/``: linked files are copied there,
 and links are rewritten. A link to nothing stays as it is, and the build fails.
 """
 
@@ -18,13 +18,13 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, HOME, REST = "docs/", "README.md", "repository/"
-#: Pages of the repository that are shown like those of docs/.
+#: Pages of the repository that are shown like pages of docs/.
 PAGES = (HOME, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "bench/README.md")
-#: Pages outside of nav that the search finds nevertheless.
+#: Pages outside nav that the search still finds.
 SEARCHED = ("bench/README.md",)
 _FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)")
-#: A link to a test: its words stay, and the site needs no tests.
+#: A link to a test: its text stays, and the site needs no tests.
 _TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)*tests/[^)\s]*\)")
 
 
@@ -44,7 +44,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite the links of a page, which are those of the repository, to those of the site."""
+    """Replace repository links of a page by site links."""
     source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
     if page.file.src_uri not in _pages(config["nav"]) and source not in SEARCHED:
         page.meta["search"] = {"exclude": True}  # else records hide the guides

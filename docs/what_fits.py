@@ -52,7 +52,7 @@ from tiered.units import GiB  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"
 PAGE, TABLES, JSON = (ROOT / "docs" / name for name in ("what_fits.md", "what_fits_tables.md", "what_fits.json"))
-#: Of the models in the table: rows of 4,096 tokens, 16 of them in a step.
+#: Shape of the table's steps: 16 rows of 4,096 tokens.
 LENGTH, TOKENS = 4096, 65_536
 SHOWN = (
     "SmolLM3-3B", "Mistral-7B-v0.3", "Llama-3.1-8B", "Qwen3-8B", "Gemma-3-12B", "Qwen2.5-14B", "gpt-oss-20b",
@@ -63,12 +63,12 @@ MACHINES = (
     "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
     "cpu-server-512gb", "gh200", "h100-512gb", "h200-1.5tb", "8xh100-2tb",
 )  # fmt: skip
-#: Models with experts that can be cut: a machine that is too small for a layer is looked at again with experts in parts.
+#: Models with divisible experts: if a machine is too small for a layer, it is planned again with experts in parts.
 MIXTURES = (
     "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "gpt-oss-120b", "Qwen3-235B-A22B",
     "GLM-5", "Kimi-K2",
 )  # fmt: skip
-#: Task of a row -> what the selector calls it, and the tables that its config has besides.
+#: Task of a row -> its label in the selector, and its additional config tables.
 TASKS = {
     "all": ("all parameters, AdamW", ""),
     "lora": ("LoRA, rank 16, all linear layers", '[lora]\nr = 16\nlora_alpha = 32\ntarget_modules = "all-linear"\n'),
@@ -86,17 +86,17 @@ TIERS = ("gpu", "ram", "nvme")
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is planned of.
+    """Inputs of the plan for one row.
 
     Attributes:
-        model: of examples/models.
-        machine: a name, or a file.
-        length: tokens in a row.
-        tokens: in a step.
-        is_split: whether experts come in parts.
-        has_kernels: whether norms and MLPs are computed by liger-kernel.
-        grad_dtype: of gradients between two visits.
-        task: key of `TASKS`.
+        model: Folder in examples/models.
+        machine: Name or file.
+        length: Tokens per row.
+        tokens: Tokens per step.
+        is_split: Whether experts are in parts.
+        has_kernels: Whether liger-kernel computes norms and MLPs.
+        grad_dtype: Dtype of gradients between two visits.
+        task: Key of `TASKS`.
     """
 
     model: str
@@ -114,16 +114,16 @@ class Row:
     """One model on one machine.
 
     Attributes:
-        missing: what it lacks, in words; "": it fits.
-        totals: tier -> bytes that it needs.
-        step_s: predicted.
-        bound_by: the resource that takes so long.
+        missing: Description of the missing memory; "" if the model fits.
+        totals: Required bytes by tier.
+        step_s: Predicted seconds per step.
+        bound_by: Resource that limits the step.
         crossing_tokens: T*.
-        written_bytes: to drives, in a step.
-        endurance_bytes: of all drives together; 0: not known.
-        is_split: whether experts come in parts.
-        flops_ratio: hardware FLOPs per model FLOP: above 1 by what is computed again.
-        products_share: of the step, for matrix products at the assumed rate.
+        written_bytes: Bytes written to drives per step.
+        endurance_bytes: Endurance of all drives together; 0 if unknown.
+        is_split: Whether experts are in parts.
+        flops_ratio: Hardware FLOPs per model FLOP; above 1 through recompute.
+        products_share: Share of the step for matrix products at the assumed rate.
     """
 
     model: str
@@ -142,20 +142,20 @@ class Row:
 
     @property
     def title(self) -> str:
-        """What stands in the table."""
+        """Label of the row in the table."""
         return f"{self.model}, `split_experts`" if self.is_split else self.model
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted."""
+        """Predicted throughput."""
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
 @functools.cache
 def folder_with_weights(model: str) -> Path:
-    """Return a folder of a model that looks complete: adapters are planned for weights, whose headers a plan reads.
+    """Return a model folder with a weight file: plans of adapters read its header.
 
-    The file has the names and sizes of all tensors, and a hole in place of their values.
+    The file has the names and sizes of all tensors, and a hole instead of their values.
     """
     folder = Path(tempfile.mkdtemp()) / model
     shutil.copytree(MODELS / model, folder)
@@ -175,7 +175,7 @@ def folder_with_weights(model: str) -> Path:
 
 
 def config_text(case: Case, num_drives: int, more: str = "") -> str:
-    """Return a config that plans a model of examples/models on a machine with so many drives."""
+    """Return a config that plans a model of examples/models on a machine with `num_drives` drives."""
     folder = MODELS / case.model if case.task == "all" else folder_with_weights(case.model)
     drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(num_drives))
     return f"""
@@ -201,10 +201,10 @@ train_batch_tokens = {case.tokens}
 
 
 def planned(case: Case, machine: PlannedMachine, *, more: str = "", like: Plan | None = None) -> Plan:
-    """Return the plan of a model on a machine, with sizes left to it.
+    """Return the plan of a model on a machine, with automatic sizes.
 
     Raises:
-        DoesNotFitError: it does not fit.
+        DoesNotFitError: The model does not fit.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
@@ -214,13 +214,13 @@ def planned(case: Case, machine: PlannedMachine, *, more: str = "", like: Plan |
 
 @functools.lru_cache(maxsize=1)
 def traced(case: Case) -> Plan:
-    """Return a plan that others of the model take their trace from, of one micro-batch without limits."""
+    """Return an unlimited plan of one micro-batch, whose trace the other plans of the model reuse."""
     more = '[tiers.ram]\nsize = "90TiB"\n[tiers.gpu]\nsize = "1TiB"'
     return planned(case, find_machine(case.machine), more=more)
 
 
 def trace_of(case: Case) -> Case:
-    """Return the case of one micro-batch that another one is traced as, whatever its machine."""
+    """Return the case of one micro-batch whose trace a case uses, for any machine."""
     batch = BatchSpec(
         case.tokens // case.length, case.length, None, False, "layer", aimed_tokens=MICRO_BATCH_TOKENS["cuda"]
     )
@@ -228,7 +228,7 @@ def trace_of(case: Case) -> Case:
 
 
 class Rows:
-    """Rows that are planned already, in a file of JSON lines: an interrupted page goes on, and parts can be made apart."""
+    """Planned rows in a JSON lines file, so that an interrupted page resumes and can be made in parts."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -240,7 +240,7 @@ class Rows:
         return case in self._known
 
     def of(self, case: Case) -> Row:
-        """Return the row of a case, planned if it is not known."""
+        """Return the row of a case; plan it if it is unknown."""
         if case not in self._known:
             self._known[case] = row_of(case)
             if self._file is not None:
@@ -320,15 +320,15 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Published:
-    """A figure that somebody published of another system, and what is to be known beside ours.
+    """A published figure of another system, with the settings of the prediction next to it.
 
     Attributes:
-        machine: a name, or a file in docs/published_machines.
-        tokens: in a step.
-        tokens_per_s: published.
-        why: what explains the difference.
-        own_tokens: in a step of ours, where it is to have others; 0: as many.
-        grad_dtype: of ours.
+        machine: Name, or file in docs/published_machines.
+        tokens: Tokens per step.
+        tokens_per_s: Published throughput.
+        why: Explanation of the difference.
+        own_tokens: Tokens per predicted step; 0 for the same number.
+        grad_dtype: Gradient dtype of the prediction.
     """
 
     system: str
@@ -344,7 +344,7 @@ class Published:
 
     @property
     def case(self) -> Case:
-        """What is planned beside it."""
+        """The case that is planned for comparison."""
         file = ROOT / "docs" / "published_machines" / f"{self.machine}.toml"
         name = str(file.relative_to(ROOT)) if file.is_file() else self.machine
         tokens = self.own_tokens or self.tokens
@@ -353,16 +353,18 @@ class Published:
 
 _MEGATRAIN = (
     "it computes 10 FLOPs per parameter and token (two forwards more than needed at 6), loads weights three times, and "
-    "updates after the step, in bf16 without a master; ours is predicted with everything hidden that can be"
+    "updates in bf16 without a master, after the step. The prediction overlaps all transfers that can be hidden"
 )
 _HBM = (
-    "its whole state, in bf16, lives in GPU memory, and little is recomputed (6 FLOPs per parameter and token); ours has "
-    "fp32 masters and moments in RAM, weights and fp32 sums of gradients in GPU memory, and one micro-batch at a time"
+    "its whole state, in bf16, lives in GPU memory, and little is recomputed (6 FLOPs per parameter and token). The prediction "
+    "has fp32 masters and moments in RAM, weights and fp32 gradient sums in GPU memory, and one micro-batch at a time"
 )
-_OFFLOADED = "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and is predicted"
-_PARTLY = f"{_OFFLOADED}; it computes the FFN alone again"
+_OFFLOADED = (
+    "the prediction streams everything; LLMQ keeps weights and activations on the card, and state in RAM, in bf16"
+)
+_PARTLY = f"{_OFFLOADED}; it recomputes only the FFN"
 _FP8 = f"{_OFFLOADED}; listed as bf16, but its command has products in fp8"
-_LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less; ours is predicted"
+_LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less"
 PUBLISHED = (
     Published("MegaTrain", "Qwen2.5-7B", "gh200", 1024, 158 * 1024, 6015, "arXiv 2604.05091, long context", _MEGATRAIN),
     Published("MegaTrain", "Qwen2.5-14B", "gh200", 1024, 96 * 1024, 2980, "arXiv 2604.05091: 264 TFLOPS", _MEGATRAIN),
@@ -397,7 +399,7 @@ def published_row(published: Published, rows: Rows) -> str:
     title = read_machine(published.case.machine)[1].title.partition(",")[0]
     of_products = f"{row.products_share:.0%}" if row.products_share else "-"
     again = f"{row.flops_ratio:.2f}" if row.flops_ratio else "-"
-    tokens = f"{published.tokens:,}" + (f", ours {published.own_tokens:,}" if published.own_tokens else "")
+    tokens = f"{published.tokens:,}" + (f", predicted for {published.own_tokens:,}" if published.own_tokens else "")
     return (
         f"| {published.system} | {published.model} | {title} | {tokens} | "
         f"{published.tokens_per_s:,.0f} ({published.source}) | {ours} | {ratio} | {row.bound_by or '-'} | "
@@ -438,51 +440,51 @@ TABLES_HEAD = f"""# All planned rows
 project**: bytes are exact plans, speeds are predictions from rates.
 
 Computing is [counted](sizing.md#accuracy-of-the-prediction) as products, attention, bytes of all other operators, and the
-host's launches, which run concurrently with a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
+host's launches, which run concurrently with a GPU. **Assumed for every machine**: attention at half the rate of products, other operators
 at the rate of updates in memory, and 40 us of the host for a launch, 42 us with a GPU. A row that is bound by `host` has
-micro-batches too short for its GPU. Under each machine stand its own assumed rates: estimated from data
-sheets or similar machines, not published as measured. The prediction overlaps everything that can overlap. These are predictions, not bounds: others
-have measured more on some of these machines, as the last table says.
+micro-batches too short for its GPU. The assumed rates of each machine are listed below its heading. They are estimated from data sheets or
+similar machines, not published as measured. The prediction overlaps everything that can overlap. These are predictions, not bounds:
+other systems measured more on some of these machines (last table).
 
-Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
-exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of
-tiers left to the planner. **T\\*** is the number of tokens per step above which computing is the limit. Machines with several GPUs use one
+The rows train all parameters with AdamW in bf16, with fp32 masters and moments (12 bytes per parameter), bf16 gradients and
+exact clipping. A step has {TOKENS:,} tokens in rows of {LENGTH:,}. They use all drives of the machine, two checkpoints kept. The planner
+chooses the sizes of tiers. **T\\*** is the number of tokens per step above which computing limits the step. Machines with several GPUs use one
 here; `plan --processes` plans for all of them. If a layer of a mixture is too large for a GPU or for RAM, the
 next line has [experts in parts](config.md#model), `model.split_experts = true`.
 
-Below {TOKENS:,} tokens a step most rows are bound by transfers; above T\\* none is. More tokens per step are the cheapest way
+Below {TOKENS:,} tokens per step, transfers limit most rows; above T\\* they limit no row. More tokens per step are the cheapest way
 to speed up a row that is bound by nvme, ram->gpu or optimizer, and wear drives less.
 """
 
 BESIDE = """## Predicted beside published
 
-What other systems published, and what the planner predicts for this one on the same machine with the same tokens per step,
-which is no measurement: the ratio says how far apart a prediction and a measurement are, not which is faster.
-Where lengths or batches were not published, the number of tokens is an assumption. Ours are planned with
-`model.use_liger_kernel = true`, as the others have kernels of their own for norms and MLPs. **Products** is the share of the
-predicted step that matrix products alone take at the assumed rate; the rest is attention, and what other operators read and
-write: rotary embeddings, residual sums, copies, sums of biases. **FLOPs** are those computed for each that a forward and a backward
-need: above 1.00, results are recomputed because there is no memory to keep them.
+The table compares published figures of other systems with the planner's prediction for the same machine and tokens per step. The
+prediction is not a measurement: the ratio shows the distance between prediction and measurement, not which system is faster.
+If lengths or batches were not published, the number of tokens is an assumption. Predictions use
+`model.use_liger_kernel = true`, because the other systems have custom kernels for norms and MLPs. **Products** is the share of the
+predicted step that matrix products alone take at the assumed rate. The rest is attention and the memory traffic of other
+operators: rotary embeddings, residual sums, copies, bias sums. **FLOPs** is the ratio of computed FLOPs to the FLOPs that a forward
+and a backward need. Above 1.00, results are recomputed because there is no memory to keep them.
 
-On an H100 LLMQ measured what is predicted for ours, on an RTX PRO 6000 and an RTX 4090 up to a tenth more. What binds ours there is products
-at the assumed rate and, beside them, operators that its CUDA kernels fuse and ours do not. Its sums of gradients are in bf16 on the
-card; ours are in fp32, which is room that results for the backward do not have: that is where FLOPs are above 1.00. A step of fewer
-tokens has more room for them.
+On an H100 LLMQ measured the predicted speed, on an RTX PRO 6000 and an RTX 4090 up to a tenth more. There, the prediction is bound by
+products at the assumed rate, and by operators that only LLMQ's CUDA kernels fuse. LLMQ keeps gradient sums in bf16 on the
+card. Here they are in fp32, so less memory is left for results for the backward, and FLOPs rise above 1.00. A step of fewer
+tokens leaves more memory for results.
 
-| system | model | machine | tokens per step | published tokens/s | ours, predicted | ratio | ours bound by | products | FLOPs | what explains it |
+| system | model | machine | tokens per step | published tokens/s | predicted tokens/s | ratio | predicted limit | products | FLOPs | what explains it |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def assumed_rates(file: MachineFile) -> str:
-    """Return the line that names the rates of a machine that are estimates, by their keys in its file; "": none is."""
+    """Return the line with the keys of a machine's estimated rates, or "" if it has no estimates."""
     rates = [place for place, figure in file.figures() if isinstance(figure, Bandwidth | Flops | Updates)]
     assumed = [f"`{place}`" for place, figure in file.figures() if place in rates and figure.estimate]
     return f"Assumed, {len(assumed)} of {len(rates)} rates: {', '.join(assumed)}.\n\n" if assumed else ""
 
 
 def cases_of(model: str, name: str, rows: Rows, task: str = "all", *, known_only: bool) -> Iterator[Case]:
-    """Yield the case of a model on a machine; after a mixture that lacks memory to compute in, one with parts."""
+    """Yield the case of a model on a machine, and a case with parts if a mixture lacks compute memory."""
     case = Case(model, name, task=task)
     yield case
     split = replace(case, is_split=True)
@@ -533,7 +535,7 @@ def largest(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str],
 
 
 def selector(found: dict[tuple[str, str, str], list[Row]], machines: Sequence[str]) -> dict[str, Any]:
-    """Return what the selector of the page reads (docs/assets/what_fits.js)."""
+    """Return the data of the page's selector (docs/assets/what_fits.js)."""
     entries = []
     for (task, model, name), its_rows in found.items():
         row = its_rows[-1]
@@ -596,7 +598,7 @@ def tables_page(
     """Return the page with all rows.
 
     Args:
-        known_only: leave out what is not among the rows, and say so.
+        known_only: Omit unknown rows, and list them.
     """
     shown = shown_of(models, machines, rows, "all", known_only=known_only)
     beside = [each for each in PUBLISHED if not known_only or each.case in rows]
@@ -616,15 +618,15 @@ def tables_page(
 
 
 def older() -> str:
-    """Return the sentence about rows that were not planned again."""
+    """Return the sentence about older rows."""
     return (
-        f"Rows of {', '.join(OLDER)} with all parameters are older: the planner did not count the bytes of gradient "
-        "sums and of kept logits yet."
+        f"Rows of {', '.join(OLDER)} with all parameters are older: when they were planned, the planner did not yet "
+        "count the bytes of gradient sums and kept logits."
     )
 
 
 def page(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str], machines: Sequence[str]) -> str:
-    """Return the page with the largest models, the selector, and modules that are no language models."""
+    """Return the page with the largest models, the selector, and modules that are not language models."""
     sys.path.insert(0, str(ROOT / "docs"))
     from what_fits_modules import section
 
@@ -636,11 +638,9 @@ def page(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str], ma
 def main() -> None:
     """Write the page, or print the tables of some models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="MODEL", action="append", help="these models alone, printed")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep rows here, and take those that are there")
-    parser.add_argument(
-        "--known", action="store_true", help="only what is in --rows; the page names what it leaves out"
-    )
+    parser.add_argument("--only", metavar="MODEL", action="append", help="print only these models")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="store rows here, and reuse existing rows")
+    parser.add_argument("--known", action="store_true", help="use only the rows in --rows; the page lists omitted rows")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     rows = Rows(arguments.rows)

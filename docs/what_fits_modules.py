@@ -1,9 +1,9 @@
-"""The table of docs/what_fits.md of modules that are no language models: ``python docs/what_fits_modules.py`` prints it.
+"""Print the table of docs/what_fits.md for modules other than language models: ``python docs/what_fits_modules.py``.
 
-``plan`` traces language models. Of any module ``megatrain.offload`` says which parameters share a block, so what a store
-has of it, and the least that a GPU and RAM need, are sums over blocks; where they go follows from the order in which
-``offload`` and ``TieredAdamW`` register them. Modules are made on the meta device, from the defaults of diffusers'
-classes, which are those of the published models. Needs diffusers and peft.
+``plan`` traces language models. For any module, ``megatrain.offload`` returns which parameters share a block. The bytes
+in a store and the minimum GPU memory and RAM are sums over blocks. The order of registration in ``offload`` and
+``TieredAdamW`` determines the homes. Modules are on the meta device, with the defaults of diffusers' classes, which equal
+the published models. Needs diffusers and peft.
 """
 
 # ruff: noqa: E501 - sentences of the page
@@ -31,14 +31,14 @@ from megatrain.machine.machine import PlannedMachine  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 
 MACHINES = ("laptop-32gb", "rtx4090-128gb", "rtx-pro-6000-256gb", "h200-1.5tb")
-#: ``open_store``'s: what it takes of free RAM and of a free drive, and how many checkpoints it keeps.
+#: Defaults of ``open_store``: shares of free RAM and of a free drive, and the number of kept checkpoints.
 RAM_SHARE, DRIVE_SHARE, KEPT = 0.95, 0.9, 2
 GRADIENT_BYTES = 4
 RANK = 16
 
 
 def modules() -> dict[str, Callable[[], nn.Module]]:
-    """Return what makes each transformer."""
+    """Return the constructor of each transformer."""
     import diffusers
 
     return {
@@ -51,16 +51,16 @@ def modules() -> dict[str, Callable[[], nn.Module]]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What one module takes, in bytes.
+    """Memory needs of one module, in bytes.
 
     Attributes:
-        parameters: all of them, adapters included.
-        trained: of them.
-        stored: weights, gradients and state.
-        gpu: the least a GPU tier needs: a layer with its gradients, and the modules around it.
-        ram: the least a RAM tier needs: a layer's update, or, where modules compute in RAM, what a GPU would need.
-        blocks: size of each, whether a checkpoint has it, in the order in which they get homes.
-        open_ram: kept free of homes in RAM.
+        parameters: Number of parameters, adapters included.
+        trained: Number of trained parameters.
+        stored: Weights, gradients and state.
+        gpu: Minimum GPU tier: a layer with its gradients, and the modules around it.
+        ram: Minimum RAM tier: a layer's update, or the minimum GPU tier if modules compute in RAM.
+        blocks: Size of each block and whether checkpoints contain it, in the order of their homes.
+        open_ram: RAM kept free of homes.
     """
 
     parameters: int
@@ -72,7 +72,7 @@ class Needs:
     open_ram: int
 
     def on(self, ram_bytes: int, drive_bytes: int) -> tuple[int, int] | None:
-        """Return the bytes of homes in RAM, and of a drive with its checkpoints; None: they do not fit."""
+        """Return the bytes of homes in RAM, and of a drive with its checkpoints, or None if they do not fit."""
         in_ram = on_drive = 0
         for nbytes, is_durable in self.blocks:
             if in_ram + nbytes + self.open_ram <= ram_bytes:
@@ -84,7 +84,7 @@ class Needs:
 
 
 def needs_of(module: nn.Module) -> Needs:
-    """Return what a module in bf16 takes that is trained with AdamW, or the trained part of it."""
+    """Return the needs of a bf16 module that is trained fully or partly with AdamW."""
     units = partition(module, "model")
     parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
     trained = [part for part in parts if part.layout.trainable]
@@ -105,7 +105,7 @@ def needs_of(module: nn.Module) -> Needs:
 
 
 def _state_bytes(part: Any) -> tuple[int, ...]:
-    """Return what AdamW has of a parameter: the low half of a bf16 weight's master, m and v."""
+    """Return the bytes of AdamW's state per parameter: the low half of a bf16 weight's master, m and v."""
     return (2, 4, 4) if part.dtype == torch.bfloat16 else (4, 4)
 
 
