@@ -59,15 +59,15 @@ class BlockSpec:
 class CopyState(enum.Enum):
     """State of one copy of one block in one tier.
 
-    ABSENT occurs only in caches, STALE only at home. Leases and pins are counts beside the state.
+    ABSENT occurs only away from home, STALE only at home. Leases and pins are counted separately.
     """
 
-    ABSENT = "absent"  # no slot
-    FILLING = "filling"  # slot held; being copied in, or being written for the first time
-    CLEAN = "clean"  # equal to the home copy: may be dropped for free (or is the home copy)
-    DIRTY = "dirty"  # the only newest bytes: must be written back before the slot is reused
-    DRAINING = "draining"  # write-back under way; readable
-    STALE = "stale"  # home slot whose newer version lives above, or never written
+    ABSENT = "absent"  # No slot.
+    FILLING = "filling"  # A slot that a transfer or the first write is filling.
+    CLEAN = "clean"  # Equal to the home copy, or the home copy: the store may drop it for free.
+    DIRTY = "dirty"  # The only newest bytes: written back before the slot is reused.
+    DRAINING = "draining"  # A write-back is in progress; readable.
+    STALE = "stale"  # Home slot whose newer version is in another tier, or that was never written.
 
     @property
     def is_valid(self) -> bool:

@@ -22,7 +22,7 @@ from tiered.units import PAGE_BYTES, round_up
 
 
 class ByName:
-    """Reads and writes blocks of one store by leases; rows of a block that lies in files come from there alone."""
+    """Copies of whole blocks and of rows, read and written through leases, or read straight from files."""
 
     def __init__(self, movement: Movement, leasing: Leasing) -> None:
         self._movement, self._leasing = movement, leasing
@@ -32,7 +32,7 @@ class ByName:
         return self._movement.slowest_writable
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
-        """Write a whole block (``start`` None) or some of its rows, in the nearest tier that a lease can be in."""
+        """Write a whole block (``start`` None) or some of its rows, in the nearest addressable tier."""
         where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
         if start is None:
             with self._leasing.acquire(spec.key, where, "w") as lease:
@@ -48,7 +48,7 @@ class ByName:
             lease.tensor[start:stop].copy_(tensor)
 
     def read(self, spec: BlockSpec) -> torch.Tensor:
-        """Return a copy of a whole block; it stays in the nearest tier as any copy does, if it fits there."""
+        """Return a copy of a whole block. If it fits the nearest tier, the store keeps it there like any copy."""
         where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
         try:
             with self._leasing.acquire(spec.key, where, "r") as lease:
@@ -100,7 +100,7 @@ class ByName:
                     movement.prefetcher.follow(None, 0)
 
     def _place(self, key: str) -> str | None:
-        """Return the slowest addressable tier that has the newest bytes of a block; None: they are in files."""
+        """Return the slowest addressable tier that has the newest bytes of a block, or None if only files have them."""
         movement = self._movement
         with movement.changed:
             block = self._leasing.block(key)
@@ -111,7 +111,7 @@ class ByName:
         return None
 
     def _from_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
-        """Return bytes of a block whose newest bytes are in files, 1-D uint8; None where they are elsewhere."""
+        """Return bytes of a block from its files, 1-D uint8, or None if the files do not have the newest bytes."""
         movement = self._movement
         with movement.changed:
             block: Block = self._leasing.block(spec.key)

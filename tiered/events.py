@@ -55,11 +55,11 @@ class StoreStats:
 
     Attributes:
         stall_s: seconds that callers waited, by cause.
-        prefetch_on_time: prefetched copies that were there when they were asked for.
-        prefetch_late: prefetched copies that were still coming then.
+        prefetch_on_time: prefetched copies that had arrived before they were acquired.
+        prefetch_late: prefetched copies that were acquired while in flight.
         prefetch_wasted: prefetched copies that were dropped unused.
-        evictions_clean: copies dropped to make room or on request.
-        evictions_dirty: those that were written back first.
+        evictions_clean: copies dropped to free room or on request.
+        evictions_dirty: evicted copies that were written back first.
         written_bytes: per durable path.
         schedule_misses: accesses that a set schedule did not foresee.
         due_bytes: by ``"src->dst"``, bytes for all uses up to the present tick. Copies fetched for later uses do not
@@ -127,17 +127,17 @@ class Counters:
 
 
 class DueBytes:
-    """Bytes that links move, by the use that they move for. Changed under the store's lock."""
+    """Bytes that links move, by the tick that needs them. Changed under the store's lock."""
 
     def __init__(self) -> None:
         self._asked = Counter[tuple[str, str]]()
         self._ahead: list[tuple[int, tuple[str, str], int]] = []  # for uses of later ticks
 
     def ask(self, link: tuple[str, str], nbytes: int, *, for_use: int, now: int) -> None:
-        """Count bytes on a link; negative ones take back what could not be moved.
+        """Count bytes on a link; a negative number takes back a failed transfer.
 
         Args:
-            for_use: tick of the use that they move for.
+            for_use: tick that needs them.
         """
         self._asked[link] += nbytes
         self._ahead = [each for each in self._ahead if each[0] > now]

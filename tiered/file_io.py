@@ -1,9 +1,9 @@
 """Files on drives: direct I/O, checksums, flushing, replacing in one step. Tiers, links and commits use this layer.
 
-O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, past the kernel's cache. Where a file
-system does not do it, at the opening or only when the file is used, everything here goes on through the cache.
+O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, past the kernel's cache. If a file
+system refuses it, when a file is opened or only when it is used, these functions fall back to the cache.
 
-A checksum is the xxh3-64 of a piece, 16 MiB of a block's contents, so that damage is found and its place is named.
+Every piece (16 MiB of a block's contents) has an xxh3-64 checksum, which detects damage and locates it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tiered.units import PAGE_BYTES, MiB, format_size
 
 #: Contents under one checksum. A constant of the format: not of a tier, an engine or a machine.
 PIECE_BYTES = 16 * MiB
-#: Of contents that come in parts: ``update`` with each, then ``hexdigest``.
+#: Checksum of contents that arrive in parts: ``update`` with each, then ``hexdigest``.
 Digest = xxhash.xxh3_64
 
 #: The manifest of a model of 600 B parameters has some 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
-_NUM_SHARES = 8  # of the paths, for each thread
+_NUM_SHARES = 8  # shares of the paths per thread
 _NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
 
 
@@ -39,10 +39,10 @@ def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[
     """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
 
     Args:
-        on_buffered: called where O_DIRECT is refused.
+        on_buffered: called if O_DIRECT is refused.
     """
     try:
-        # Without O_NONBLOCK a named pipe in a stranger's folder is waited for; it means nothing for a file.
+        # Without O_NONBLOCK, opening a stranger's named pipe would block. For a file the flag means nothing.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_DIRECT, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
@@ -80,7 +80,7 @@ def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], 
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Fill ``view`` from ``offset``; return the bytes that there are: fewer where the file ends."""
+    """Fill ``view`` from ``offset`` and return the number of bytes read, fewer if the file ends."""
     done = 0
     while done < len(view):
         try:
@@ -96,7 +96,7 @@ def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], N
 
 
 def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None) -> None:
-    """Go on through the kernel's cache: some file systems accept O_DIRECT at the opening and refuse it later."""
+    """Fall back to the kernel's cache: some file systems accept O_DIRECT when opening and refuse it later."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
         raise error
@@ -106,7 +106,7 @@ def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None
 
 
 def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Drop what the kernel cached of a file (``nbytes`` 0: to its end): the RAM is accounted for elsewhere."""
+    """Drop a file's pages from the kernel's cache (``nbytes`` 0: to its end): the RAM tier counts the contents."""
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -117,7 +117,7 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def checksum(*buffers: Any) -> str:
-    """Return the xxh3-64 of the buffers one after the other, as 16 hex digits. Releases the GIL while it runs.
+    """Return the xxh3-64 of the concatenated buffers, as 16 hex digits. Releases the GIL while it runs.
 
     0.09 CPU-seconds per GB, a third of crc32; crc32c bindings hold the GIL (docs/decisions/0006-checksums.md).
 
@@ -152,7 +152,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
-    """Call ``sync`` for several paths at a time; raises what the first one that fails raises."""
+    """Call ``sync`` for several paths concurrently; raises the error of the first share that failed."""
     todo = list(paths)
     # A hand-off to a thread takes longer than a flush that has nothing to write: each thread gets a few shares.
     num_shares = max(1, min(len(todo), _NUM_SHARES * _NUM_SYNC_THREADS))
@@ -190,17 +190,17 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def open_anew(path: Path) -> TextIO:
-    """Open a new file for writing text, UTF-8; what is there under its name goes, a link and not what it leads to.
+    """Create a UTF-8 text file for writing. An old file of this name is removed; of a link, only the link.
 
     Raises:
-        OSError: the drive refused, or another process makes the file at this moment.
+        OSError: the drive refused, or another process creates the file at the same time.
     """
     path.unlink(missing_ok=True)
     return open(path, "x", encoding="utf-8")  # exclusive: follows no link that appears meanwhile
 
 
 def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the contents of a small file that a stranger may have made: a named pipe there makes nobody wait.
+    """Return the contents of a small file that a stranger may have made. A named pipe is refused without waiting.
 
     Raises:
         OSError: it cannot be read, is no regular file, or has more bytes.
@@ -224,7 +224,7 @@ def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; the new ones survive a power cut. One that is there stays as it is."""
+    """Make a folder and its parents. New ones survive a power cut; existing ones are left alone."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -232,9 +232,9 @@ def make_folder(path: Path) -> None:
 
 
 def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, int, str]]:
-    """Yield (number, number of an earlier path, how they clash) where two folders are one, or contain each other.
+    """Yield (number, number of an earlier path, how they clash) of folders that are equal or contain each other.
 
-    Symbolic links are resolved. The folders need not exist. A tier empties its folder, and all that it contains.
+    Symbolic links are resolved. The folders need not exist. A clash matters because a tier empties its folder.
     """
     real = [Path(os.path.realpath(path)) for path in paths]
     for number, path in enumerate(real):

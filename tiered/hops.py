@@ -1,4 +1,4 @@
-"""The ways that copies take between tiers. The store and plans share them."""
+"""Routes that copies take between tiers. The store and the plan share them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """The graph of tiers: which way a copy takes from one tier to another.
+    """Graph of tiers and links, which gives the route of a copy from one tier to another.
 
     Attributes:
-        links: Pairs (source, destination), one for each direction of a link. Of ways with equally few links, the first
-            one in this order is taken.
+        links: Pairs (source, destination), one for each direction of a link. Among the shortest routes, the links that
+            come first here win.
     """
 
     links: tuple[tuple[str, str], ...] = ()
@@ -27,7 +27,7 @@ class Routes:
     )
 
     def between(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
-        """Return the links that a copy takes: as few as possible; none within a tier.
+        """Return the links of the shortest route, empty within one tier.
 
         Raises:
             ValueError: no links lead there.
@@ -61,9 +61,9 @@ class Routes:
 
 
 def stops(routes: Routes, block: Block, access: Access) -> Sequence[str]:
-    """Return the tiers between a block's home and an access in which it has or will have a copy on its way."""
+    """Return the tiers between a block's home and an access in which it has, or will have, a copy on the way."""
     between = routes.passed(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
-    if access.mode == "r" and target is not None and target.state.is_valid:  # it came by, and will not go back
+    if access.mode == "r" and target is not None and target.state.is_valid:  # it has passed them; reads change nothing
         return [name for name in between if name in block.copies and block.copies[name].slot is not None]
     return between

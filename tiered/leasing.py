@@ -61,7 +61,7 @@ class Leasing:
         return block
 
     def tier(self, name: str) -> Tier:
-        """Return a tier; raises ``ValueError``, which names those that there are."""
+        """Return a tier; raises ``ValueError`` with the names of the store's tiers."""
         if name not in self.movement.tiers:
             raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
         return self.movement.tiers[name]
@@ -82,7 +82,7 @@ class Leasing:
         """Return leases on several blocks, all or nothing; see ``TieredStore.acquire_many``."""
         if len({key for key, _, _ in requests}) != len(requests):
             raise ValueError(f"one block twice in one acquire_many: {[key for key, _, _ in requests]}")
-        # One caller at a time gathers its copies: two that each held a part of their room could wait for each other.
+        # One caller at a time gathers its copies: two callers that each hold a part of the room could deadlock.
         with self._gathering:
             return LeaseGroup(self._acquire(requests, stream, timeout_s))
 
@@ -98,8 +98,8 @@ class Leasing:
                 if mode != "r" and block.spec.home in self.movement.read_only_tiers:
                     text = f"block '{block.spec.key}' is at home in the read-only tier '{block.spec.home}'"
                     raise LeaseError(f"{text}: a lease of mode '{mode}' is not possible")
-            # Before the first wait: a wanted copy is no candidate for eviction, so what arrives for one target stays
-            # while the next one is fetched.
+            # Before the first wait: a wanted copy is never evicted, so a copy that has arrived stays while the next one
+            # is fetched.
             for _, copy, _ in targets:
                 copy.wanted += 1
             try:
@@ -117,11 +117,11 @@ class Leasing:
                     copy.wanted -= 1
                     has_room_taken = mode == "w" and copy.state is CopyState.FILLING
                     if has_room_taken and block.writer is None and not block.num_transfers:
-                        self._invalidate(copy)  # room taken for a lease that was not given after all
+                        self._invalidate(copy)  # a slot for a lease that was not granted
                         self.movement.changed.notify_all()
 
     def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:
-        """Take the next step for every target; return the first reason to wait, None when all can be granted."""
+        """Take the next step for every target; return the first reason to wait, or None if all can be granted."""
         first: Waiting | None = None
         for block, copy, mode in targets:
             waiting = self._obstacle(block, copy, mode)
@@ -131,7 +131,7 @@ class Leasing:
     def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
         if block.writer is not None:
             return Waiting("lease")
-        # Where home is CLEAN no copy is newer: nothing has to be brought, which is so for most blocks of a step.
+        # If home is CLEAN, no copy is newer and nothing has to be fetched: the case of most blocks of a step.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
             waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
@@ -152,10 +152,10 @@ class Leasing:
         return None
 
     def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
-        """Wait once. Returns False, at once, where the room that was refused is there by now: nothing would wake us.
+        """Wait once. Return False without waiting if the missing room is free by now, as no notification would come.
 
         Raises:
-            TieredError: the caller asks again already. Other errors: those of what it waits for, or a time-out.
+            TieredError: the tier refuses room that it reports as free. Also ``TimeoutError``, or a transfer's error.
         """
         if waiting.cause == "space":
             free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
@@ -219,7 +219,7 @@ class Leasing:
         return lease
 
     def _order(self, copy: Copy, streams: Sequence[Any]) -> None:
-        """Order kernels that will use a copy behind the kernels and copies before them; host memory has no streams."""
+        """Order kernels that will use a copy after earlier kernels and copies. Host memory has no streams."""
         if not streams:
             return
         assert copy.slot is not None
@@ -239,7 +239,7 @@ class Leasing:
         """End leases together; see ``Lease.release`` and ``Lease.abandon``.
 
         Args:
-            abandoned: whether what leases of mode ``w`` have written is dropped.
+            abandoned: whether the contents written by ``w`` leases are dropped.
         """
         movement = self.movement
         with movement.changed:
@@ -281,7 +281,7 @@ class Leasing:
             copy.move(CopyState.DIRTY)
 
     def _invalidate(self, copy: Copy) -> None:
-        """An abandoned ``w`` lease: the bytes of this copy mean nothing."""
+        """Mark the contents of a copy as undefined, after an abandoned ``w`` lease."""
         if copy.is_home:
             copy.move(CopyState.STALE)
         else:
@@ -290,7 +290,7 @@ class Leasing:
     # -- refusing ----------------------------------------------------------------------------------------------
 
     def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
-        """Refuse at once what no wait can bring: room that does not exist, or the caller's own lease."""
+        """Raise at once if no wait can help: the room does not exist, or the caller's own lease blocks it."""
         if waiting.cause == "lease":
             mine = threads_of_caller()
             for block, _, mode in targets:
@@ -307,7 +307,7 @@ class Leasing:
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
     def _stays_after_all(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
-        """Keep copies on their way out for which the caller's own leases leave no way; return whether there are any."""
+        """Cancel evictions of targets if the caller's leases leave no room to finish them; return whether any was."""
         if waiting.cause != "space" or waiting.need_bytes <= self._room_ever(waiting.tier):
             return False
         newest = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
@@ -350,15 +350,15 @@ class Leasing:
         )
 
     def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
-        """Return the home slot of a new block, after copies made way for it where they must."""
+        """Return the home slot of a new block, evicting copies if needed."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         asks_again = False
-        # Bytes that are free now need no look at the other blocks: a store may have 100,000.
+        # If enough bytes are free, the scan of all blocks is skipped: a store may have 100,000.
         while need <= tier.usage().free_bytes or need <= self._room_ever(tier.name):
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot
-            # For copies on their way out. Raises TransferError: a write-back failed.
+            # Waits for evictions in progress. Raises TransferError: a write-back failed.
             asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
         raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
@@ -374,7 +374,7 @@ class Leasing:
             self.movement.changed.wait()
 
     def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
-        """Wait once for what stands between the newest bytes of ``block`` and its home.
+        """Wait once for the obstacle between the newest bytes of ``block`` and its home.
 
         Raises:
             CapacityError: waiting could never help.
@@ -466,33 +466,32 @@ class Leasing:
             return draining or Transfer(tier, block.spec.home, 0, skipped=True)
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Set room apart; see ``TieredStore.reserve``."""
+        """Reserve bytes of a tier; see ``TieredStore.reserve``."""
         owner, movement = self.tier(tier), self.movement
         with movement.changed:
             while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
                 movement.changed.wait()
             if nbytes > owner.usage().free_bytes:
-                movement.raise_unsaved()  # why there is no room
+                movement.raise_unsaved()  # the reason for the missing room
             owner.reserve(nbytes)
             movement.occupancy.reserved_bytes[tier] += nbytes
             movement.changed.notify_all()
 
 
-#: Before, a garbage collection in the call deadlocks when it frees a tensor.
+#: Older versions deadlock if a garbage collection inside the call frees a tensor.
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
 def threads_of_caller() -> Sequence[int]:
-    """Return thread ids whose leases would deadlock the caller: its own first, in a backward those of its callers.
+    """Return the ids of threads whose leases would deadlock the caller: its own first, then callers of its backward.
 
-    On a CPU a backward runs in the thread that calls it, on a device in one of autograd's own: that one must not wait
-    for leases of a caller that waits for it. (With Python 3.11 it does: callers cannot be found there.) If two threads
-    are in backwards, each counts for the other: for one device autograd has a single thread, so they do wait for each
-    other.
+    On a CPU, a backward runs in the calling thread. On a device, it runs in a thread of autograd, which must not
+    wait for leases of the caller that waits for it. Python 3.11 cannot find these callers, so there it does wait.
+    Two threads in backwards count for each other, because autograd has one thread per device.
     """
     own = threading.get_ident()
     if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:
         return (own,)
-    # The engine is C++: of a thread that waits in it, the function that called it is the innermost of Python.
+    # The engine is C++: the innermost Python frame of a thread that waits in it is the function that called it.
     calls_engine = getattr(graph._engine_run_backward, "__code__", None)
     return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))

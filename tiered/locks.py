@@ -156,7 +156,7 @@ def lock_directory(path: Path) -> DirectoryLock:
 def holder_text(path: Path | str) -> str | None:
     """Return what the LOCK file of a directory says about its living holder, or None if no process holds the lock.
 
-    Needs no lock where the file system has none: the process that the file names is looked up then.
+    If the file system has no locks, the process that the file names is looked up instead.
 
     Raises:
         OSError: the LOCK file cannot be read.
@@ -177,7 +177,7 @@ def holder_text(path: Path | str) -> str | None:
         else:
             return None
     finally:
-        os.close(fd)  # before this process may look for the file among those that it has open itself
+        os.close(fd)  # before this process may search the files that it has open itself
     return text if text and _may_live(text, file) else None
 
 

@@ -16,20 +16,20 @@ from tiered.errors import BlockNotFoundError
 from tiered.events import StoreStats
 from tiered.units import format_size
 
-#: What a block can be written from.
+#: Types that a block can be written from.
 Writable = torch.Tensor | npt.NDArray[Any]
 
 
 class BlockMapping(MutableMapping[str, torch.Tensor]):
-    """Blocks by name, for programs that want no leases. All that ``MutableMapping`` has, on these terms:
+    """Blocks by name, for programs that want no leases. A ``MutableMapping`` with these rules:
 
-    - What is read is a **copy** in ordinary memory; ``values()`` and ``items()`` make one copy after the other.
-    - ``store[key] = tensor`` writes as ``put`` does. A block has its shape, dtype and home for life, since its room was
-      reserved with them: assigning a tensor of another shape or dtype raises ``ValueError`` and changes nothing.
-    - ``del store[key]`` unregisters; committed generations keep what they have. A block that is leased raises
-      ``LeaseError`` and stays; one that a commit still writes is waited for.
-    - Iteration is over the names at its start, so blocks may come and go meanwhile.
-    - A store is no value: it equals itself alone, and is true when it is empty, too.
+    * Reading returns a **copy** in ordinary memory; ``values()`` and ``items()`` copy one block at a time.
+    * ``store[key] = tensor`` writes like ``put``. A block keeps its shape, dtype and home for life, because its room is
+      reserved for them. Assigning another shape or dtype raises ``ValueError`` and changes nothing.
+    * ``del store[key]`` unregisters; committed generations keep the contents. It raises ``LeaseError`` for a leased
+      block, which stays, and waits for a commit that still writes the block.
+    * Iteration uses the names at its start, so blocks may be added and removed meanwhile.
+    * A store equals only itself, and is true even if it is empty.
     """
 
     _by_name: ByName
@@ -55,19 +55,19 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
 
     @abstractmethod
     def spec(self, key: str) -> BlockSpec:
-        """Return what a block was registered as; raises ``BlockNotFoundError``."""
+        """Return the spec of a block; raises ``BlockNotFoundError``."""
 
     @abstractmethod
     def blocks(self) -> Iterator[BlockSpec]:
         """Return the specs of all registered blocks, in order of registration."""
 
     def put(self, key: str, tensor: Writable, *, home: str | None = None, durable: bool = True) -> BlockSpec:
-        """Write a tensor as a block; the first time that registers it. For programs that want no leases.
+        """Write a tensor as a block, registering the block if it is new. For programs that want no leases.
 
         Args:
-            tensor: on any device, or a NumPy array; of the block's shape and dtype where it is registered already.
-            home: tier that a new block is at home in; None: the slowest tier.
-            durable: as of ``register``, of a new block.
+            tensor: on any device, or a NumPy array; with the shape and dtype of the block if it is registered.
+            home: home tier of a new block; default: the slowest tier.
+            durable: whether commits include a new block.
 
         Raises:
             ValueError: the block has another shape, dtype or home. Otherwise as ``register`` and ``acquire``.
@@ -134,7 +134,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Return the number of blocks, and of each tier what is used and its capacity."""
+        """Return the number of blocks, and the used and total bytes of each tier."""
         count = f"{len(self)} block{'' if len(self) == 1 else 's'}"
         tiers = ", ".join(
             f"{name} {format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)}"
@@ -154,7 +154,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
 
 
 def as_tensor(key: str, value: object) -> torch.Tensor:
-    """Return a tensor as it is, and a NumPy array as a tensor, which shares its memory where torch can.
+    """Return a tensor unchanged, or a NumPy array as a tensor that shares its memory if torch can.
 
     Raises:
         TypeError: something else, a tensor that is not dense or has no contents, or an array of a dtype that torch does

@@ -1,8 +1,8 @@
 """Moving blocks between tiers: fetch, write back, make room. Everything here runs under the store's lock.
 
-The functions are level-triggered: ``bring`` takes the next possible step towards "a valid copy is in that
-tier" and says what it waits for; when something ends, the waiting caller or the prefetcher calls it again.
-So no plan of several steps has to be kept consistent while other threads change the world.
+The functions are level-triggered. ``bring`` takes the next possible step towards a valid copy in a tier and returns
+the reason to wait. When the cause ends, the waiting caller or the prefetcher calls it again. So no plan of several
+steps has to be kept consistent while other threads change the state.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tiered.transfer import Transfer, Waiting
 
 
 class Movement:
-    """The moving part of a store: owns no promise, only the mechanics. Call with ``changed`` held.
+    """Mechanics of a store, which moves copies and promises nothing. Call with ``changed`` held.
 
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
-        stream_tiers: by name, those on a device with streams.
-        describing_tiers: by name, those that note the shape and dtype of a home slot.
-        durable_tiers: by name, those whose files commits keep by links.
-        pausing_tiers: those whose writes may wait for room.
-        read_only_tiers: names of those whose homes hold their contents from the start.
-        routes: the ways between all tiers.
-        time_s: the clock that stalls are measured with.
-        due: bytes per link, by the use that they move for.
-        inflight_bytes: sum over the transfers that bring a copy in.
-        failed_write_backs: errors of write-backs; raised to callers that wait for room while one is added.
-        unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
+        stream_tiers: tiers on a device with streams, by name.
+        describing_tiers: tiers that note the shape and dtype of a home slot, by name.
+        durable_tiers: tiers whose files commits keep by links, by name.
+        pausing_tiers: tiers whose writes may wait for room.
+        read_only_tiers: names of tiers whose homes hold their contents from the start.
+        routes: routes between all tiers.
+        time_s: clock that measures stalls.
+        due: bytes per link, by the tick that needs them.
+        inflight_bytes: bytes of all transfers that bring a copy in.
+        failed_write_backs: errors of write-backs; a caller that waits for room raises one that is added meanwhile.
+        unsaved: blocks whose newest bytes are not at home because their last write-back failed -> its error.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Movement:
         self.blocks: dict[str, Block] = {}
         self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}
         self.order = [tier.name for tier in tiers]
-        # What tiers can do besides is found out once: asking a protocol takes longer than most calls.
+        # Optional protocols are checked once: isinstance with a protocol takes longer than most calls.
         self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
         self.describing_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DescribingTier)}
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
@@ -76,7 +76,7 @@ class Movement:
         self.on_event = on_event
         self.occupancy = Occupancy(tiers, self.blocks)
         self.prefetcher = Prefetcher(self, max_inflight_bytes)
-        self._held_up: dict[Copy, Block] = {}  # on their way out, for which there was no room on the way yet
+        self._held_up: dict[Copy, Block] = {}  # evicted copies whose write-back lacks room in a middle tier
         self.failed_write_backs: list[BaseException] = []
         self.unsaved: dict[Block, BaseException] = {}
         self.inflight_bytes = 0
@@ -90,21 +90,21 @@ class Movement:
 
     @property
     def slowest_writable(self) -> str:
-        """The home of a block for which none is named."""
+        """Default home of a block: the slowest tier that can be written."""
         return next(name for name in reversed(self.order) if name not in self.read_only_tiers)
 
     def nearest_addressable(self, home: str) -> str:
-        """Return the tier nearest to ``home``, on the fast side, that a lease can be in."""
+        """Return the addressable tier that is nearest to ``home``, on the fast side."""
         names = self.order[: self.order.index(home) + 1]
         return next(name for name in reversed(names) if self.tiers[name].device is not None)
 
     # -- bringing a copy in ------------------------------------------------------------------------------------
 
     def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None:
-        """Take the next step towards a valid copy of ``block`` in ``tier``; return None when it is there.
+        """Take the next step towards a valid copy of ``block`` in ``tier``; return None once it is valid.
 
         Args:
-            for_use: tick of the use it serves. Without ``demand``, only copies needed later than that make way.
+            for_use: tick of the use it serves. Without ``demand``, only copies needed later are evicted for it.
 
         Raises:
             UninitializedBlockError: there are no contents to bring.
@@ -112,7 +112,7 @@ class Movement:
         target = block.copy_in(tier)
         newest = block.newest()
         if newest is not None and newest.drop_when_clean:
-            # On its way out. Using it after all would make the bytes moved depend on who is faster.
+            # The copy is being evicted. Using it again would make the moved bytes depend on timing.
             waiting = self.write_back(block, newest) or self.rest_of(newest, "drain")
             if waiting is not None:
                 return waiting
@@ -143,14 +143,14 @@ class Movement:
 
     @staticmethod
     def rest_of(copy: Copy, cause: str) -> Waiting | None:
-        """Return what to wait for after a transfer to or from ``copy`` was started: None where it ended at once."""
+        """Return the reason to wait for a transfer that was started to or from ``copy``, or None if it has ended."""
         assert copy.transfer is not None
         is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
         return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
-            is_slow = copy.tier in self.read_only_tiers  # a folder, which is read again only if no copy is as near
+            is_slow = copy.tier in self.read_only_tiers  # a folder is read again only if no copy is as near
             return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._place[copy.tier] - self._place[tier])
 
         return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
@@ -167,7 +167,7 @@ class Movement:
         target.transfer = transfer
         self.mark_used(target)
         source.prefetched = False  # it was fetched for this
-        # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
+        # Last: if the transfer has ended, the callback runs at once and must find all of the above.
         transfer.add_done_callback(lambda done: self._filled(block, source, target, for_use, done))
 
     def _filled(self, block: Block, source: Copy, target: Copy, for_use: int, transfer: Transfer) -> None:
@@ -204,7 +204,7 @@ class Movement:
         if middle is not None and middle.state.is_valid:
             hops.pop(0)
         elif middle is not None:
-            if middle.state is CopyState.FILLING:  # a fetch of these very bytes: send them on from there
+            if middle.state is CopyState.FILLING:  # a fetch of the same bytes: forward them from there
                 return Waiting("fill", middle.transfer)
             slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
             if slot is None:
@@ -220,7 +220,7 @@ class Movement:
             self.occupancy.add_relayed(middle, 1)
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
-        # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
+        # Last: if the transfer has ended, the callback runs at once and must find all of the above.
         transfer.add_done_callback(lambda done: self._drained(block, copy, middle, hops, done))
         return None
 
@@ -249,14 +249,14 @@ class Movement:
             self.changed.notify_all()
 
     def is_moving(self) -> bool:
-        """Return whether a transfer is under way, after starting those that were held up and have room by now."""
+        """Return whether a transfer is in progress, after starting the held-up write-backs that have room now."""
         while not any(block.num_transfers for block in self.blocks.values()):
             if not self.send_held_up():
                 return False
         return True
 
     def retry_unsaved(self) -> None:
-        """Start every write-back that failed once more; copies that were on their way out go when it succeeds."""
+        """Start every failed write-back again; unpinned copies are evicted when it succeeds."""
         for block in list(self.unsaved):
             newest = block.newest()
             if newest is not None and newest.state is CopyState.DIRTY:
@@ -266,17 +266,17 @@ class Movement:
                     self.evict(block, newest)
 
     def raise_unsaved(self) -> None:
-        """Raise why the first block that should be at home is not there; nothing if all are."""
+        """Raise the error of the first block whose last write-back failed, if there is one."""
         for error in self.unsaved.values():
             raise error
 
     def give_up_waiting(self) -> None:
-        """Let writes fail that wait for room on a full drive, also those to come."""
+        """Make writes that wait for room on a full drive fail, now and from now on."""
         for tier in self.pausing_tiers:
             tier.give_up_waiting()
 
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
-        """Release the copy that a write-back went through; one that was made for it is evicted."""
+        """Release the copy that a write-back passed through; evict it if it was made for that."""
         self.occupancy.add_relayed(middle, -1)
         middle.readers -= 1
         if middle.state is CopyState.FILLING and transfer.error is not None:
@@ -292,11 +292,11 @@ class Movement:
     def make_room(
         self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False, waits: bool = True
     ) -> Slot | None:
-        """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet.
+        """Return a slot in ``tier``, evicting in the policy's order, or None if there is no room yet.
 
         Args:
-            home: it is the block's home slot.
-            waits: the caller asks again when a copy has left; else a buffer of another size rather makes way.
+            home: whether it is the block's home slot.
+            waits: whether the caller retries once a copy has left. If not, a buffer of another size is dropped sooner.
         """
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
@@ -305,7 +305,7 @@ class Movement:
             is_near = waits and self.occupancy.leaving(block, tier) is not None
             if is_near or not demand:
                 return None
-            # No buffer of this size comes back by itself: one of another size has to go after all.
+            # No buffer of this size will become free: one of another size must be dropped.
         slot = owner.allocate(nbytes, name=name, home=home)
         if slot is not None:
             return slot
@@ -325,7 +325,7 @@ class Movement:
         return owner.allocate(nbytes, name=name, home=home)
 
     def _make_buffer(self, block: Block, tier: str, *, for_use: int, demand: bool) -> bool:
-        """Evict a copy of the same size, if there is no buffer for it; return whether there is one now."""
+        """Evict a copy of the same size if no buffer is free for it; return whether one is free now."""
         owner, nbytes = self.occupancy.buffer_tiers[tier], block.spec.nbytes
         if owner.has_buffer(nbytes):
             return True
@@ -347,7 +347,7 @@ class Movement:
         return Waiting("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
 
     def evict(self, block: Block, copy: Copy) -> None:
-        """Drop a copy, writing it back first if it is DIRTY (then it goes when the write ended)."""
+        """Drop a copy; write it back first if it is DIRTY, and drop it when the write has ended."""
         is_first = not copy.drop_when_clean
         copy.drop_when_clean = True
         if copy.state in (CopyState.DIRTY, CopyState.DRAINING):
@@ -357,11 +357,11 @@ class Movement:
         self.settle(block, copy)
 
     def settle(self, block: Block, copy: Copy) -> None:
-        """Take the next step of an eviction that was asked for, if nothing holds the copy any more."""
+        """Take the next step of a requested eviction, if nothing holds the copy any more."""
         if not copy.drop_when_clean or block.writer is not None:
             return
         if copy.pins:
-            # Not for a mere wish to use it: whether that came in time would decide what is moved.
+            # A waiting acquire does not cancel it: otherwise its timing would decide which bytes move.
             copy.drop_when_clean = False
         elif copy.state is CopyState.DIRTY:
             if self.write_back(block, copy) is not None:
@@ -370,10 +370,10 @@ class Movement:
             self.drop(copy)
 
     def send_held_up(self) -> bool:
-        """Start the write-backs of evicted copies for which there was no room on the way; return whether one began.
+        """Start held-up write-backs of evicted copies, which lacked room in a middle tier; return whether one started.
 
-        They must not be left to whoever needs the room of these copies next: then whether they are written before
-        they are used again, and so the bytes moved, would depend on who is faster.
+        They do not wait for a caller that needs their room. Otherwise timing would decide whether they are written
+        before their next use, and so how many bytes move.
         """
         num_before = len(self._held_up)
         for copy, block in list(self._held_up.items()):
@@ -383,11 +383,11 @@ class Movement:
 
     @property
     def has_held_up(self) -> bool:
-        """Return whether a write-back waits for room on its way."""
+        """Whether a write-back waits for room in a middle tier."""
         return bool(self._held_up)
 
     def held_up_slots(self) -> Mapping[tuple[str, int], int]:
-        """Return how many slots of which size write-backs will take on their way that are held up, by tier and size."""
+        """Return the number of slots that held-up write-backs will take in middle tiers, by (tier, bytes of a slot)."""
         slots = Counter[tuple[str, int]]()
         for copy, block in self._held_up.items():
             hop = self.routes.between(copy.tier, block.spec.home)[0][1]
@@ -441,7 +441,7 @@ class Movement:
 
 
 def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
-    """Return the bytes per link that all uses up to the present tick take, whenever they move."""
+    """Return the bytes per link that all uses up to the present tick need, whenever they move."""
     found = Counter(movement.due.up_to(movement.prefetcher.now))
     for copy, block in movement._held_up.items():
         for hop in movement.routes.between(copy.tier, block.spec.home):
@@ -450,7 +450,7 @@ def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
 
 
 def _ask_for_write(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
-    """Count the bytes of a write-back on its links; a negative count: it failed."""
+    """Count the bytes of a write-back on its links; a negative count takes back a failed one."""
     now = movement.prefetcher.now
     for hop in hops:
         movement.due.ask(hop, count * block.spec.nbytes, for_use=now, now=now)

@@ -1,4 +1,4 @@
-"""Tiers by name: those of this package, and those that installed packages bring by an entry point."""
+"""Tiers by name: built-in tiers, and tiers of installed packages with an entry point."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tiered.tiers.ram import RamTier
 
 #: The group under which a package names its tiers.
 ENTRY_POINT_GROUP = "tiered.tiers"
-#: A tier class, or a function that returns a tier; its arguments are its own.
+#: A tier class, or a function that returns a tier, with any arguments.
 TierFactory = Callable[..., Tier]
 
 _OWN: dict[str, TierFactory] = {"gpu": GpuTier, "ram": RamTier, "nvme": NvmeTier}
 
 
 def available_tiers() -> tuple[str, ...]:
-    """Return the names that ``tier_class`` knows: gpu, ram, nvme, then those of installed packages in order.
+    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then names of installed packages in order.
 
     Imports none of those packages.
     """

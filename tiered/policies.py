@@ -15,7 +15,7 @@ class Candidate:
 
     Attributes:
         nbytes: bytes its slot would give back.
-        last_use: a count of the store's, larger for a later use or arrival.
+        last_use: counter of the store, larger for a later use or arrival.
         next_use: tick of its next scheduled use, or ``NEVER``.
     """
 

@@ -1,4 +1,4 @@
-"""What to fetch next: walks the schedule in deadline order, as far ahead as room and a limit allow."""
+"""Prefetching: walks the schedule in deadline order, as far ahead as room and a limit allow."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Travels:
-    """What a schedule says of blocks that are ever used away from home. The others need no fetch, and no room.
+    """Scheduled accesses of blocks that are ever used away from home. The others need no fetch and no room.
 
-    The future is walked at every change; where most blocks stay at home that would be most of the work of a step.
+    The schedule is walked at every change. If most blocks stay at home, walking them would dominate the work of a step.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
@@ -27,12 +27,12 @@ class Travels:
         self._part: Schedule | None = None
 
     def know(self, block: Block) -> None:
-        """Note a block that was registered, of which the schedule may have spoken before."""
+        """Note a new block, which the schedule may already contain."""
         if block.spec.key in self._all.keys:
             self._part = None
 
     def among(self, blocks: Mapping[str, Block]) -> Schedule:
-        """Return that part of the schedule; ``blocks`` by key, all that are registered."""
+        """Return the schedule of registered ``blocks``, by key, that are used away from home."""
         if self._part is None:
             accesses = [access for access in self._all.accesses if access.key in blocks]
             away = {access.key for access in accesses if blocks[access.key].spec.home != access.tier}
@@ -52,21 +52,20 @@ def next_fetches(
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
 
-    Two rules make a fetch never useless. A block that is written between now and the access is passed over:
-    a copy fetched before that write would be the wrong version. And everything accessed from now up to the
-    fetched access must fit its tier together, and what passes through other tiers must fit there as well, so that
-    no use in between has to push the fetched copy out again; therefore the bytes moved do not depend on how fast
-    they moved.
+    Two rules keep fetches useful. A block that is written between now and the access is skipped, because a copy
+    fetched before that write would be the wrong version. And the copies of all accesses from now up to the fetched
+    one must fit together, in their tiers and in the tiers that they pass. So no use in between evicts the fetched
+    copy, and the moved bytes do not depend on the speed of transfers.
 
     Args:
         now: the trainer's tick; its own accesses are served on demand.
         lookahead_bytes: most bytes of distinct future copies to look ahead; None = no limit but the room.
         room_bytes: bytes of each tier that are open to copies (capacity less homes and reserved bytes).
-        inspect: returns for an access whether its copy is there or on its way, and its size (0: needs no slot). It and
-            ``passing`` get accesses of the schedule, whose ticks may be those of its first period.
-        passing: returns for an access the room it needs in tiers between its tier and the block's home; None: there are
-            none.
-        buffers: by (tier, size), how many copies of a size have a buffer; sizes that are not named share the bytes.
+        inspect: returns whether an access has a copy, arrived or in flight, and its size (0: needs no slot). It and
+            ``passing`` get accesses of the schedule, which may have the ticks of its first period.
+        passing: returns the room that an access needs in tiers between its tier and the block's home. None if there
+            are no such tiers.
+        buffers: by (tier, size), the number of copies with a buffer; sizes without an entry share the bytes.
         passed_over: (tick, key) of reads that will not take place.
     """
     if lookahead_bytes == 0:
@@ -78,11 +77,11 @@ def next_fetches(
         room.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)
-    room.counted.clear()  # what is used now leaves, and comes once more
+    room.counted.clear()  # copies used now leave, and are fetched again
     for tick, access in schedule.walk(now):
         key = access.key
         if key in settled and (key, access.tier) in room.counted and not (passing is not None and passing(access)):
-            continue  # nothing below would come of it
+            continue  # the steps below would change nothing
         is_present, nbytes = inspect(access)
         if not room.take(access, nbytes):
             return
@@ -94,13 +93,13 @@ def next_fetches(
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
-        # One that is passed over keeps its room, and the fetches behind it their turn: it may take place all the same.
+        # A skipped access keeps its room, and the fetches after it their order: it may take place after all.
         if not is_present and (tick, key) not in passed_over:
             yield Access(tick, key, access.tier, access.mode)
 
 
 class _FreeBytes:
-    """Bytes of each tier that are left, while the copies of a schedule are counted.
+    """Free bytes of each tier, while the copies of a schedule are counted.
 
     Attributes:
         counted: (key, tier) of copies whose room was taken.
@@ -116,7 +115,7 @@ class _FreeBytes:
         self.counted: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
-        """Take the room of an access, once for each copy; False if some tier does not have it."""
+        """Take the room of an access, once per copy; return False if a tier lacks it."""
         others = self._passing(access) if self._passing is not None else None
         if not others:  # in line: a step has some 10,000 of these calls
             tier, place = access.tier, (access.key, access.tier)
@@ -137,7 +136,7 @@ class _FreeBytes:
 
 
 class Mover(Protocol):
-    """What a prefetcher asks of ``Movement``, which it is a part of.
+    """Part of ``Movement`` that its prefetcher uses.
 
     Attributes:
         order: names of the tiers, fast to slow.
@@ -165,14 +164,14 @@ class Prefetcher:
 
     Attributes:
         lookahead_bytes: most bytes of copies to look ahead; None = no limit but the room.
-        settled: the state in which nothing was left to fetch when it was last looked for, or None.
+        settled: state in which the last search left nothing to fetch, or None.
     """
 
     def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
         """
         Args:
-            mover: what moves copies; it calls ``pump`` when one came or went.
-            max_inflight_bytes: no fetch begins while so many bytes are under way.
+            mover: moves copies; it calls ``pump`` when a copy has arrived or left.
+            max_inflight_bytes: no fetch starts while this many bytes are in flight.
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
@@ -184,7 +183,7 @@ class Prefetcher:
         self._is_pumping = False
 
     def know(self, block: Block) -> None:
-        """Note a block that was registered, of which the schedule may have spoken before."""
+        """Note a new block, which the schedule may already contain."""
         self._travels.know(block)
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
@@ -200,7 +199,7 @@ class Prefetcher:
             self._passed_over = {each for each in self._passed_over if each[0] >= tick}
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
-        """Fetch nothing for these accesses, (tick, key), before they are past."""
+        """Do not prefetch for these accesses, (tick, key)."""
         self._mover.occupancy.num_changes += 1
         self._passed_over.update(accesses)
         self._passed_over.difference_update(but_not)
@@ -213,7 +212,7 @@ class Prefetcher:
             return
         self._is_pumping = True
         try:
-            self._mover.send_held_up()  # first: what comes must not take the room on the way of what goes
+            self._mover.send_held_up()  # first: fetches must not take the room that these need in middle tiers
             state = self.state_of_fetches()
             if state == self.settled:
                 return
@@ -226,17 +225,17 @@ class Prefetcher:
                     return
                 has_begun_all &= waits_for == ""
             if has_begun_all:
-                self.settled = state  # as it was before: a copy that left meanwhile makes it another one
+                self.settled = state  # the earlier state: it differs if a copy has left since
         finally:
             self._is_pumping = False
 
     def state_of_fetches(self) -> object:
-        """Return all that decides what is to be fetched: the same state asks for the same."""
+        """Return everything that decides what to fetch: equal states lead to equal fetches."""
         occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
         return self.now, occupancy.num_changes, occupancy.room(held_up), occupancy.buffers(held_up)
 
     def wanted(self) -> Iterator[Access]:
-        """Yield what the schedule asks for that is not there, nearest deadline first, as far as there is room."""
+        """Yield scheduled accesses without a copy, nearest deadline first, as far as there is room."""
         travels, held_up = self._travels.among(self._mover.blocks), self._mover.held_up_slots()
         room, buffers = self._mover.occupancy.room(held_up), self._mover.occupancy.buffers(held_up)
         passing = self._passing if len(self._mover.order) > 2 else None
@@ -246,7 +245,7 @@ class Prefetcher:
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:
-        """Start what all changes inside ask for when they are made, in one walk. Call it with the lock held."""
+        """Start the fetches for all changes made inside in one walk at the end. Call it with the lock held."""
         if self._is_pumping:
             yield
             return
@@ -283,5 +282,5 @@ class Prefetcher:
         if waiting is not None and waiting.cause == "space":
             return "space"
         copy = block.copy_in(access.tier)
-        copy.prefetched = copy.state is CopyState.FILLING  # not yet where it only got as far as a middle tier
+        copy.prefetched = copy.state is CopyState.FILLING  # False if it has only reached a middle tier
         return "" if copy.slot is not None else "another hop"

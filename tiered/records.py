@@ -23,11 +23,11 @@ class Copy:
 
     Attributes:
         readers: read leases plus transfers that read from this copy.
-        pins: counted long residencies.
-        wanted: acquires that wait for this copy; it is no candidate for eviction meanwhile.
+        pins: number of pins.
+        wanted: number of acquires that wait for this copy; it is not evicted meanwhile.
         last_use: order of its last use or arrival.
         leased_at: tick in which it was leased last.
-        transfer: the movement that fills or drains it, while under way; the last fill afterwards.
+        transfer: transfer that fills or drains it, while in progress; afterwards the last fill.
         prefetched: brought by the prefetcher and not used yet.
         drop_when_clean: evict once drained.
     """
@@ -82,7 +82,7 @@ class Block:
         self.writer: Lease | None = None
         self.num_transfers = 0  # movements under way, of any copy
         self.version = 0  # counts released writes
-        self.slot_bytes: dict[str, int] = {}  # by tier, of those that were asked for
+        self.slot_bytes: dict[str, int] = {}  # by tier, cached
 
     def copy_in(self, tier: str) -> Copy:
         """Return the copy record for a tier (ABSENT if it never held one)."""
@@ -152,7 +152,7 @@ class Lease:
         self._leasing, self._block, self._copy = leasing, block, copy
         self._released = False
         self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
-        # `data` has a count of in-place writes of its own; other views of the slot share one.
+        # `data` has a separate count of in-place writes; other views of the slot share one.
         self.tensor = tensor.data if mode == "r" else tensor
         self._writes = _num_writes(self.tensor) if mode == "r" else 0
         self.thread_id = threading.get_ident()
@@ -194,7 +194,7 @@ class Lease:
             _end([self], abandoned=kind is not None, stream=None)
 
     def __getattr__(self, name: str) -> Any:
-        """Explain why a released lease has no tensor; called only for what is missing."""
+        """Explain why a released lease has no tensor; called only for missing attributes."""
         if name == "tensor":
             text = f"lease on '{self.key}' in tier '{self.tier}' was released: acquire the block again for its tensor"
             raise LeaseError(text)

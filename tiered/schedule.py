@@ -1,4 +1,4 @@
-"""What will be accessed, in which order: the future that policies and the prefetcher may use."""
+"""The sequence of future accesses, which policies and the prefetcher may use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Access:
     """One use of one block.
 
     Attributes:
-        tick: when, in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
+        tick: position in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
         mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """
 

@@ -1,7 +1,7 @@
-"""A store in virtual time: the real store's decisions, with links that take the time that their rates say.
+"""A store in virtual time: the decisions of the real store, with links that take the time that their rates imply.
 
 No byte moves and no memory is allocated. Waiting means running the next event, so everything happens on the caller's
-thread, in the same order every time. The plan uses it to say how long a step will take and what it will wait for.
+thread, in the same order every time. The plan uses it to predict the duration and the waits of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiered.tiers.pool import SlabPool
 from tiered.transfer import Transfer
 from tiered.units import MiB
 
-#: A drive finishes what it has begun of a transfer before it turns to a more urgent one, in pieces of this size.
+#: A drive serves transfers in pieces of this size; a more urgent one waits for the piece in progress.
 PART_BYTES = 16 * MiB
 
 
@@ -36,12 +36,12 @@ class SimulatedClock(StoreCondition):
         self._num_events = 0
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
-        """Call ``event`` when time has come to ``time_s``."""
+        """Call ``event`` when the time reaches ``time_s``."""
         heapq.heappush(self._events, (time_s, self._num_events, event))
         self._num_events += 1
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and everything happen that ends meanwhile."""
+        """Advance the clock, and run all events due by then."""
         end_s = self.now_s + seconds
         while self._events and self._events[0][0] <= end_s:
             self._run_next()
@@ -60,15 +60,15 @@ class SimulatedClock(StoreCondition):
 
 
 class SimulatedTier:
-    """A tier that only counts: an addressable one its buffers as well.
+    """A tier that only counts bytes, and buffers if it is addressable.
 
     Args:
-        slot_bytes: size of a slot for contents of so many bytes.
-        addressable: False: reached only through links.
+        slot_bytes: maps the bytes of contents to the size of their slot.
+        addressable: False if it is reached only through links.
         is_read_only: Home slots hold their contents from the start.
 
     Attributes:
-        num_drops: buffers that were given back for those of other sizes.
+        num_drops: buffers dropped for buffers of other sizes.
     """
 
     alignment_bytes = 1
@@ -91,7 +91,7 @@ class SimulatedTier:
         self._pool = SlabPool(self._ledger, make=lambda nbytes: nbytes, drop=self._drop)
 
     def _drop(self, buffer: int) -> None:
-        self.num_drops += self.device is not None  # a file makes no other way
+        self.num_drops += self.device is not None  # a file is no buffer
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         slot_bytes = self.slot_bytes(nbytes)
@@ -124,7 +124,7 @@ class SimulatedTier:
 
 
 class SimulatedChannel:
-    """What the links of a drive or of a bus share: one rate, urgent transfers first, then first come first served.
+    """Rate and queue that the links of a drive or bus share: urgent transfers first, then in order of submission.
 
     Attributes:
         busy_s: seconds of transfers that have begun.

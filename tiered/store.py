@@ -36,7 +36,7 @@ from tiered.units import GiB
 class TieredStore(BlockMapping):
     """Named blocks in tiers of different speed. Thread-safe; a context manager (``close`` at the end).
 
-    For the process that made it: a forked child gets ``TieredError`` from every use, and ``close`` does nothing there.
+    Only for the process that made it: a forked child gets ``TieredError`` from every use; there ``close`` does nothing.
 
     Also a mapping from names to copies of tensors, see ``BlockMapping``.
 
@@ -46,19 +46,19 @@ class TieredStore(BlockMapping):
     Args:
         tiers: fast to slow; a tier's ``capacity_bytes`` is never exceeded.
         policy: ranks what to evict; default ``LRU()``. ``Belady()`` uses the schedule.
-        links: Default: ``default_links``, which link each tier with the next faster one that it knows a way to.
+        links: Default: ``default_links``, which link each tier with the next faster one that it can reach.
         path: directory of committed generations; default: the first path of a durable tier.
-        keep_generations: how many of the last generations a commit leaves.
+        keep_generations: number of latest generations that a commit keeps.
         overwrite: start empty although ``path`` holds committed generations. Commits of this store then prune them, as
             ``keep_generations`` says, unless ``load`` continues one.
-        on_full: when the drive of ``path`` is full, where no tier owns it: ``pause`` until there is room, or ``error``.
+        on_full: if the drive of ``path`` is full and no tier owns it: ``pause`` until there is room, or ``error``.
         on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
         clock: virtual time, for stores of simulated tiers and links.
 
     Raises:
-        ValueError: tiers without different names, or whose paths contain each other.
+        ValueError: tiers with equal names, or with paths that contain each other.
         GenerationError: ``path`` holds a committed generation, and ``overwrite`` is not set. The tiers stay open.
     """
 
@@ -104,10 +104,10 @@ class TieredStore(BlockMapping):
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
         """Return a store with the blocks of a committed generation (default: the newest), contents verified.
 
-        The newest is the newest whole one: ``on_notice`` reports newer ones that are damaged, and a top file that is
-        older than the generations, as in a copy of a live directory. A generation that is given must be whole.
+        The newest is the newest whole one. ``on_notice`` reports newer damaged ones, and a top file that is older than
+        the generations, as in a copy of a live directory. A given generation must be whole.
 
-        Blocks get the home that they had if ``tiers`` has a tier of that name, else the slowest tier.
+        A block keeps its recorded home if ``tiers`` has a tier of that name; otherwise it gets the slowest tier.
 
         Raises:
             GenerationError: nothing committed there, or written by a newer format; or a part is missing.
@@ -144,20 +144,20 @@ class TieredStore(BlockMapping):
 
     @property
     def keep_generations(self) -> int:
-        """How many of the last generations a commit leaves, besides those that ``keep_also`` names."""
+        """Number of latest generations that a commit keeps, in addition to the ones of ``keep_also``."""
         return self._generations.num_kept
 
     def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
-        """Let commits leave the generations that ``named()`` returns, too: other checkpoints refer to them.
+        """Make commits also keep the generations that ``named()`` returns, because other checkpoints refer to them.
 
-        Called at every commit, from its thread. What they hold comes on top of the capacity of a tier of files.
+        Called at every commit, from its thread. Their bytes come on top of the capacity of a file tier.
         """
         self._generations.keep_also = named
 
     def keep_only(self, named: Callable[[], Collection[int]]) -> None:
-        """Let commits leave the generations that ``named()`` returns, and of the others the one that they make.
+        """Make commits keep only the generations that ``named()`` returns, and the one that they make.
 
-        For checkpoints that several stores have together: which of their generations belong to one is known elsewhere.
+        For checkpoints across several stores, where only the caller knows which generations belong together.
         Called at every commit, from its thread.
         """
         self._generations.keep_also = named
@@ -176,7 +176,7 @@ class TieredStore(BlockMapping):
     def register(
         self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
     ) -> BlockSpec:
-        """Declare a block and reserve its home slot now. At home in a ``ReadOnlyTier`` it has its contents already.
+        """Declare a block and reserve its home slot now. In a ``ReadOnlyTier`` it has its contents already.
 
         Raises:
             CapacityError: the home tier has no room for it.
@@ -213,7 +213,7 @@ class TieredStore(BlockMapping):
     def discard(self, *keys: str) -> None:
         """Declare contents dead: copies are dropped and never written back. The blocks stay registered.
 
-        A committed generation keeps what it has. Waits for movements of the blocks that are under way.
+        Committed generations keep their contents. Waits for transfers of the blocks in progress.
 
         Raises:
             LeaseError: one of the blocks is leased.
@@ -244,18 +244,18 @@ class TieredStore(BlockMapping):
     def acquire(
         self, key: str, tier: str, mode: Mode = "r", *, stream: Any = None, timeout_s: float | None = None
     ) -> Lease:
-        """Return a lease on the block's copy in ``tier``; bring the copy there first where that is needed.
+        """Return a lease on the block's copy in ``tier``, fetching the copy first if needed.
 
         The host waits for room and for file reads. A last copy to a device is only *ordered* before ``stream``
         (default: the current one), after it was enqueued. ``r`` leases are shared; ``w`` and ``rw`` are exclusive
         and wait for all leases and movements of the block. ``w`` does not bring the old contents.
 
         Raises:
-            CapacityError: it can never fit beside the homes, pins and the caller's own leases.
+            CapacityError: it can never fit together with the homes, pins and the caller's own leases.
             UninitializedBlockError: it was never written, and ``mode`` reads.
             BlockNotFoundError: there is no such block.
             TransferError: its bytes could not be moved.
-            LeaseError: waits for the caller's own lease.
+            LeaseError: it would wait for the caller's own lease.
             ValueError: there is no such tier or mode, or the tier is not addressable.
             TimeoutError: not granted within ``timeout_s`` seconds.
         """
@@ -282,8 +282,8 @@ class TieredStore(BlockMapping):
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Return a copy of rows ``start`` to ``stop`` of a block, in memory of the process that no tier counts.
 
-        Of a block that lies in files alone only the pages of these rows are read (with ``verify="always"`` the 16 MiB
-        that share a checksum), past all tiers: nothing is evicted for it, and ``stats`` does not count it.
+        If only files have the newest bytes, only the pages of these rows are read, or the 16 MiB that share a checksum
+        with ``verify="always"``. Such a read bypasses all tiers: it evicts nothing, and ``stats`` does not count it.
 
         Raises:
             ValueError: there are no such rows. Otherwise as ``acquire``.
@@ -293,8 +293,8 @@ class TieredStore(BlockMapping):
     def write_rows(self, key: str, start: int, tensor: Writable) -> None:
         """Replace the rows of a block from ``start`` on.
 
-        The whole block is brought into the nearest tier for it, and written back when it is evicted or committed: once
-        for many calls.
+        The whole block is fetched into the nearest tier, and written back when it is evicted or committed: many
+        calls cause one write.
 
         Raises:
             ValueError: there are no such rows, or of another shape or dtype. Otherwise as ``acquire``.
@@ -305,11 +305,11 @@ class TieredStore(BlockMapping):
     def stream(self, keys: Iterable[str], tier: str, mode: Mode = "r") -> Iterator[Lease]:
         """Yield leases on blocks one after the other, and fetch ahead as far as the tier has room.
 
-        Each lease ends before the next begins, and the last with the loop. How far ahead is no setting: copies are
-        fetched in order as long as all up to that one fit beside the homes, so that none pushes out another.
+        Each lease ends before the next begins, and the last with the loop. The look-ahead needs no setting: copies are
+        fetched in order while all of them fit next to the homes, so that none evicts another.
 
         Raises:
-            ValueError: the store follows a schedule of the caller's. Otherwise as ``acquire``.
+            ValueError: the caller has set a schedule. Otherwise as ``acquire``.
         """
         return self._by_name.stream(list(keys), tier, mode)
 
@@ -332,25 +332,25 @@ class TieredStore(BlockMapping):
         self._leasing.unpin(key, tier)
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Put bytes that live outside any block (workspace, staging) on a tier's ledger; negative gives back.
+        """Charge bytes outside any block (workspace, staging) to a tier's ledger; negative gives back.
 
-        Waits for movements that are under way: what is on its way out still takes room.
+        Waits for transfers in progress, because leaving copies still take room.
 
         Raises:
-            CapacityError: no such room beside what the tier holds then.
-            TransferError: because a write-back failed.
+            CapacityError: the tier has no such room even then.
+            TransferError: a write-back failed.
         """
         self._leasing.reserve(tier, nbytes)
 
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
         """Make buffers for the copies of a tier now, so that no later lease or fetch allocates; a tier may ignore it.
 
-        Copies then keep to buffers of their own size: the prefetcher fetches nothing that has none, and a lease waits
-        for one that is on its way out rather than have one of another size given back. If nothing else helps, one is
-        given back after all: what fits the free bytes is always given. Call it when all homes are registered.
+        Copies then use only buffers of their size. The prefetcher skips a copy without one. A lease waits for one
+        that is leaving, and does not drop a buffer of another size. If nothing else helps, one is dropped after all: a
+        request that fits the free bytes always succeeds. Call it when all homes are registered.
 
         Args:
-            counts: bytes of a slot -> how many copies of that size may be there at once. Empty: as before any call.
+            counts: bytes of a slot -> number of copies of that size at the same time. Empty: no buffers are kept.
 
         Raises:
             ValueError: there is no such tier.
@@ -372,7 +372,7 @@ class TieredStore(BlockMapping):
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Set the access schedule and the look-ahead budget of the prefetcher (None: as much as fits; 0: none)."""
+        """Set the access schedule and the look-ahead of the prefetcher (None = as much as fits, 0 = none)."""
         with self._changed:
             self._movement.prefetcher.follow(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
@@ -388,26 +388,26 @@ class TieredStore(BlockMapping):
             self._leasing.trace = None
 
     def advance(self, tick: int) -> None:
-        """Say "the trainer is here": accesses up to ``tick`` lie in the past or are made now; drives the prefetcher."""
+        """Set the trainer's tick: accesses up to it are past or are made now. Drives the prefetcher."""
         with self._changed:
             self._movement.prefetcher.advance(tick)
             self._movement.prefetcher.pump()
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], *, but_not: Iterable[tuple[int, str]] = ()) -> None:
-        """Fetch nothing ahead for accesses of the schedule that will not take place after all, or more likely not.
+        """Do not prefetch for scheduled accesses that will not, or will probably not, take place.
 
-        One that takes place all the same is served on demand.
+        An access that takes place after all is served on demand.
 
         Args:
             accesses: (tick, key) of reads.
-            but_not: those of which that was said, and which will take place.
+            but_not: accesses of earlier calls that will take place after all.
         """
         with self._changed:
             self._movement.prefetcher.pass_over(accesses, but_not)
             self._movement.prefetcher.pump()
 
     def wait_idle(self) -> None:
-        """Wait until nothing moves, after trying failed write-backs once more. Raises ``TransferError`` if in vain."""
+        """Wait until no transfer is in progress, retrying failed write-backs once. Raises ``TransferError`` in vain."""
         with self._changed:
             for what_next in (self._movement.retry_unsaved, self._movement.raise_unsaved):
                 while self._movement.is_moving():
@@ -436,8 +436,8 @@ class TieredStore(BlockMapping):
     def commit(self, meta: Mapping[str, JSON] | None = None) -> Commit:
         """Make the present contents of all durable blocks a generation that survives a crash.
 
-        Returns once every block is frozen on disk, read-leased or, where its home is neither files nor addressable,
-        written; the rest is written by a thread.
+        Returns once every block is frozen by a link or a read lease, or written if its home is neither files nor
+        addressable. A thread writes the rest.
 
         Raises:
             GenerationError: the store has no directory to commit to.
@@ -450,12 +450,12 @@ class TieredStore(BlockMapping):
     def load(self, generation: int | None = None, *, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Fill the registered durable blocks from a committed generation (default: the current one); return its record.
 
-        Homes may differ from those at the commit: files that lie on the paths of a block's home tier are adopted by
-        links, everything else is read into place. Contents are verified. After an error it can be called again, with
-        an older generation. Generations newer than the loaded one go when a commit needs their room.
+        Homes may differ from the homes at the commit. Files on the paths of a block's home tier are adopted by links;
+        everything else is read into place. Contents are verified. After an error it can be called again, with an older
+        generation. Generations newer than the loaded one are pruned when a commit needs their room.
 
         Args:
-            generation: its number; None: the current one.
+            generation: its number; default: the current one.
             on_bytes: called with the size of each block once it is filled.
 
         Raises:
@@ -481,7 +481,7 @@ class TieredStore(BlockMapping):
             return iter([block.spec for block in self._blocks.values()])
 
     def spec(self, key: str) -> BlockSpec:
-        """Return what a block was registered as.
+        """Return the spec of a block.
 
         Raises:
             BlockNotFoundError: there is no such block.
@@ -533,7 +533,7 @@ class TieredStore(BlockMapping):
         )
 
     def close(self) -> None:
-        """Finish what is under way, a commit too, and free everything. Uncommitted contents are gone. Idempotent.
+        """Finish transfers and a commit in progress, and free everything. Uncommitted contents are lost. Idempotent.
 
         Warns (``RuntimeWarning``) of a commit that failed without a ``wait`` for it. Does nothing in a forked child.
         """
@@ -548,7 +548,7 @@ class TieredStore(BlockMapping):
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()
-        with ExitStack() as ends:  # each of them, also where one before could not: a device that failed, say
+        with ExitStack() as ends:  # all of them run, even if an earlier one raises, as after a device error
             ends.callback(self._generations.close)
             for tier in reversed(list(self._movement.tiers.values())):
                 ends.callback(tier.close)
@@ -556,7 +556,7 @@ class TieredStore(BlockMapping):
                 ends.callback(link.close)
 
     def give_up_waiting(self) -> None:
-        """Let writes that wait for room on a full drive fail, now and from now on. Does nothing in a forked child."""
+        """Make writes that wait for room on a full drive fail, now and from now on. No effect in a forked child."""
         if self._changed.is_of_parent:
             return
         self._movement.give_up_waiting()

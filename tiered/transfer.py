@@ -59,7 +59,7 @@ class Transfer:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, and for what the store does at it: afterwards an evicted copy is gone.
+        """Wait for the end, including the store's callbacks: afterwards an evicted copy is gone.
 
         Raises:
             TimeoutError: not ended within ``timeout_s`` seconds.
@@ -106,13 +106,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why a copy is not there yet.
+    """Reason why a copy is not available yet.
 
     Attributes:
         cause: one of ``STALL_CAUSES``.
         transfer: the movement whose failure concerns the waiter.
-        tier: for ``space``: where room is missing.
-        need_bytes: for ``space``: how much of it.
+        tier: for ``space``: the tier without room.
+        need_bytes: for ``space``: size of the slot.
     """
 
     cause: str

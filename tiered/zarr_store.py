@@ -26,7 +26,7 @@ _ESCAPED = re.compile(r"[^A-Za-z0-9.\-]")
 
 
 class _Shared:
-    """What all ZarrStores over one TieredStore share, so that two of them never replace one value at a time.
+    """State that all ZarrStores over one TieredStore share, so that two of them never replace a value concurrently.
 
     Attributes:
         token: names the TieredStore for ``pickle`` inside this process.
@@ -62,9 +62,9 @@ class ZarrStore(Store):
     makes all values a generation that survives a crash; a ZarrStore over ``TieredStore.open(...)`` has them again.
 
     Slots are multiples of 4096 bytes, and each value on a drive has its files: choose chunks of megabytes.
-    ``set`` replaces a value of the same size in place, and one of another size by a second block, for which there must
-    be room beside the first: a value that does not fit raises ``CapacityError`` and leaves the one before as it was.
-    Readers, and commits, get the old value or the new one, never a mixture.
+    ``set`` replaces a value of the same size in place. A value of another size goes to a second block, which must fit
+    next to the first one: otherwise it raises ``CapacityError`` and keeps the old value. Readers and commits get the
+    old value or the new one, never a mixture.
 
     Thread-safe. Closing it closes nothing: the TieredStore belongs to the caller, and must live longer.
 
@@ -148,18 +148,18 @@ class ZarrStore(Store):
     # -- keys --------------------------------------------------------------------------------------------------
 
     def block_keys(self, key: str) -> tuple[str, str]:
-        """Return the keys of the two blocks that may hold a value: a value of another size goes to the free one.
+        """Return the keys of the two blocks that may hold a value; a value of another size goes to the free one.
 
-        Every folder segment ends in ``_d`` and the last one in ``_v`` or ``_w``: no block's key is a folder of
-        another's, as a tier of files needs, though zarr allows the keys ``a`` and ``a/b`` side by side. Characters
-        that no block's key may have are written as ``_`` and two hex digits for each byte of UTF-8.
+        Every folder segment ends in ``_d`` and the last one in ``_v`` or ``_w``. So no block's key is a folder of
+        another's, as a file tier requires, although zarr allows the keys ``a`` and ``a/b``. Characters that
+        block keys cannot have are written as ``_`` and two hex digits for each byte of UTF-8.
         """
         *folders, name = key.split("/")
         stem = "/".join([self._prefix, *(f"{_escape(folder)}_d" for folder in folders), _escape(name)])
         return f"{stem}_v", f"{stem}_w"
 
     def _zarr_key(self, block_key: str) -> str | None:
-        """Return the key whose value a block holds, or None where it is not one of ours."""
+        """Return the key whose value a block holds, or None if its key lacks the prefix of this store."""
         if not block_key.startswith(f"{self._prefix}/"):
             return None
         segments = block_key.removeprefix(f"{self._prefix}/").split("/")
@@ -177,12 +177,12 @@ class ZarrStore(Store):
             return False
 
     def _block_of(self, key: str) -> str | None:
-        """Return the block that holds a value, or None where there is no such value."""
+        """Return the block that holds a value, or None if there is no such value."""
         holders = [block_key for block_key in self.block_keys(key) if self._has_value(block_key)]
         if len(holders) < 2:
             return holders[0] if holders else None
-        # A commit saw a value while it was being replaced, and this is what was opened again. The newer value is
-        # whole: its block got into the commit only after it was written. It is the one that was registered later.
+        # The opened generation was committed while this value was being replaced. The newer value is whole, because its
+        # block entered the commit only after it was written. It was registered later.
         return [spec.key for spec in self._store.blocks() if spec.key in holders][-1]
 
     # -- values ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class ZarrStore(Store):
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return a copy of a value or of a range of its bytes, or None where there is none. Blocks the caller."""
+        """Return a copy of a value or of a range of its bytes, or None if there is none. Blocks the caller."""
         prototype = prototype or default_buffer_prototype()
         self._is_open = True
         with self._locked(key):
@@ -211,7 +211,7 @@ class ZarrStore(Store):
             with self._store.acquire(block_key, self._tier, "r", timeout_s=self._timeout_s) as lease:
                 part = lease.tensor[range_of(lease.tensor.numel(), byte_range)]
                 if part.is_cuda and prototype.buffer is not cpu.Buffer:
-                    # On the current stream, for which the lease was given, and on which the caller's kernels run.
+                    # On the current stream: the lease was granted for it, and the caller's kernels run on it.
                     return prototype.buffer.from_array_like(part.clone())
                 # `cpu()` would return host memory as it is: a clone outlives the lease.
                 copied = part.clone() if part.device.type == "cpu" else part.cpu()
@@ -232,7 +232,7 @@ class ZarrStore(Store):
             self._write(current, value)
             return
         new = next(block_key for block_key in self.block_keys(key) if block_key != current)
-        self._forget(new)  # what a commit caught of an earlier replacement
+        self._forget(new)  # left from a commit during an earlier replacement
         self._store.register(new, (len(value),), torch.uint8, home=self._home, durable=self._durable)
         try:
             self._write(new, value)
@@ -254,7 +254,7 @@ class ZarrStore(Store):
             self._store.unregister(block_key)
 
     def delete_sync(self, key: str) -> None:
-        """Remove a value; nothing where there is none. Blocks the caller."""
+        """Remove a value if it exists. Blocks the caller."""
         self._check_writable()
         self._is_open = True
         with self._locked(key):
