@@ -263,5 +263,5 @@ def test_a_drive_that_fills_up_for_real_pauses(work: Work, small_drive, quick_re
     run_until_second_step(monkeypatch, freeze_and_fill)
     result = work.run(small_drive.store)
     assert result.exit_code == 0, result.output
-    assert "paused, nothing is lost" in result.stdout and "the run goes on" in result.stdout
+    assert "paused, nothing is lost" in result.stdout and "the run resumes" in result.stdout
     assert work.weights() == work.weights("without_faults")

@@ -231,7 +231,7 @@ def test_drives_that_contain_each_other_are_refused(inner: str, tmp_path: Path) 
             NvmeTier(paths, MiB)
     assert list((tmp_path / "x").iterdir()) == [], "nothing was made"
     first = NvmeTier([tmp_path / "x"], MiB)
-    with pytest.raises(ValueError, match="give each a folder of its own"):
+    with pytest.raises(ValueError, match="give each its own folder"):
         TieredStore([RamTier(MiB, pin_memory=False), first], path=str(nested))
     if inner != "x":
         second = NvmeTier([nested], MiB, name="second")

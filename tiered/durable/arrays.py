@@ -1,7 +1,7 @@
 """Arrays of committed generations: a block's chunk files, written, read back and compared, 16 MiB at a time.
 
 An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece (16 MiB of
-contents, one checksum) never lies in two files that ``write_array`` made; in those of a tier it may.
+contents, one checksum) never spans two files of ``write_array``; it may span two files of a tier.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 
 #: Largest chunk file of a block whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
-#: Of one block. Tiers cut blocks into files of many MiB; a document of a stranger may say anything.
+#: Most files of one block. Tiers make files of many MiB, but a stranger's document may claim any number.
 _MAX_FILES = 1 << 20
 #: Pieces under way at once: what a fast drive needs.
 _NUM_THREADS = 4
@@ -55,7 +55,7 @@ ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
 def chunk_bytes_written(spec: BlockSpec) -> int:
-    """Return the size of the files that ``write_array`` makes: all equal; no piece of 16 MiB lies in two of them."""
+    """Return the size of the files that ``write_array`` makes: all equal; no piece of 16 MiB spans two of them."""
     num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
     if num_files < 2:
         return round_up(max(spec.nbytes, 1), PAGE_BYTES)
@@ -150,7 +150,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
     Args:
         root: folder of a generation.
-        contents: called once for every piece, by ``num_threads`` threads; 1: in order, by the caller's.
+        contents: called once for every piece, by ``num_threads`` threads; with one, in order by the caller's thread.
         num_threads: pieces under way at once.
 
     Raises:
@@ -172,8 +172,8 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
                 os.posix_fallocate(fd, 0, chunk_bytes)  # a full drive shows before the first byte
                 found += _in_parallel(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
                 os.fsync(fd)
-                drop_cached(fd)  # after the flush, which needs it: what is read back comes from the drive
-    except TransferError:  # of ``contents``; it is an OSError, too
+                drop_cached(fd)  # after the flush, so that later reads come from the drive
+    except TransferError:  # from ``contents``; it is also an OSError
         raise
     except OSError as error:
         path = str(error.filename or folder)
@@ -225,7 +225,7 @@ def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
 
 
 def sync_tree(root: Path, top: Path) -> None:
-    """Flush all documents and folders below ``root``, and those of the folders from there up to ``top``."""
+    """Flush all documents and folders below ``root``, and the folders from there up to ``top`` with their documents."""
     above = [folder for folder in root.parents if folder == top or top in folder.parents]
     documents = [path for folder in above if (path := folder / DOCUMENT_NAME).exists()]
     sync_paths([*documents_and_folders(root), *documents, *above], sync_path)
@@ -241,7 +241,7 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
         into: takes the contents: contiguous, 1-D uint8, on any device.
 
     Returns:
-        One checksum per piece; what is missing at the end of a file that was cut off is left out of it.
+        One checksum per piece. Bytes that a truncated file lacks are left out of it.
 
     Raises:
         GenerationError: a file is missing.

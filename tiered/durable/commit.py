@@ -1,7 +1,7 @@
 """One commit: freezes blocks by links and leases, then writes and checks what it froze.
 
 Blocks in a file tier are frozen by hard links. Other blocks are held by read leases, which a thread gives back one
-by one as it writes them; so the work goes on, and waits at most where it would change a block not yet written.
+by one as it writes them. So the caller continues, and waits only to change a block that is not written yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tiered.units import PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CommitFigures:
-    """What a commit took.
+    """Bytes and seconds of a commit.
 
     Attributes:
         written_bytes: size of the files it wrote.
@@ -130,7 +130,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """One block of a commit: held by a lease, or linked into ``folder`` (then ``version`` tells whether it changed).
+    """One block of a commit: held by a lease, or linked into ``folder``. ``version`` shows whether it has changed.
 
     Attributes:
         is_brought: The lease had to bring the copy into its tier.
@@ -178,7 +178,7 @@ class FrozenBlocks:
     # -- in the caller's thread --------------------------------------------------------------------------------
 
     def writes_before_return(self) -> bool:
-        """Return whether ``freeze`` will write blocks: those that no lease can be on in their home."""
+        """Return whether ``freeze`` will write blocks, because their home can hold no lease."""
         movement = self._movement
         with movement.changed:
             homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
@@ -187,14 +187,14 @@ class FrozenBlocks:
     def freeze(self) -> None:
         """Hold the present contents of all durable blocks still.
 
-        Blocks that pass through a faster tier to be read may be more than it holds: they are written here, one by one.
+        Blocks that must pass through a faster tier may exceed it together, so they are written here one by one.
         """
         with self._movement.changed:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
                 self._settle_home(block)  # all write-backs at once: the drive sees a queue
-        # The notes of ownership before any link: what a crash leaves from here on is known to be this store's.
+        # The notes of ownership before any link: so files that a crash leaves are known to be this store's.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
         written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
@@ -223,7 +223,7 @@ class FrozenBlocks:
         write_document(self.folder, group_document())
 
     def _settle_home(self, block: Block) -> Waiting | None:
-        """Take the next step towards the newest bytes at home; return what to wait for, None when they are there."""
+        """Take the next step to bring the newest bytes home; return the reason to wait, or None when they are home."""
         if block.writer is not None:
             return Waiting("lease")
         newest = block.newest()
@@ -319,7 +319,7 @@ class FrozenBlocks:
                 )
 
     def _write(self, frozen: _Frozen, need_bytes: int) -> tuple[str, ...]:
-        """Write a leased block; wait for room for it, and for all others that are held, where the drive is full."""
+        """Write a leased block. On a full drive, wait for room for it and for all other blocks that are held."""
         spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
         if counted is not None:
             counted.count_wear({counted.paths.index(path): array_bytes(spec)})
@@ -328,7 +328,7 @@ class FrozenBlocks:
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
         counted = self._counted
         if counted is not None:
-            counted.snapshots.count(array_bytes(spec))  # before it is written: files kept for reuse make way
+            counted.snapshots.count(array_bytes(spec))  # before the write: deletes kept files if room is short
         try:
             return write_array(self.folder, spec, contents_of(tensor))
         except BaseException as error:
@@ -351,13 +351,13 @@ class FrozenBlocks:
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
     def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:
-        """Return the checksums of linked and flushed files: those of writing them, else read back."""
+        """Return the checksums of linked and flushed files, known from their writes or computed by reading back."""
         spec, checksums = frozen.block.spec, frozen.checksums
         if checksums is None:
             checksums = read_array(chunk_files(frozen.folder, spec), spec)
         with self._movement.changed:
             home = frozen.block.home
-            # Else the block was written again meanwhile: then its home files are others than the linked ones.
+            # Else the block was written again meanwhile, and its home files are not the linked ones any more.
             is_unchanged = frozen.block.version == frozen.version and home.state is CopyState.CLEAN
             if is_unchanged and home.slot is not None:
                 files = files_of(home.slot)

@@ -1,7 +1,7 @@
 """Where the drives of a generation are now: one rule for every reader of committed generations.
 
-A copied or moved folder has drives of its own. So each drive is looked for in the same place relative to the directory
-of generations first, and at its recorded path second.
+The drives of a copied or moved folder may be elsewhere. So each drive is looked for in the same place relative to the
+directory of generations first, and at its recorded path second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DrivePlace:
     Attributes:
         recorded: absolute path at the commit.
         nearby: the same place relative to the directory of generations as it is now.
-        path: the one of both that is read: ``recorded`` if it alone has a part of the generation, or if ``nearby`` is
+        path: the place that is read: ``recorded`` if only it has a part of the generation, or if ``nearby`` is
             another store's.
     """
 
@@ -46,7 +46,7 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
         inside = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
-        # Arrays are on the first path: their location tells which folder that path and the directory had in common.
+        # Arrays are on the first path: their location shows the folder that path and directory had in common.
         location = "." if block is None else os.path.normpath(block.location.removesuffix(inside) or ".")
         num_up = Path(location).parts.count("..")
         common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - num_up)))

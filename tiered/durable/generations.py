@@ -71,10 +71,10 @@ class Generations:
     """Commits, prunes and loads generations. At most one commit is under way.
 
     Args:
-        path: directory of the generations; None: the store cannot commit.
-        keep: how many of the last generations a commit leaves, at least 1.
+        path: directory of the generations, or None if the store cannot commit.
+        keep: number of latest generations that a commit keeps, at least 1.
         full: waits for room on the drive of ``path`` where no tier owns it.
-        notice: reports what the user should read.
+        notice: reports a sentence to the user.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Generations:
             commit = Commit(self._movement, number)
             frozen = FrozenBlocks(self._movement, self._leasing, store, number, full, self._owner_tier(store))
             try:
-                # Before anything more is held, so that at most ``keep`` generations are (two, where one is kept).
+                # Before anything more is held, so that at most ``keep`` generations exist (two if ``keep`` is 1).
                 make_room = partial(self._forget_old, store, max(min(1, self.num_kept), self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
                 if frozen.writes_before_return():
-                    self._delete(store, doomed)  # their room may be needed for it
+                    self._delete(store, doomed)  # the new one may need their room
                     doomed = []
                 frozen.freeze()
             except BaseException as failure:
@@ -150,7 +150,7 @@ class Generations:
         full: FullDrives,
         doomed: list[int],
     ) -> None:
-        """The commit's thread: write what is leased, check and flush everything, flip, drop old generations."""
+        """Run the commit's thread: write leased blocks, check and flush everything, flip, drop old generations."""
         is_committed = False
         error: BaseException | None = None
         figures: CommitFigures | None = None
@@ -215,7 +215,7 @@ class Generations:
         return self._identity
 
     def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
-        """Return this store's identity, and what waits for room on its drive; unfinished generations are removed."""
+        """Return this store's identity and the owner's ``FullDrives``, after removing unfinished generations."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
         full = self.full if owner is None else owner.full
@@ -238,15 +238,15 @@ class Generations:
         return list(dict.fromkeys([str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]))
 
     def _next_number(self, store: StoreIdentity) -> int:
-        """Return a number that no generation has here, of whatever store."""
+        """Return a number that no generation of any store has here."""
         return 1 + max([*newest_first(store.path), *numbers_taken(self._paths(store))], default=0)
 
     # -- removing ----------------------------------------------------------------------------------------------
 
     def _forget_old(self, store: StoreIdentity, keep: int) -> list[int]:
-        """Take all but ``keep`` generations out of existence, and return them for ``_delete``.
+        """Forget all but ``keep`` generations, and return their numbers for ``_delete``.
 
-        An abandoned future goes first, then the oldest. This is the quick part: files on file tiers are renamed.
+        Abandoned newer generations go first, then the oldest. This part is quick: files on file tiers are renamed.
         """
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
@@ -257,7 +257,7 @@ class Generations:
         wanted = set(self.keep_also()) if self.keep_also is not None else set()
         unwanted = [number for number in order if number not in wanted | protected]
         doomed = unwanted[: max(0, len(unwanted) - keep)]
-        with contextlib.suppress(GenerationError):  # damaged: the coming flip mends it
+        with contextlib.suppress(GenerationError):  # damaged: the coming flip repairs it
             if current_generation(store.path) in doomed:
                 left = [number for number in order if number not in doomed]
                 if left:
@@ -283,11 +283,11 @@ class Generations:
     def _prune(self, store: StoreIdentity) -> None:
         try:
             self._delete(store, self._forget_old(store, max(1, self.num_kept)))
-        except OSError as error:  # the new generation is there: the next commit tries this again
+        except OSError as error:  # the new generation is committed: the next commit retries this
             self._notice(f"old generations in '{store.path}' could not be removed: {error}")
 
     def _remove_unfinished(self, store: StoreIdentity) -> None:
-        """Remove what a crash left half-written or half-removed, on every path of every file tier too."""
+        """Remove half-written and half-removed generations after a crash, also on every path of every file tier."""
         known = set(newest_first(store.path))
         found = {number for number, folder in self._snapshot_folders(store) if store.owns(folder)}
         for number in sorted(found - known):
@@ -296,7 +296,7 @@ class Generations:
             remove_if_empty(folder)
 
     def _remove(self, store: StoreIdentity, generation: int) -> None:
-        # The manifest first: a crash half-way leaves a generation that is plainly not there.
+        # The manifest first: after a crash half-way, the generation clearly does not exist.
         forget_generation(store.path, generation)
         self._delete(store, [generation])
 
@@ -318,11 +318,11 @@ class Generations:
         """Register the blocks of a committed generation in an empty store, with verified contents.
 
         Args:
-            generation: Its number. None: the newest whole one; newer ones that are damaged are reported.
+            generation: Its number. Default: the newest whole one, with a report of newer damaged ones.
 
         Raises:
             GenerationError: there is no such generation, or a part is missing.
-            CorruptBlockError: damaged bytes. Without a number: no generation is whole, and this is the newest.
+            CorruptBlockError: damaged bytes. Without a number: in the newest generation, as no generation is whole.
             CapacityError: the tiers are too small.
         """
         with self._committing:
@@ -340,7 +340,7 @@ class Generations:
                 spec = reader.spec(key)
                 home = spec.home if spec.home in self._movement.tiers else self._movement.slowest_writable
                 register(key, spec.shape, spec.dtype, home=home)
-                yield key  # and is filled before the next one: files that adopting sets free serve that
+                yield key  # filled before the next one, which may reuse files that adopting frees
 
         self._loader(reader).fill_all(registered())
 
@@ -431,7 +431,7 @@ class Generations:
             home, expected = slot.resource, slot.resource.checksums
             if expected is None:
                 return 0
-            block.home.readers += 1  # so that nothing changes or frees it meanwhile
+            block.home.readers += 1  # so that nothing changes or frees it now
         try:
             found = read_array(home.files, block.spec)
         finally:
@@ -460,7 +460,7 @@ def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
     if path is not None and os.path.abspath(path) not in folders:
         folders.append(path)
     for number, first, clash in folder_clashes(folders):
-        raise ValueError(f"'{folders[number]}' {clash} '{folders[first]}': give each a folder of its own")
+        raise ValueError(f"'{folders[number]}' {clash} '{folders[first]}': give each its own folder")
 
 
 def refuse_committed(path: str) -> None:
@@ -479,14 +479,14 @@ def refuse_committed(path: str) -> None:
 
 
 def _flip(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Make the generation the current one. Everything that its manifest names is on disk before that is."""
+    """Make the generation the current one. Everything that its manifest names is on disk before."""
     list_members(folder, [record.key for record in manifest.blocks])
     sync_tree(folder, path)
     write_manifest(path, manifest)
 
 
 def _as_transfer_error(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:
-    """Return a failure of a commit, the system's own as ``TransferError``."""
+    """Return a commit's failure, with an error of the system as ``TransferError``."""
     if not isinstance(failure, OSError) or isinstance(failure, TransferError):
         return failure
     what = "generations" if generation is None else f"generation {generation}"
@@ -508,7 +508,7 @@ class _Loader:
     identity: StoreIdentity
 
     def check_registered(self) -> None:
-        """Raise ``GenerationError`` unless the durable blocks of the store are those of the generation."""
+        """Raise ``GenerationError`` unless the store and the generation have the same durable blocks."""
         reader = self.reader
         where = f"generation {reader.generation} in '{reader.path}'"
         advice = "it is of another model, or of other settings"
@@ -528,7 +528,7 @@ class _Loader:
                 )
 
     def fill_all(self, keys: Iterable[str], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Give registered blocks the verified contents that they have in the generation; what they held is dropped.
+        """Fill registered blocks with the generation's verified contents, dropping their old contents.
 
         Args:
             keys: block names. Small blocks at home in RAM are read many at a time, the others one by one.
@@ -550,7 +550,7 @@ class _Loader:
                 small.clear()
 
             for key in keys:
-                self.reader.spec(key)  # whether the record makes sense
+                self.reader.spec(key)  # raises if the record makes no sense
                 block = self.movement.blocks[key]
                 spec = block.spec
                 home_device = self.movement.tiers[spec.home].device
@@ -584,7 +584,7 @@ class _Loader:
                     each.result()
 
     def _adopt(self, block: Block) -> bool:
-        """Take the snapshot's files for the home slot: no byte moves. False if its tier does not have them."""
+        """Adopt the snapshot's files as the home slot, moving no bytes; return False if its tier lacks them."""
         movement, slot = self.movement, block.home.slot
         tier = movement.durable_tiers.get(block.spec.home)
         if tier is None:
@@ -628,21 +628,21 @@ class _Loader:
 def remove_generation(
     path: str | os.PathLike[str], generation: int, search: Sequence[str | os.PathLike[str]] = ()
 ) -> None:
-    """Remove a committed generation, also what lies on the paths of file tiers. No store may have the directory open.
+    """Remove a committed generation, with its parts on the paths of file tiers. No store may have the directory open.
 
-    Where it is the current one, the newest of the others becomes that first.
+    If it is the current one, the newest other generation becomes the current one first.
 
     Args:
-        search: paths of file tiers beside those that the manifests name.
+        search: paths of file tiers, in addition to the paths in the manifests.
 
     Raises:
         GenerationError: there is no such generation.
         LockedError: a living process uses the directory.
-        OSError: a file cannot be removed; calling it again goes on.
+        OSError: a file cannot be removed; another call continues.
     """
     directory = Path(os.path.abspath(path))
     if generation not in list_generations(directory):
-        read_manifest(directory, generation)  # raises, and says which there are
+        read_manifest(directory, generation)  # raises, and lists the existing ones
     lock = lock_directory(directory)
     try:
         paths = [Path(os.path.abspath(path)) for path in search]
@@ -654,7 +654,7 @@ def remove_generation(
                 identity = StoreIdentity(identity.id or reader.manifest.store, directory)
         _flip_away(directory, generation)
         forget_generation(directory, generation)
-        # Its own folder last: what a crash leaves on other drives is found as long as that is there.
+        # Its own folder last: it leads to what a crash leaves on other drives.
         for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
             if number == generation and identity.owns(folder):
                 remove_snapshot_folder(folder)
@@ -663,7 +663,7 @@ def remove_generation(
 
 
 def _flip_away(directory: Path, generation: int) -> None:
-    """Let the newest other generation be the current one, unless the top file names one of the others already."""
+    """Make the newest other generation the current one, unless the top file already names one of the others."""
     others = [number for number in newest_first(directory) if number != generation]
     try:
         current = current_generation(directory)

@@ -25,7 +25,7 @@ SNAPSHOT_FOLDER = "snap"
 #: Version of these files. A reader refuses newer ones and reads all older ones.
 MANIFEST_VERSION = 1
 
-#: Of a block, which is a part of a layer: what is beyond it is nonsense, and reading is planned piece by piece.
+#: Most bytes of a block, which is a part of a layer. More is nonsense, and reading is planned piece by piece.
 _MAX_BYTES = 1 << 44
 
 _BEFORE_BODY = '{"body": '
@@ -76,7 +76,7 @@ def generation_name(generation: int) -> str:
 
 
 def generation_folder(directory: str | os.PathLike[str], generation: int) -> Path:
-    """Return where a generation lies."""
+    """Return the folder of a generation."""
     return Path(directory, SNAPSHOT_FOLDER, generation_name(generation))
 
 
@@ -106,7 +106,7 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
 
 
 def make_current(directory: str | os.PathLike[str], generation: int) -> None:
-    """Let a generation that is whole be the current one. Survives a power cut.
+    """Make a whole generation the current one. Survives a power cut.
 
     Raises:
         OSError: the drive refused; the current generation is the one before, or this one if only the last flush failed.
@@ -116,7 +116,7 @@ def make_current(directory: str | os.PathLike[str], generation: int) -> None:
 
 
 def forget_current(directory: str | os.PathLike[str]) -> None:
-    """Say that nothing is committed. Survives a power cut."""
+    """Remove the record of the current generation. Survives a power cut."""
     Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
     _show_latest(Path(directory), None)
     sync_path(Path(directory))
@@ -192,7 +192,7 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
     """Return a record after checking that it is one. Raises ``ValueError``, ``TypeError`` or ``KeyError``.
 
-    A seal says that a file is whole, not who wrote it: what it says must make sense before anything is done by it.
+    A seal proves that a file is whole, not who wrote it. So its contents are checked before they are used.
     """
     record = BlockRecord(**{**fields, "shape": tuple(fields["shape"]), "xxh3_64": tuple(fields["xxh3_64"])})
     texts = (record.key, record.dtype, record.home, record.location, *record.xxh3_64)
@@ -245,9 +245,9 @@ def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
 
 
 def forget_generation(directory: str | os.PathLike[str], generation: int) -> None:
-    """Delete a generation's manifest: from now on it is plainly not there, also after a power cut.
+    """Delete a generation's manifest: from now on the generation does not exist, also after a power cut.
 
-    Its files are deleted or used for something else only afterwards, and the current one is another.
+    Its files may be deleted or reused only afterwards, and another generation must be the current one.
     """
     folder = generation_folder(directory, generation)
     if (folder / MANIFEST_NAME).exists():
@@ -256,7 +256,7 @@ def forget_generation(directory: str | os.PathLike[str], generation: int) -> Non
 
 
 def _show_latest(directory: Path, generation: Path | None) -> None:
-    # Only who writes needs the documents of arrays, and torch with them: who reads manifests answers at once.
+    # Imported here: only writers need the documents of arrays, and torch with them; readers stay fast.
     from tiered.durable.zarr_folder import show_latest
 
     show_latest(directory, generation)
@@ -288,7 +288,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _seals_of(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
-    """Yield the checksums that a document may have: of its body as it lies in the file, and as it would be written."""
+    """Yield the checksums that a document may have: of its body as stored in the file, and as written now."""
     before, end = _BEFORE_BODY.encode(), after.encode()
     if content.startswith(before) and content.endswith(end):
         yield checksum(memoryview(content)[len(before) : -len(end)])

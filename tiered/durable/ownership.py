@@ -45,7 +45,7 @@ class StoreIdentity:
         """Return the identity of the store of a directory that the caller has locked; a new store gets one.
 
         Args:
-            known_id: taken where the directory has lost its note.
+            known_id: id for a directory that has lost its note.
         """
         found = read_store_id(path)
         if found is None:
@@ -62,11 +62,11 @@ class StoreIdentity:
     def owns(self, folder: Path) -> bool:
         """Return whether a folder ``<path>/snap/<generation>`` is this store's.
 
-        In the store's own directory it is, unless its note names another store. Elsewhere it is if its note says so,
-        also of a directory that was moved here since; not if this directory is a copy of that one.
+        In the store's own directory it is, unless its note names another store. Elsewhere its note decides, also
+        after that directory was moved here; but not if this directory is only a copy of that one.
         """
         owner = read_owner(folder)
-        # Where it really is: a link into somebody's files does not make them this store's.
+        # The real path: a link into another user's files does not make them this store's.
         is_here = _is_same(Path(os.path.realpath(folder)).parent.parent, self.path)
         if owner is None or is_here:
             return is_here and (owner is None or owner.id == self.id)
@@ -91,7 +91,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
-    """Yield (generation, folder) of everything under ``snap/`` of these paths, of any store, but links."""
+    """Yield (generation, folder) of everything under ``snap/`` of these paths, of any store, except links."""
     for path in paths:
         snap = Path(path, SNAPSHOT_FOLDER)
         for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
@@ -100,7 +100,7 @@ def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[
 
 
 def numbers_taken(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
-    """Return the numbers that have an entry under ``snap/`` of these paths, whatever it is: a link, too."""
+    """Return the numbers that have an entry of any kind under ``snap/`` of these paths, even a link."""
     snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
     return {int(entry.name) for snap in snaps for entry in snap.iterdir() if is_number(entry.name)}
 

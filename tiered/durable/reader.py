@@ -1,4 +1,4 @@
-"""GenerationReader: a committed generation read and checked without opening a store, also beside a living run."""
+"""GenerationReader: a committed generation read and checked without opening a store, even during a run."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class GenerationReader:
     """One committed generation, read only. It takes no lock: a living run may remove the generation meanwhile.
 
     Args:
-        generation: its number, default the newest whole one: that of the top file where it names the newest, else the
+        generation: its number. Default: the newest whole one. That is the top file's if it is the newest, else the
             newest whose files all exist.
         search: paths of file tiers, for parts that are not where they were written.
 
     Attributes:
         blocks: its records by key, in order of registration.
         piece_bytes: bytes of a block's contents that one checksum covers: ``read_range`` reads no less.
-        notice: why another generation was chosen than the top file names; None if it was not.
+        notice: why another generation than the top file's was chosen, or None.
 
     Raises:
         GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
@@ -102,7 +102,7 @@ class GenerationReader:
         places = drive_places(self.manifest, self.path)
         self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
         self._specs: dict[str, BlockSpec] = {}  # of records that make sense
-        self._owners: dict[Path, str] = {}  # by folder of a generation: ours, foreign, or unknown
+        self._owners: dict[Path, str] = {}  # by folder of a generation
         near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
 
@@ -112,7 +112,7 @@ class GenerationReader:
         return self.manifest.generation
 
     def spec(self, key: str) -> BlockSpec:
-        """Return a block as it was registered.
+        """Return the spec of a block.
 
         Raises:
             BlockNotFoundError: the generation has none of that name.
@@ -134,7 +134,7 @@ class GenerationReader:
         expected = (SNAPSHOT_FOLDER, self._name, *key.split("/"))
         if not self._is_here(record) and Path(record.location).parts[-len(expected) :] != expected:
             raise GenerationError(
-                f"block '{key}' of generation {self.generation} is said to lie in '{record.location}', which is no "
+                f"block '{key}' of generation {self.generation} has the location '{record.location}', which is no "
                 "place of that block"
             )
         if spec.nbytes != record.nbytes:
@@ -233,7 +233,7 @@ class GenerationReader:
     def to_zarr(self) -> zarr.Group:
         """Return the generation as a read-only ``zarr.Group``: each block an array of its shape, read when indexed.
 
-        What is read is verified, whatever drives it is striped over. bfloat16 and float8 are arrays of unsigned
+        Reads are verified, whichever drives hold the data. bfloat16 and float8 appear as arrays of unsigned
         integers of that size, with the true name in ``attrs["megatrain"]["logical_dtype"]``.
         """
         from tiered.zarr_views import BlockView, group_of  # zarr takes half a second to import
@@ -320,7 +320,7 @@ class GenerationReader:
 
 
 def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
-    """Return the newest generation whose manifest can be read and whose files exist, and why newer ones were not taken.
+    """Return the newest generation with a readable manifest and all files, and why newer ones were skipped.
 
     Raises:
         GenerationError: there is none.
@@ -342,7 +342,7 @@ def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple
 
 
 class _Inspection:
-    """Looks at the blocks of one generation, and once at each document that several of them have in common."""
+    """Checks of the blocks of one generation. A document that several blocks share is checked once."""
 
     def __init__(self, reader: GenerationReader) -> None:
         self._reader = reader
@@ -365,7 +365,7 @@ class _Inspection:
             yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"
 
     def root_problems(self, root: Path) -> Iterator[str]:
-        """Look at a folder ``snap/<generation>`` and at what is above it."""
+        """Check a folder ``snap/<generation>`` and what is above it."""
         if root in self._seen:
             return
         self._seen.add(root)
@@ -387,12 +387,12 @@ class _Inspection:
             yield f"'{path}' is missing or damaged: it must name the store {store}"
 
     def block_problems(self, record: BlockRecord) -> Iterator[str]:
-        """Look at the documents, the files and the contents of a block."""
+        """Check the documents, the files and the contents of a block."""
         try:
             spec = self._reader.spec(record.key)
             folders = self._reader.folders(record.key)
             if not folders:
-                self._reader.files(record.key)  # raises, and says where it should be
+                self._reader.files(record.key)  # raises, and names the right place
         except GenerationError as error:
             yield str(error)
             return
@@ -418,11 +418,11 @@ class _Inspection:
         *,
         may_lag: bool = False,
     ) -> Iterator[str]:
-        """Look at a document. It may list its members besides, which a living run may be changing now.
+        """Check a document. It may also list its members, which a running process may be changing.
 
         Args:
-            with_members: returns the same with the members listed that are there now.
-            may_lag: any list of members will do: it is for people who look, and nothing reads it back.
+            with_members: returns the document with its present members listed.
+            may_lag: accept any list of members: only people read it.
         """
         path = folder / DOCUMENT_NAME
         if path in self._seen:

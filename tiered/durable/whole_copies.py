@@ -1,7 +1,7 @@
 """Whole copies of committed generations: all their bytes in one directory, whichever drives they lay on.
 
-The directory is one of generations itself, so that ``GenerationReader`` reads, checks and removes what lies there. A
-copy counts once its manifest exists, which is written last: cut off at any instant before, it is removed by the next.
+The directory is itself a directory of generations, so ``GenerationReader`` reads, checks and removes the copies. A
+copy's manifest is written last: without one the copy is incomplete, and the next copy removes it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from tiered.tiers.layout import array_document, group_document
 
 @dataclass(frozen=True, slots=True)
 class CopyFigures:
-    """What a copy took.
+    """Bytes of a copy.
 
     Attributes:
         copied_bytes: size of the files that were written.
-        linked_bytes: size of those that lay in the source's own directory, on this drive, and were linked.
+        linked_bytes: size of the files that were linked, in the source's own directory on this drive.
     """
 
     generation: int
@@ -62,7 +62,7 @@ class WholeCopies:
     """The copies in one directory, which this object owns until ``close``. Not thread-safe. Memory: 20 MiB.
 
     Args:
-        path: made if missing. What a crash left of an unfinished copy is removed.
+        path: made if missing. Leftovers of an incomplete copy are removed.
 
     Raises:
         LockedError: another process uses it.
@@ -92,11 +92,11 @@ class WholeCopies:
         return next(iter(newest_first(self.path)), None)
 
     def prune(self, keep: int) -> None:
-        """Remove the oldest copies but ``keep``, at least one. Raises ``OSError``; calling it again goes on."""
+        """Remove the oldest copies but ``keep``, at least one. Raises ``OSError``; another call continues."""
         self.keep_only(sorted(newest_first(self.path))[-max(1, keep) :])
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Remove all copies but those with some numbers. Raises ``OSError``; calling it again goes on."""
+        """Remove all copies but those with some numbers. Raises ``OSError``; another call continues."""
         for number in sorted(set(newest_first(self.path)) - set(numbers)):
             self._remove(number)
 
@@ -111,7 +111,7 @@ class WholeCopies:
                 copy.
 
         Returns:
-            Its figures. Its number is that of the generation, or a larger one where a copy has that.
+            Its figures. It has the number of the generation, or a larger one if a copy has that number.
 
         Raises:
             CorruptBlockError: a byte of the generation, or of the copy, is another than was written.
@@ -160,9 +160,9 @@ class WholeCopies:
         return CopyFigures(number, copied, linked)
 
     def _link(self, source: GenerationReader, record: BlockRecord, folder: Path) -> bool:
-        """Link a block that lies in the source's own directory; False: it lies elsewhere, or cannot be linked.
+        """Link a block in the source's own directory; return False if it is elsewhere, or cannot be linked.
 
-        Such files are written once and never again. Those of a file tier are not linked: it counts and reuses them.
+        Such files are never written again. Files of a file tier are not linked, because it counts and reuses them.
         """
         if record.home in source.manifest.paths:
             return False
@@ -202,6 +202,6 @@ class WholeCopies:
             remove_if_empty(folder)
 
     def _remove(self, number: int) -> None:
-        # The manifest first: a crash half-way leaves a folder that is plainly no generation.
+        # The manifest first: after a crash half-way, the folder clearly is no generation.
         forget_generation(self.path, number)
         remove_snapshot_folder(generation_folder(self.path, number))

@@ -1,8 +1,8 @@
 """A store's folder as zarr sees it: ``latest`` is the current generation, and documents list what is below them.
 
-zarr finds the members of a group by listing its folder, and warns of every file that is none of its own: manifests,
-locks, notes of ownership. A document that holds the metadata of its members (zarr's consolidated metadata)
-is believed instead. All of this is for looking only: nothing here reads it back, and a drive that refuses is no error.
+zarr lists a folder to find the members of a group, and warns of every foreign file: manifests, locks, notes of
+ownership. It does not if the group's document has the metadata of the members (zarr's consolidated metadata).
+These documents are for viewers only: nothing here reads them back, and a drive that refuses is no error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATEST_NAME = "latest"
 
 
 def list_members(folder: Path, keys: Iterable[str]) -> None:
-    """Let the document of a generation's folder list the arrays that lie in it. Raises ``OSError``."""
+    """Write the list of a generation's arrays into the document of its folder. Raises ``OSError``."""
     write_document(folder, generation_document(folder, keys), replace=True)
 
 
@@ -44,7 +44,7 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def show_latest(directory: Path, generation: Path | None) -> None:
-    """Let ``latest`` in a store's folder, and the folder's document, lead to a generation; None: to nothing.
+    """Point ``latest`` in a store's folder, and the folder's document, at a generation, or at nothing if None.
 
     Called after the generation became the current one; a crash in between leaves them to the next commit.
     """
@@ -58,13 +58,13 @@ def show_latest(directory: Path, generation: Path | None) -> None:
             own = group_document({"page_bytes": PAGE_BYTES})
             # Durable: this document is also what makes the folder a store's.
             write_document(directory, directory_document(directory, own), replace=True, durable=True)
-    except OSError:  # a full drive, or a file system without links: rather no name than an old one
+    except OSError:  # a full drive, or no links: no name is better than an old one
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
 
 
 def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of a store's folder: ``own``, and what ``latest`` leads to now as its members."""
+    """Return the document of a store's folder: ``own``, with what ``latest`` leads to now as its members."""
     found = read_document(directory / LATEST_NAME)
     if found is None:
         return _with_members(own, {})

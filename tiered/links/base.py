@@ -47,7 +47,7 @@ class Link(Protocol):
 
     @property
     def path(self) -> str:
-        """Return which way bytes take now: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
+        """Return the path that bytes take now: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
         ...
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
@@ -61,13 +61,13 @@ class Link(Protocol):
     def usage(self) -> LinkUsage: ...
 
     def close(self) -> None:
-        """Finish what is under way and stop the threads, which may be shared: with the last link then. Idempotent."""
+        """Finish transfers and stop the threads; shared threads stop with their last link. Idempotent."""
         ...
 
 
 @runtime_checkable
 class LinkedTier(Protocol):
-    """A tier that brings its own links: any tier may have this method, and ``default_links`` asks it."""
+    """A tier that brings its own links: any tier may have this method, which ``default_links`` calls."""
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
         """Return two links, one each way between this tier and ``neighbour``; None if no way is known.
@@ -123,8 +123,8 @@ class Workers:
     A job that raises is reported through ``threading.excepthook`` and costs neither the thread nor other jobs.
 
     Args:
-        num_patient: threads that urgent jobs leave to others that wait. A drive reads and writes at the same time: with
-            all threads on one of the two, half of it idles.
+        num_patient: threads that urgent jobs leave to waiting ordinary ones. A drive reads and writes at the same time:
+            if all threads do one of the two, half of the drive idles.
     """
 
     def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:
@@ -177,19 +177,19 @@ class Workers:
             thread.join()
 
 
-#: Copies the first so many bytes of a slot of the source into one of the destination; raises what went wrong.
+#: Copies the first bytes of a source slot into a destination slot; raises on failure.
 Move = Callable[[Slot, Slot, int], None]
 
 
 class ThreadedLink:
     """One direction between two tiers, moved by a few threads that start with the first transfer. Thread-safe.
 
-    Whatever ``move`` raises ends the transfer: a ``TieredError`` as it is, anything else as a ``TransferError``.
+    If ``move`` raises, its error ends the transfer: a ``TieredError`` as it is, any other as a ``TransferError``.
 
     Args:
         src: name of the tier that it reads.
         dst: name of the tier that it writes.
-        path: what to call the way, in statistics.
+        path: name of the path for statistics.
         move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``; several at once, for different
             slots.
     """

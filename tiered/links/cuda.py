@@ -27,23 +27,23 @@ class _Lane:
 class CudaLink:
     """Copies one way between a GpuTier and a RamTier. Touches no device before the first transfer.
 
-    What makes it safe, in the order of a transfer:
+    Order of the steps that make a transfer safe:
 
-    1. Before the copy, its stream waits for all work recorded as using the device slot: the kernels that wrote what is
-       to go out, or that still read what the slot held before. It waits on the device; no thread does.
-    2. The transfer finishes when the bytes have arrived, in both directions. An H2D copy that was only enqueued still
-       reads the host slot, and a D2H copy still reads the device slot; the store may reuse either as soon as the
-       transfer is done. Kernels that are queued after an H2D copy finished need no further order.
-    3. The copy streams are not the legacy default stream and do not synchronise with it: kernels queued there neither
-       wait for copies nor hold them up, but by the events of 1.
+    1. Before the copy, its stream waits for all work recorded as using the device slot: kernels that wrote the bytes to
+       copy out, or that still read the slot's old contents. The stream waits on the device; no thread does.
+    2. The transfer finishes when the bytes have arrived, in both directions. Until then an H2D copy reads the host
+       slot, and a D2H copy reads the device slot. Then the store may reuse either slot. Kernels queued after an
+       H2D copy finished need no further order.
+    3. The copy streams are not the legacy default stream and do not synchronise with it. Kernels that are queued there
+       and copies wait for each other only through the events of 1.
 
-    A direction has two streams. Copies whose device slot is free go one way, copies that wait for kernels the other.
-    In one stream a fetch into a slot that a kernel still reads would hold up all fetches behind it, and the link
-    would idle: with many micro-batches an activation's slot is reused while the layer still runs, and the next
-    layer's weights, whose slot is free, would come behind it. Copies of one lane keep the order of submission, which is
-    that of need. Copies out all wait for the kernel that made the bytes; these end in order, so one lane serves them.
+    A direction has two streams: one for copies whose device slot is free, one for copies that wait for kernels. In one
+    stream, a fetch into a slot that a kernel still reads would delay all fetches behind it, and the link would idle.
+    With many micro-batches an activation's slot is reused while the layer still runs. The next layer's weights, whose
+    slot is free, would wait. Copies of one lane keep the order of submission, which is the order of need. Copies
+    out all wait for the kernel that made the bytes. These kernels end in order, so one lane serves them.
 
-    One thread enqueues (a copy from memory that is not pinned blocks it), one per lane waits for the device.
+    One thread enqueues (a copy from memory that is not pinned blocks it); one thread per lane waits for the device.
     """
 
     def __init__(self, src_tier: GpuTier | RamTier, dst_tier: GpuTier | RamTier) -> None:
@@ -78,11 +78,11 @@ class CudaLink:
         return transfer
 
     def _enqueue(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
-        """Queue the copy and have its end awaited. On the enqueuing thread alone, so that lanes need no lock."""
+        """Queue the copy, and the wait for its end. Only the enqueuing thread calls it, so lanes need no lock."""
         buffer = buffer_of(src_slot if isinstance(self._src_tier, GpuTier) else dst_slot)
         lane = self._free
         try:
-            # Asked once: a kernel that ends a moment later only costs the better lane.
+            # Checked once: if the kernel ends a moment later, the copy only misses the better lane.
             lane = self._free if buffer.is_idle() else self._waiting
             event = self._copy(lane, buffer, src_slot, dst_slot, nbytes)
             transfer.event = event
@@ -120,8 +120,8 @@ class CudaLink:
 
     def _fail(self, lane: _Lane, transfer: Transfer, cause: Exception) -> None:
         if lane.stream is not None:
-            # The copy may have been queued before the error: no slot may go while it moves. A device that is broken
-            # says so once more, and then nothing moves.
+            # The copy may have been queued before the error, and no slot may be freed while it moves. A broken device
+            # raises here again, and then nothing moves.
             with contextlib.suppress(Exception):
                 lane.stream.synchronize()
         self._finish(transfer, cause)

@@ -29,19 +29,19 @@ PART_BYTES = 16 * MiB
 _MIN_THREADS = 8
 _THREADS_PER_PATH = 4
 _PATIENT_SHARE = 2  # half of the threads is left to writes that wait
-#: What a transfer reads or fills: the resource of a slot.
+#: Resource of a slot, which a transfer reads or fills.
 Memory = HostSlab | DeviceBuffer
 
 
 class PartMover(Protocol):
     """Moves bytes between memory and one file of a tier. Called by several threads at once.
 
-    What moves device memory as well gets a tensor on the device, 1-D uint8, in the place of a memoryview.
+    A mover of device memory gets a tensor on the device, 1-D uint8, instead of a memoryview.
     """
 
     @property
     def path(self) -> str:
-        """Return which way bytes take now, e.g. ``posix-direct``."""
+        """Return the path that bytes take now, e.g. ``posix-direct``."""
         ...
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
@@ -79,7 +79,7 @@ class _FileTransfer:
         self.error: BaseException | None = None
         self.found: dict[int, str] = {}  # checksums by the start of their piece
         self._lock = threading.Lock()
-        self._uncounted_bytes: Counter[int] = Counter()  # of a write, by path: not on the paths' count yet
+        self._uncounted_bytes: Counter[int] = Counter()  # of a write, by path: not counted as wear yet
         for part in parts:
             self._uncounted_bytes[part.file.path_index] += part.stop - part.start
         self._num_left = max(1, len(parts))  # calls of `task_done` that end the transfer: one where nothing moves
@@ -89,7 +89,7 @@ class _FileTransfer:
         }
 
     def count_wear(self, tier: NvmeTier) -> None:
-        """Put the whole write on the count of its paths, before its first part is written; then do nothing.
+        """Count the whole write for its paths before its first part is written; later calls do nothing.
 
         Raises:
             WearLimitError: a path may not be written that much.
@@ -132,17 +132,17 @@ class _FileTransfer:
 class FileEngine:
     """The threads that read and write one NvmeTier's files; shared by its read and its write link.
 
-    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together; queued reads go first, but leave
-    half of the threads to writes: a drive does both at once, and writes that wait hold room that reads need.
-    A transfer ends when all its parts did, so that its slots are untouched from then on even after an error.
+    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together. Queued reads go first, but leave
+    half of the threads to writes: a drive does both at once, and waiting writes hold room that reads need. A transfer
+    ends when all its parts have ended, so that its slots are untouched from then on even after an error.
 
-    Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared with
-    them when they are read (``always``); both by the thread that moves the bytes, without the interpreter's lock. What
-    is written from a GpuTier gets none: its bytes are not in RAM.
+    Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared when they
+    are read (``always``). The thread that moves the bytes does both without the interpreter's lock. Writes from a
+    GpuTier get no checksums, because the bytes are not in RAM.
 
-    No stream of a device knows of files. So parts of a GpuTier's slot move once the device has finished all work that
-    was recorded as using the slot; two threads wait for that, not those that move bytes. When a read has ended its
-    bytes are in device memory, and kernels that are queued later need no further order.
+    Device streams do not order file I/O. So parts of a GpuTier's slot move once the device has finished all work that
+    was recorded as using the slot; two separate threads wait for that. After a read has ended, its bytes are in device
+    memory, and kernels that are queued later need no further order.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class FileEngine:
             self._workers.submit(lambda part=part: self._run(job, part, is_write), urgent=not is_write)  # type: ignore[misc]
 
     def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[FilePart]:
-        # O_DIRECT moves whole 4096s. Both slots have them: the slab is rounded up, and so are the files.
+        # O_DIRECT moves multiples of 4096 bytes. Both slots have them: the slab is rounded up, and so are the files.
         end = round_up(nbytes, PAGE_BYTES)
         for file in files:
             stop = min(file.offset + file.nbytes, end)
@@ -198,14 +198,14 @@ class FileEngine:
 
     def _run(self, job: _FileTransfer, part: FilePart | None, is_write: bool) -> None:
         error: BaseException | None = None
-        if job.error is None and part is not None:  # else there is nothing, or it has failed and the rest is worthless
+        if job.error is None and part is not None:  # else nothing to move, or the transfer has failed
             try:
                 if is_write and self.tier.verify != "off" and isinstance(job.memory, HostSlab):
                     job.digest_from(part)  # first: the drive's copy finds the bytes in the processor's cache
                 self._move(job, part, is_write)
                 if not is_write and self.tier.verify == "always":
                     self._compare(job, job.arrived(part))
-            except TieredError as cause:  # damage, a limit, a cut-off file: it says all that there is to say
+            except TieredError as cause:  # damage, a limit, a truncated file: it needs no context
                 error = cause
             except OSError as cause:
                 error = self._wrap(cause, part, is_write)
@@ -300,7 +300,7 @@ class FileEngine:
 
 
 class _FileLink:
-    """What both directions share."""
+    """Base of both directions."""
 
     def __init__(self, src: str, dst: str, engine: FileEngine) -> None:
         self.src = src
@@ -312,7 +312,7 @@ class _FileLink:
 
     @property
     def path(self) -> str:
-        """Return which way bytes take now, e.g. ``posix-direct`` or ``kvikio-posix``."""
+        """Return the path that bytes take now, e.g. ``posix-direct`` or ``kvikio-posix``."""
         return self.engine.mover.path
 
     def usage(self) -> LinkUsage:
@@ -359,8 +359,8 @@ class FileWriteLink(_FileLink):
 class PosixMover:
     """``PartMover`` with ``preadv`` and ``pwritev``. Thread-safe.
 
-    A file is opened for every part: 1.5 microseconds beside the 8 milliseconds that 16 MiB take, and never the file
-    that a snapshot has taken the name of meanwhile.
+    A file is opened for every part: 1.5 microseconds, compared with 8 milliseconds for 16 MiB. So a part never uses
+    a file that only a snapshot holds by now.
     """
 
     def __init__(self, tier: NvmeTier) -> None:
@@ -413,13 +413,13 @@ _ADVICE = {
     errno.EREMOTEIO: _DEAD,
     errno.ENOTCONN: _DEAD,
     errno.ESTALE: _DEAD,
-    errno.ENOENT: "Somebody removed the file while it was in use",
-    errno.EACCES: "Somebody changed the rights of the file",
+    errno.ENOENT: "Another program removed the file while it was in use",
+    errno.EACCES: "Another program changed the permissions of the file",
 }
 
 
 def explain(cause: OSError) -> str:
-    """Return the system's words with the name of the error, and what to do."""
+    """Return the system's message with the name of the error, and advice."""
     code = cause.errno or 0
     text = f"{cause.strerror or cause} ({errno.errorcode.get(code, f'error {code}')})"
     advice = _ADVICE.get(code)

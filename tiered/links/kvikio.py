@@ -1,4 +1,4 @@
-"""kvikio on a tier's files: NVIDIA's I/O library, tuned, and never chosen without knowing what it really does."""
+"""kvikio for a tier's files: NVIDIA's I/O library, tuned, and its fallbacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _THREADS_PER_PATH = 2
 #: A handle is two file descriptors.
 _MAX_HANDLES = 128
 _ADVICE = "or choose the engine 'posix'"
-_tuning = threading.Lock()  # kvikio's settings are those of the process
+_tuning = threading.Lock()  # kvikio's settings are global
 _Identity = tuple[int, int, bool]  # device, inode, for writing
 
 #: kvikio passes the system's errors on as text only.
@@ -44,18 +44,18 @@ class _Handle:
 class KvikioMover:
     """``PartMover`` with kvikio. Thread-safe; of no use after a fork, where kvikio would hang.
 
-    Files stay open between parts, known by their inode: what a snapshot has taken the name of is never mistaken for
-    the file that has the name now. At most 128 stay open, and none that was deleted for long.
+    Files stay open between parts, known by their inode, so that a snapshot's file is never mistaken for the file that
+    has its name now. At most 128 stay open, and none that was deleted for long.
 
-    kvikio's settings belong to the process, so two movers share them; its own defaults (one thread, the kernel's
-    cache) are a third of the speed.
+    kvikio's settings belong to the process, so two movers share them. Its defaults (one thread, the kernel's cache)
+    reach a third of the speed.
 
     Args:
         has_gds: a probe has shown that GPUDirect Storage carries bytes here. Otherwise kvikio is kept from opening
             libcufile's driver, which may never return.
 
     Raises:
-        TieredError: kvikio or the NVIDIA driver is missing. There is no silent way round it.
+        TieredError: kvikio or the NVIDIA driver is missing. There is no silent fallback.
     """
 
     def __init__(self, tier: NvmeTier, *, has_gds: bool = False) -> None:
@@ -108,7 +108,7 @@ class KvikioMover:
             self._move(file, offset, view, is_write)
 
     def _move(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, is_write: bool) -> None:
-        # cuFile takes device memory as it is; files are read into host memory by plain system calls as well.
+        # cuFile takes device memory at any address; host memory is moved by plain system calls.
         address = np.frombuffer(view, dtype=np.uint8).ctypes.data if isinstance(view, memoryview) else 0
         place = (address, offset, len(view))
         assert not any(number % PAGE_BYTES for number in place), f"not aligned to {PAGE_BYTES}: {place}"
@@ -170,7 +170,7 @@ class KvikioMover:
         status = os.fstat(opened.fileno())
         if (status.st_dev, status.st_ino) != identity[:2]:
             opened.close()
-            raise self._error("somebody replaced the file while it was being opened", file, offset)
+            raise self._error("another program replaced the file while it was being opened", file, offset)
         if self._tier.is_direct and not opened.is_direct_io_supported():
             self._tier.stop_direct_io()
         return opened
@@ -242,6 +242,6 @@ def _tune(kvikio: Any, *, num_threads: int, has_gds: bool, is_direct: bool) -> N
             "auto_direct_io_read": is_direct,
             "auto_direct_io_write": is_direct,
         }
-        if num_threads > kvikio.defaults.get("num_threads"):  # a new pool: not under the feet of another mover
+        if num_threads > kvikio.defaults.get("num_threads"):  # makes a new pool, which must not shrink another mover's
             settings["num_threads"] = num_threads
         kvikio.defaults.set(settings)

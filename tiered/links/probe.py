@@ -1,4 +1,4 @@
-"""What kvikio can do on this machine, probed in a subprocess: cuFile can hang.
+"""Capabilities of kvikio on this machine, probed in a subprocess, because cuFile can hang.
 
 Run as a script, this file is that process; it imports nothing of this package, so that it starts quickly.
 """
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 _PROBE_BYTES = 1 << 20
-#: What libcufile reads when its driver is opened; without the first it never returns.
+#: Paths that libcufile reads when its driver is opened; without the first it never returns.
 _DRIVER_NEEDS = ("/proc/modules", "/run/udev")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvikioProbe:
-    """What a probe found; each fact needs those before it.
+    """Result of a probe; each fact needs those before it.
 
     Attributes:
         libcuda: the NVIDIA driver's library can be loaded.
@@ -31,7 +31,7 @@ class KvikioProbe:
         gpu_bytes: moved from the file to GPU memory and back, and right; whichever way they took.
         gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters. 0 where
             ``gpu_bytes`` is: bytes that came out wrong prove nothing.
-        reason: why it is not more, as half a sentence; empty when ``gds_bytes`` > 0.
+        reason: why the probe got no further, as half a sentence; empty when ``gds_bytes`` > 0.
     """
 
     installed: bool = False
@@ -59,7 +59,7 @@ def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> Kvi
 
     Args:
         folder: a directory on the drive in question.
-        timeout_s: the other process is killed after that many seconds, and the answer is what it found till then.
+        timeout_s: the other process is killed after that many seconds; the result is what it had found by then.
     """
     try:
         fd, name = tempfile.mkstemp(prefix=".kvikio-probe-", dir=folder)
@@ -93,7 +93,7 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
             output, errors = process.communicate()
             end = f"it did not answer within {timeout_s:g} s"
     facts: dict[str, Any] = {}
-    for line in output.splitlines():  # one per step, each with all that is known
+    for line in output.splitlines():  # one per step, each with all facts so far
         if line.startswith("{") and line.endswith("}"):
             facts = json.loads(line)
     step = facts.pop("step", "start")
@@ -107,7 +107,7 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
 
 
 class _Findings:
-    """What is known so far; every new fact is printed at once, since the next step may never return."""
+    """Facts found so far. Every new fact is printed at once, since the next step may never return."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def _probe(file: str, findings: _Findings) -> None:
 
 
 if __name__ == "__main__":
-    # Also without a parent to kill this process: the default action of SIGALRM ends it, in the middle of a C loop too.
+    # Without a parent to kill this process, the default action of SIGALRM ends it, even inside a C loop.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]) + 1.0)
     _probe(sys.argv[1], _Findings())

@@ -1,4 +1,4 @@
-"""The links between tiers: each with the next faster one that it can be linked with, and those past others."""
+"""The links between tiers: to the next faster tier that each can be linked with, and past RAM."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiered.units import PAGE_BYTES
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
     """Return the links of each tier with the next faster one that it can be linked with.
 
-    Then those between an ``NvmeTier`` with ``past_ram`` and each ``GpuTier``. Two tiers have one link each way, and a
-    ``ReadOnlyTier`` only one link out. A method ``links_with`` is called first, and that of the slower tier before that
-    of the faster.
+    Then the links between an ``NvmeTier`` with ``past_ram`` and each ``GpuTier``. Two tiers have one link each way, and
+    a ``ReadOnlyTier`` only one link out. Methods ``links_with`` are called first, the slower tier's before the faster
+    tier's.
 
     Args:
         tiers: Fast to slow.
@@ -31,8 +31,8 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
     Raises:
         ValueError: a tier that nothing connects with a faster one, or one whose ``links_with`` returns other links.
-        TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here, or GPUDirect Storage,
-            which does not work here.
+        TieredError: an ``NvmeTier`` is to use kvikio or GPUDirect Storage, and this machine lacks it or it does not
+            work here.
     """
     has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
     links = [link for number in range(1, len(tiers)) for link in _links_to_faster(tiers[: number + 1], has_device)]
@@ -47,13 +47,13 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
 
 def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]:
-    """Return both directions between files and GPU memory, or what takes its place.
+    """Return both directions between files and GPU memory, or between files and its stand-in.
 
     Args:
-        engine: moves files; the other links of that tier use it, too.
+        engine: moves files; the tier's other links also use it.
 
     Raises:
-        ValueError: files are read in whole 4096s, but slots of the GPU tier are not multiples of that.
+        ValueError: files are read in multiples of 4096 bytes, and slots of the GPU tier are not such multiples.
     """
     if gpu.alignment_bytes % PAGE_BYTES:
         raise ValueError(
@@ -76,7 +76,7 @@ def _links_to_faster(tiers: Sequence[Tier], has_device: bool) -> Sequence[Link]:
 
 
 def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequence[Link]:
-    """Return the links between two tiers; none where no way is known.
+    """Return the links between two tiers, empty if no way is known.
 
     Args:
         has_device: Whether files with ``past_ram`` have to be moved by a library that reaches device memory.
@@ -114,10 +114,10 @@ def _check_directions(tier: Tier, neighbour: Tier, slow: Tier, links: Sequence[L
 
 
 def make_mover(tier: NvmeTier, *, needs_gds: bool = False) -> PartMover:
-    """Return what moves the bytes of a tier's files, as its ``engine`` says; for GPU memory always kvikio.
+    """Return the mover of a tier's files for its ``engine``; for GPU memory always kvikio.
 
     Raises:
-        TieredError: ``engine`` is ``kvikio``, which is missing or does not work here; or GPUDirect Storage does not.
+        TieredError: ``engine`` is ``kvikio``, which is missing or does not work here; or GPUDirect Storage fails.
     """
     if needs_gds:
         for path in tier.paths:

@@ -1,4 +1,4 @@
-"""SourceTier: blocks whose contents are there already, made from files that others wrote and that are never written."""
+"""SourceTier: blocks that have contents from the start, read from files that are never written."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ReadPart = Callable[[torch.Tensor], None]
 
 
 class BlockSource(Protocol):
-    """Where the contents of blocks come from."""
+    """Source of the contents of blocks."""
 
     @property
     def block_bytes(self) -> Mapping[str, int]:
-        """Return the blocks that there are, with their bytes."""
+        """Return the bytes of each block, by key."""
         ...
 
     def parts(self, key: str) -> Sequence[ReadPart]:
-        """Return what reads a block; together they write all of its bytes. They run on several threads at once."""
+        """Return the readers of a block, which together write all of its bytes. They run on several threads at once."""
         ...
 
 
@@ -38,7 +38,7 @@ class SourceTier:
     holds it: register it with ``durable=False``. Copies are read into a RamTier.
 
     Args:
-        path: what statistics call the way that bytes take.
+        path: name of the path that bytes take, for statistics.
     """
 
     is_read_only = True
@@ -93,7 +93,7 @@ class SourceTier:
         """Do nothing: the links own the threads."""
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return the link that reads blocks into a RamTier; None: the neighbour is another kind of tier."""
+        """Return the link that reads blocks into a RamTier, or None if the neighbour is another kind of tier."""
         if not isinstance(neighbour, RamTier):
             return None
         return [SourceLink(self, neighbour, self._source, num_threads=self._num_threads)]

@@ -43,9 +43,9 @@ class UnifiedTier(GpuTier):
 
     The slabs are pinned, except where the GPU uses the host's page tables and so reads any memory of the host.
 
-    For a GPU that has no memory of its own: a copy from RAM to it would only double the bytes. A slot's tensor is on
-    the device; files are read into its slab and written from it as those of a RamTier are, once the device has done
-    what was recorded as using the slot. On a GPU with memory of its own it works too, with every access over the bus.
+    For a GPU that shares the host's memory, where a copy from RAM would only double the bytes. A slot's tensor is on
+    the device. Files are read and written through its slab, once the device has finished its recorded work. It
+    also works on a GPU with separate memory, with every access over the bus.
 
     Args:
         capacity_bytes: bound on all slots and reservations together.
@@ -65,7 +65,7 @@ class UnifiedTier(GpuTier):
 
     def _drop(self, buffer: DeviceBuffer) -> None:
         assert isinstance(buffer, UnifiedBuffer), buffer
-        buffer.wait()  # also what torch's own memory is for: no stream orders what is unmapped
+        buffer.wait()  # on the host: no stream orders what is unmapped
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
         buffer.slab.close()
         self.num_drops += 1  # under the pool's lock
@@ -88,13 +88,13 @@ class UnifiedTier(GpuTier):
         return round_up(nbytes, PAGE_BYTES)
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return the links that a RamTier would have, behind what the device has queued.
+        """Return the links that a RamTier would have, each after the work that the device has queued.
 
         None if the neighbour is memory, or no way is known.
         """
         if neighbour.device is not None:
             return None
-        # Links of RAM are made for it: it has no slot of its own.
+        # A stand-in for which RAM's links are made; it has no slots.
         as_ram = RamTier(0, name=self.name, pin_memory=False)
         return [LinkBehindDevice(link, self) for link in links_between(as_ram, neighbour)] or None
 
@@ -102,8 +102,8 @@ class UnifiedTier(GpuTier):
 class LinkBehindDevice:
     """A link of a RamTier for the slots of a UnifiedTier: bytes move once the device has finished with them.
 
-    No stream knows of files. A slot that the device still works in is waited for by a thread of the link; the others
-    move at once. When a read has ended kernels that are queued later need no further order: they see what the host
+    Streams do not order file I/O. A thread of the link waits for a slot that the device still works in; the others move
+    at once. After a read has ended, kernels that are queued later need no further order: they see what the host
     wrote.
     """
 
@@ -114,7 +114,7 @@ class LinkBehindDevice:
 
     @property
     def path(self) -> str:
-        """Return which way bytes take now, as the inner link says."""
+        """Return the path that bytes take now, from the inner link."""
         return self._inner.path
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:

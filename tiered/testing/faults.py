@@ -17,7 +17,7 @@ from tiered.units import PAGE_BYTES
 
 @dataclass(eq=False)
 class Fault:
-    """What goes wrong with some of the parts that are moved.
+    """A failure of some of the parts that are moved.
 
     Attributes:
         kind: ``error``: the call fails with ``errno`` and moves nothing. ``short``: a read fills, or a write writes,
@@ -25,7 +25,7 @@ class Fault:
             longer.
         path: only files whose path contains this text.
         skip: matching calls that go well first.
-        times: how many go wrong then, None: all from then on.
+        times: number of failing calls after that, or None for all.
         bit: which bit of the part's bytes ``flip`` changes.
     """
 
@@ -49,7 +49,7 @@ class Fault:
 
 
 class FaultyMover:
-    """A ``PartMover`` with faults; without one that strikes it does what the inner one does. Thread-safe."""
+    """A ``PartMover`` with faults; without an active fault it does what the inner one does. Thread-safe."""
 
     def __init__(
         self, inner: PartMover, faults: Iterable[Fault] = (), *, sleep: Callable[[float], None] = time.sleep
@@ -61,7 +61,7 @@ class FaultyMover:
 
     @property
     def path(self) -> str:
-        """Return the way of the inner one."""
+        """Return the path of the inner one."""
         return self.inner.path
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""LinkSuite: all that the store relies on in the links between a tier and its neighbour, as tests to inherit."""
+"""LinkSuite: the store's requirements of the links between a tier and its neighbour, as tests to inherit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LinkSuite(PairSubject):
             def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
                 return ...  # a context in which its transfers fail
 
-    Links are those of ``default_links``; override ``make_links`` for others, ``make_neighbour`` for another neighbour
-    than a ``RamTier``, and set ``is_faster`` where the tier is the faster of the two. The faster one must be
+    The links come from ``default_links``. Override ``make_links`` for other links, and ``make_neighbour`` for another
+    neighbour than a ``RamTier``. Set ``is_faster`` if the tier is the faster of the two. The faster one must be
     addressable.
     """
 
@@ -158,7 +158,7 @@ class LinkSuite(PairSubject):
             with self.failing(rig.fast, rig.slow):
                 for transfer in (rig.down.submit(source, slow, nbytes), rig.up.submit(home, target, home.nbytes)):
                     error = raised_by(lambda transfer=transfer: transfer.wait(TIMEOUT_S))  # type: ignore[misc]
-                    assert isinstance(error, TransferError), f"a failed transfer told {error!r}, not a TransferError"
+                    assert isinstance(error, TransferError), f"a failed transfer raised {error!r}, not a TransferError"
                     assert error.tier and str(error), "the error names no tier"
                     assert transfer.done() and transfer.error is error, vars_of(transfer)
             for link, earlier in zip((rig.down, rig.up), before, strict=True):
@@ -226,5 +226,5 @@ class LinkSuite(PairSubject):
 
 
 def vars_of(transfer: Transfer) -> str:
-    """Return what a message should say of a transfer."""
+    """Return a description of a transfer for messages."""
     return f"{transfer.src}->{transfer.dst}, {transfer.nbytes} bytes, {transfer.path!r}, error {transfer.error!r}"

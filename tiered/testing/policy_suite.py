@@ -1,4 +1,4 @@
-"""PolicySuite: all that the store relies on in an eviction policy, as tests to inherit."""
+"""PolicySuite: the store's requirements of an eviction policy, as tests to inherit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PolicySuite(ABC):
             self.make_policy().rank(tuple(candidates), now)  # a sequence, not always a list
 
     def test_the_same_question_has_the_same_answer(self) -> None:
-        """Else what is moved would depend on how often callers waited."""
+        """Otherwise the moved bytes would depend on how often callers waited."""
         policy, cases = self.make_policy(), _cases()
         first = [list(policy.rank(candidates, now)) for candidates, now in cases]
         for (candidates, now), answer in zip(cases, first, strict=True):

@@ -69,7 +69,7 @@ class StoreSuite(PairSubject):
                     lease.tensor.copy_(random_bytes(self.unit_bytes, seed))
                 with self.failing(fast, slow):
                     error = raised_by(lambda: store.evict("block", fast.name).wait(TIMEOUT_S))
-                assert isinstance(error, TransferError), f"a write-back failed and told {error!r}"
+                assert isinstance(error, TransferError), f"a failed write-back raised {error!r}"
                 assert store.where("block")[fast.name] is CopyState.DIRTY, store.where("block")
                 with store.acquire("block", fast.name, timeout_s=TIMEOUT_S) as lease:
                     assert torch.equal(lease.tensor.cpu(), random_bytes(self.unit_bytes, seed))
@@ -175,7 +175,7 @@ class RandomOperations:
         self._in = [name for name in tiers if store.tier(name).device is not None]
 
     def run(self, num_operations: int, *, commits: bool = True) -> None:
-        """Do so many operations; check the ledgers after each."""
+        """Do ``num_operations`` operations; check the ledgers after each."""
         acts = [self.register] * 2 + [self.write] * 4 + [self.change] * 2 + [self.read] * 6 + [self.evict] * 3
         acts += [self.prefetch] * 3 + [self.discard, self.unregister, self.pin]
         acts += [self.commit] if commits else []
@@ -191,7 +191,7 @@ class RandomOperations:
                 assert 0 <= tier.used_bytes <= tier.high_water_bytes <= tier.capacity_bytes, (name, tier)
 
     def check_at_rest(self) -> None:
-        """Read everything; then the tiers hold exactly the slots that the store knows of."""
+        """Read everything, and check that the tiers hold exactly the slots that the store knows."""
         for key in sorted(self.contents):
             self.read(key)
         self.store.wait_idle()
@@ -270,7 +270,7 @@ class RandomOperations:
         self._pinned = key
 
     def commit(self) -> None:
-        self.store.commit()  # it goes on beside the work
+        self.store.commit()  # it continues during the work
 
     def _tier_for(self, key: str) -> str:
         """Return the tier to lease a block in: mostly the fast one, and its home where that is addressable."""

@@ -1,4 +1,4 @@
-"""What the suites test: a tier alone, or beside a neighbour with the links between them; and how to fill slots."""
+"""Subjects of the suites: a tier alone, or with a neighbour and the links between them; and slots to fill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 from tiered.units import KiB
 
-#: Nothing in a suite takes that long; what does, hangs.
+#: No part of a suite takes this long unless it hangs.
 TIMEOUT_S = 60.0
 
 
@@ -54,10 +54,10 @@ class TierSubject(ABC):
 
 
 class PairSubject(TierSubject):
-    """Says what the tier under test is linked with.
+    """Names the neighbour and the links of the tier under test.
 
     Attributes:
-        is_faster: the tier is the faster of the two, as GPU memory beside RAM.
+        is_faster: the tier is the faster of the two, such as GPU memory with RAM.
     """
 
     is_faster = False
@@ -85,7 +85,7 @@ class PairSubject(TierSubject):
 
     @contextmanager
     def rig(self, num_units: int = 64) -> Iterator[Rig]:
-        """Yield both tiers, with room for so many blocks each, and their links; close everything at the end."""
+        """Yield both tiers, with room for ``num_units`` blocks each, and their links; close everything at the end."""
         fast, slow = self.make_pair(num_units * self.unit_bytes, num_units * self.unit_bytes)
         links = self.make_links(fast, slow)
 
@@ -147,7 +147,7 @@ class Rig:
         return transfer
 
     def fetch(self, slow_slot: Slot, fast_slot: Slot) -> torch.Tensor:
-        """Scribble over a slot of the faster tier, copy into it and return what is there then."""
+        """Scribble over a slot of the faster tier, copy into it and return its contents."""
         self.write(fast_slot, torch.full((fast_slot.nbytes,), 0xEE, dtype=torch.uint8))
         self.up.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
         return self.read(fast_slot)

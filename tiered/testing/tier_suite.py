@@ -1,4 +1,4 @@
-"""TierSuite: all that the store relies on in a tier, as tests to inherit."""
+"""TierSuite: the store's requirements of a tier, as tests to inherit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TierSuite(TierSubject):
         with self._tier() as tier:
             kept, slot = self.allocate(tier, self.unit_bytes, "kept"), self.allocate(tier, self.unit_bytes, "gone")
             tier.free(slot)
-            assert raised_by(lambda: tier.free(slot)) is not None, "a slot was freed twice and nothing was said"
+            assert raised_by(lambda: tier.free(slot)) is not None, "a slot was freed twice without an error"
             assert tier.usage().used_bytes == kept.slot_bytes, tier.usage()
 
     def test_a_name_can_come_back(self) -> None:

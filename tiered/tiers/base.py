@@ -1,4 +1,4 @@
-"""What a tier is: named capacity that hands out slots; what some tiers can do besides; the ledger that all keep."""
+"""Protocols of tiers: named capacity that hands out slots, optional abilities, and the ledger of all tiers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Tier(Protocol):
     name: str
     capacity_bytes: int
     alignment_bytes: int
-    device: torch.device | None  # None: not addressable, reached only through links
-    durable: bool  # contents can survive the process
+    device: torch.device | None  # None if it is not addressable, only reached through links.
+    durable: bool  # Contents can survive the process.
 
     def slot_bytes(self, nbytes: int) -> int:
         """Return what a slot for ``nbytes`` of contents would add to ``used_bytes``."""
@@ -101,7 +101,7 @@ class StreamTier(Tier, Protocol):
     """A tier on a device with streams: the store orders kernels that use a slot behind what they depend on."""
 
     def current_stream(self) -> Any:
-        """Return the calling thread's current stream, None where the tier has none after all."""
+        """Return the calling thread's current stream, or None if the tier has no streams after all."""
         ...
 
     def order_before(self, slot: Slot, stream: Any) -> None:
@@ -118,10 +118,10 @@ class BufferTier(Tier, Protocol):
     """A tier whose slots are buffers of exact size that it keeps for the next slot of the same size."""
 
     def keep_buffers(self, counts: Mapping[int, int]) -> None:
-        """Make the buffers that are missing, as far as there is room, and from now on give those back last.
+        """Make the missing buffers as far as there is room, and from now on drop them last.
 
         Args:
-            counts: bytes of a slot -> how many of them shall exist, those in use included.
+            counts: bytes of a slot -> number of buffers, including those in use.
 
         Raises:
             TransferError: the room exists on the ledger but the machine refused it.
@@ -129,7 +129,7 @@ class BufferTier(Tier, Protocol):
         ...
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Return whether a slot for ``nbytes`` can be had now, and needs no room of buffers that are to be kept."""
+        """Return whether a slot for ``nbytes`` is free now, without the room of buffers that are to be kept."""
         ...
 
 
@@ -161,7 +161,7 @@ class PausingTier(Tier, Protocol):
         ...
 
     def give_up_waiting(self) -> None:
-        """Let writes that wait fail, now and from now on."""
+        """Make writes that wait for room fail, now and from now on."""
         ...
 
 
@@ -173,7 +173,7 @@ class ReadOnlyTier(Tier, Protocol):
 
 
 class Ledger:
-    """What slots and reservations take of a tier's capacity. Thread-safe."""
+    """Bytes of a tier's capacity that slots and reservations take. Thread-safe."""
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:
         try:
@@ -198,7 +198,7 @@ class Ledger:
             return True
 
     def give(self, slot_bytes: int) -> None:
-        """Take a slot that was charged off the ledger."""
+        """Take a charged slot off the ledger."""
         with self._lock:
             assert 0 <= slot_bytes <= self._slot_bytes, (self._tier, slot_bytes, self._slot_bytes)
             self._slot_bytes -= slot_bytes

@@ -1,4 +1,4 @@
-"""What dead processes left in a tier's folders, and its removal."""
+"""Leftovers of dead processes in a tier's folders, and their removal."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ class Orphan:
     """A generation on one path that its store does not know.
 
     Attributes:
-        nbytes: space that removing all orphans of this path frees, as far as it is this one's.
-        is_store_gone: no such store is in ``store_path`` any more. It may have been moved, or its drive may be away:
-            ask before removing; otherwise the store is there and does not name the generation.
+        nbytes: this orphan's share of the space that removing all orphans of this path frees.
+        is_store_gone: ``store_path`` holds no such store any more. The store may have been moved, or its drive may be
+            absent, so ask before removing. If False, the store exists and does not name the generation.
     """
 
     path: Path

@@ -30,7 +30,7 @@ _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a cr
 
 
 def check_ours(path: Path) -> None:
-    """Refuse a directory with files that are not ours, or of a newer format. Writes nothing."""
+    """Refuse a directory with foreign files, or with files of a newer format. Writes nothing."""
     refuse_links(path)
     own = read_own_attributes(path)
     if own is None:
@@ -47,14 +47,14 @@ def check_ours(path: Path) -> None:
 
 
 def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a directory in which a name of ours is a symbolic link: what we write or delete would be elsewhere.
+    """Refuse a directory in which one of our names is a symbolic link: our writes and deletes would go elsewhere.
 
-    A folder that was copied from a stranger may hold such links. Those that lead to a folder under another name than
-    those of a tier are left alone: people keep checkpoints on other drives so.
+    A folder that was copied from a stranger may hold such links. Links to folders are allowed, except under the names
+    of a tier's folders, because people keep checkpoints on other drives that way.
 
     Args:
-        path: the directory; it may be a link itself, and need not be there.
-        patterns: which names are looked at, as a shell would find them.
+        path: the directory; it may be a link itself, and need not exist.
+        patterns: names to check, as shell patterns.
 
     Raises:
         UnusableDirectoryError: there is one.
@@ -65,19 +65,19 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
                 continue
             if not any(fnmatch(entry.name, pattern) for pattern in patterns):
                 continue
-            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # which a link in a circle is not
+            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # a circular link is no folder
                 raise UnusableDirectoryError(
-                    f"'{path / entry.name}' is a symbolic link, where this program keeps a file of its own: nothing in "
+                    f"'{path / entry.name}' is a symbolic link under a name that this program uses: nothing in "
                     f"'{path}' is touched. Remove the link, or name another directory"
                 )
 
 
 def claim_directory(path: str | os.PathLike[str]) -> None:
-    """Make a directory ours that other ones of ours will lie in, and delete the files kept for reuse in it.
+    """Claim a directory that will contain claimed directories, and delete the files kept for reuse in it.
 
     Raises:
         LockedError: another tier, here or in another process, uses it.
-        UnusableDirectoryError: it holds foreign files, or ours in a newer format.
+        UnusableDirectoryError: it holds foreign files, or files of a newer format.
     """
     directory = TierDirectory(path)
     try:
@@ -90,12 +90,12 @@ def claim_directory(path: str | os.PathLike[str]) -> None:
 class TierDirectory:
     """A directory that this process owns until ``close``. Not thread-safe: guarded by its tier's lock.
 
-    ``live/`` holds the files of home slots, ``snap/<generation>/`` hard links of committed ones, and
-    ``.pool/<size>/`` files without owner: overwriting a file is far cheaper than unlinking it and making a new one.
+    ``live/`` holds the files of home slots, and ``snap/<generation>/`` hard links of committed ones. ``.pool/<size>/``
+    holds unused files, because overwriting a file is far cheaper than unlinking it and making a new one.
 
     Args:
-        path: made if missing. Must be empty or ours; files of an earlier, dead process under ``live/`` go to the pool.
-        max_written_bytes: most bytes that may be written below it in its whole life, None: no limit.
+        path: made if missing. Must be empty or claimed; files of a dead process under ``live/`` go to the pool.
+        max_written_bytes: most bytes that may be written below it in its whole life, or None for no limit.
 
     Attributes:
         wear: counts the bytes written below the directory in its whole life.
@@ -104,7 +104,7 @@ class TierDirectory:
     Raises:
         LockedError: another tier, here or in another process, uses it.
         UnusableDirectoryError: its file system does not count the links of a file.
-        TieredError: it holds foreign files, or ours in a newer format; or its count of bytes is unreadable.
+        TieredError: it holds foreign files, or files of a newer format; or its count of bytes is unreadable.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_written_bytes: int | None = None) -> None:
@@ -143,9 +143,9 @@ class TierDirectory:
     # -- ownership ---------------------------------------------------------------------------------------------
 
     def _write_own_document(self) -> None:
-        """Write the document that makes the directory ours. Durable: without it the directory is foreign."""
+        """Write the document that claims the directory. Durable: without it the directory is foreign."""
         document = group_document({"page_bytes": PAGE_BYTES})
-        if read_own_attributes(self.path) != own_attributes(document):  # it may list members besides
+        if read_own_attributes(self.path) != own_attributes(document):  # it may also list members
             write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class TierDirectory:
     # -- inodes ------------------------------------------------------------------------------------------------
 
     def take_pooled(self, nbytes: int, target: Path) -> bool:
-        """Rename a pooled file of exactly that size to ``target`` (over what is there); False if there is none."""
+        """Rename a pooled file of exactly that size to ``target``, replacing it; return False if there is none."""
         same_size = self._pooled.get(nbytes)
         if not same_size:
             return False
@@ -210,7 +210,7 @@ class TierDirectory:
         return True
 
     def create(self, nbytes: int, target: Path) -> None:
-        """Make a preallocated file and rename it to ``target`` (over what is there).
+        """Make a preallocated file and rename it to ``target``, replacing it.
 
         Raises:
             OSError: the drive refused (ENOSPC, even after all pooled files were deleted). Nothing is left behind.
@@ -262,12 +262,12 @@ class TierDirectory:
 
     def _recover_pool(self) -> None:
         for folder in self._pool.iterdir() if self._pool.is_dir() else ():
-            if folder.is_symlink() or not folder.is_dir():  # nobody makes a link here: what it leads to is not ours
+            if folder.is_symlink() or not folder.is_dir():  # no tier makes a link here, and its target is foreign
                 folder.unlink()
                 continue
             for path in folder.iterdir():
                 status = path.lstat()
-                if stat.S_ISDIR(status.st_mode):  # of others, and stays; its name is not used
+                if stat.S_ISDIR(status.st_mode):  # a foreign folder: it stays, and its name is not used
                     self._next_id = max(self._next_id, int(path.name) if is_number(path.name) else 0)
                     continue
                 if folder.name == str(status.st_size) and is_number(path.name) and _is_reusable(status):
@@ -278,7 +278,7 @@ class TierDirectory:
                     path.unlink()
 
     def _recycle_live(self) -> None:
-        """Empty ``live/``, which a process that ended left behind: what it held was never committed."""
+        """Empty ``live/``, which an earlier process left behind: its contents were never committed."""
         for path in files_below(self.live):
             status = path.lstat()
             if _is_reusable(status):
@@ -356,9 +356,9 @@ def read_document(folder: Path) -> Any:
 
 
 def read_own_attributes(folder: Path) -> dict[str, Any] | None:
-    """Return what we wrote under ``attributes.megatrain`` of a folder's document, or None if it is not ours.
+    """Return the attributes under ``attributes.megatrain`` of a folder's document, or None if no tier wrote it.
 
-    The list of members is not parsed: it may have 100,000, and comes last in documents of ours.
+    The list of members is not parsed: it may have 100,000 entries, and comes last in our documents.
     """
     try:
         content = read_document_file(folder / DOCUMENT_NAME)
@@ -404,7 +404,7 @@ def remove_array(root: Path, key: str) -> None:
 
 
 def _has_our_notes(path: Path) -> bool:
-    """Return whether a directory whose own document is lost or damaged has a note that only we write."""
+    """Return whether a directory whose own document is lost or damaged has another note of a tier."""
     for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
         try:
             found = json.loads(read_document_file(path / name))
@@ -416,7 +416,7 @@ def _has_our_notes(path: Path) -> bool:
 
 
 def _holds_more_than(folder: Path, *names: str) -> bool:
-    """Return whether a folder has an entry of another name; looks at as few entries as it can."""
+    """Return whether a folder has an entry of another name; reads as few entries as possible."""
     with os.scandir(folder) as entries:
         return any(entry.name not in names for entry in entries)
 

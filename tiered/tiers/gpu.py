@@ -55,7 +55,7 @@ class DeviceBuffer:
             self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
 
     def order_before(self, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all remembered work: what other streams do, its own comes in order."""
+        """Make later work of ``stream`` wait for the remembered work of other streams; its own is in order already."""
         with self.lock:
             for other, event in self.pending_events.items():
                 if other != stream:
@@ -85,20 +85,20 @@ class GpuTier:
     Touches no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its
     own segments: leave a few percent of the device outside the tier.
 
-    Buffers are made on a stream of the tier's own, so that torch never hands it bytes that queued kernels of another
-    stream still use, nor the other way round: a new buffer is free at once, and a copy into it waits for nothing.
+    Buffers are made on a separate stream of the tier, so torch never hands it bytes that queued kernels of another
+    stream still use, nor the reverse. So a new buffer is free at once, and a copy into it waits for nothing.
 
-    Slots of a size that was there before reuse its buffers, idle ones first, and then no step allocates or waits.
-    ``keep_buffers`` makes them before the first step. Only where the capacity cannot hold the homes and the buffers of
-    all sizes that are ever in use together is a buffer of another size dropped for room: the host waits for its last
-    users, and giving the bytes back to the device stops all streams for a moment. ``num_drops`` counts that.
+    A slot reuses a buffer of its size, an idle one first, so that no step allocates or waits. ``keep_buffers`` makes
+    buffers before the first step. A buffer of another size is dropped only if the homes and the buffers of all
+    sizes that are in use together exceed the capacity. Then the host waits for its last users, and returning the bytes
+    to the device stops all streams for a moment. ``num_drops`` counts that.
 
     Args:
         capacity_bytes: bound on all slots and reservations together.
-        alignment_bytes: what slots are rounded up to, a power of two, 512 at least; 4096 where files are read straight
-            into them.
-        device: a CUDA device, without a number the one that is current here; or ``"cpu"``: then it is a second tier of
-            host memory, for tests and for trying out a three-tier setup without a device.
+        alignment_bytes: slots are rounded up to this power of two, 512 at least; 4096 if files are read straight into
+            them.
+        device: a CUDA device, by default the current one here. With ``"cpu"`` it is a second tier of host memory, for
+            tests and for trying out a three-tier setup without a device.
 
     Attributes:
         num_drops: buffers whose bytes went back to the device, for another size or at the end.
@@ -138,7 +138,7 @@ class GpuTier:
             return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _drop(self, buffer: DeviceBuffer) -> None:
-        # On the host, not by a stream: what is given back to the device is not ordered by any stream.
+        # On the host: no stream orders memory that is given back to the device.
         buffer.wait()
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
         self.num_drops += 1  # under the pool's lock
@@ -160,7 +160,7 @@ class GpuTier:
 
     def current_stream(self) -> Any:
         """Return the calling thread's current stream on the tier's device; None for host memory."""
-        # By its number: torch takes longer to find that of a device than to find the stream.
+        # By its number: torch takes longer to look up a device's number than to find the stream.
         return torch.cuda.current_stream(self._device.index) if self._is_cuda else None
 
     def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
@@ -172,7 +172,7 @@ class GpuTier:
                 buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all remembered users of the slot, and of those before it there."""
+        """Make later work of ``stream`` wait for all remembered users of the slot, and of earlier slots there."""
         if self._is_cuda:
             buffer_of(slot).order_before(stream)
 

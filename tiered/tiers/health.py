@@ -19,7 +19,7 @@ from tiered.errors import TieredError
 from tiered.file_io import write_json
 from tiered.units import GiB, MiB, format_size
 
-#: Seconds between two looks at a drive that is full.
+#: Seconds between two checks of a full drive.
 RETRY_S = 1.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 
 
 class FullDrives:
-    """What a tier, or a store for its generations, does when a drive has no room. Thread-safe.
+    """Behaviour of a tier, or of a store's generations, on a full drive. Thread-safe.
 
     Args:
         on_full: ``pause`` until there is room, or ``error``.
-        outstanding_bytes: path -> what its owner may still add there; only asked when a pause begins.
+        outstanding_bytes: path -> bytes that its owner may still add there; only called when a pause begins.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FullDrives:
         return bool(self._full_paths)
 
     def wait(self, path: str, need_bytes: int, cause: OSError) -> None:
-        """Wait a moment after a write failed, so that it can be tried again; the first time say so.
+        """Wait a moment after a failed write, so that it can be retried. The first call of a pause reports it.
 
         Raises:
             OSError: ``cause``, if it is something else than missing room, or there is no waiting.
@@ -65,11 +65,11 @@ class FullDrives:
             is_news = path not in self._full_paths
             self._full_paths.add(path)
         if is_news:
-            # What failed may be one document or one file of many: room for that alone would end in the next pause.
+            # The failed write may be one file of many: room for that alone would end in the next pause.
             need_bytes = max(need_bytes, self._outstanding_bytes(path))
             self._notice(
                 f"the drive of '{path}' is full ({os.strerror(cause.errno)}): paused, nothing is lost. Free at least "
-                f"{format_size(need_bytes)} there and the run goes on by itself"
+                f"{format_size(need_bytes)} there and the run resumes by itself"
             )
         if self._is_giving_up.wait(RETRY_S):
             raise cause
@@ -100,14 +100,14 @@ class FullDrives:
             is_news = path in self._full_paths
             self._full_paths.discard(path)
         if is_news:
-            self._notice(f"there is room again on the drive of '{path}': the run goes on")
+            self._notice(f"there is room again on the drive of '{path}': the run resumes")
 
     def give_up(self) -> None:
-        """Let writes that wait fail, now and from now on."""
+        """Make writes that wait for room fail, now and from now on."""
         self._is_giving_up.set()
 
 
-#: Bytes after which the rate of a path is looked at: 32 parts of a large transfer.
+#: Bytes after which the rate of a path is checked: 32 parts of a large transfer.
 WINDOW_BYTES = 512 * MiB
 #: Windows that must be known before one can be called slow, and slow ones in a row before it is reported.
 _NUM_USUAL, _NUM_SLOW = 4, 2
@@ -117,7 +117,7 @@ _NUM_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """What a path did so far. Rates are bytes per second over the time that a part was under way; 0.0: not known.
+    """Rates of a path so far, in bytes per second over the time with a part under way; 0.0: not known.
 
     Attributes:
         read_bytes_per_s: mean of reads, over the whole time.
@@ -164,11 +164,11 @@ class _Busy:
 class PathMeter:
     """Measures one path. Thread-safe.
 
-    Not the time of single parts: that depends on how many are under way at once. Reads and writes share a drive, so
-    only both together show whether it has slowed down.
+    It does not time single parts, because their time depends on how many are under way at once. Reads and writes share
+    a drive, so only both together show whether it has slowed down.
 
     Args:
-        window_bytes: bytes between two looks.
+        window_bytes: bytes between two checks.
         clock_s: seconds that only grow.
     """
 
@@ -245,7 +245,7 @@ class WearLimitError(TieredError):
     """A write would pass the limit that was set for a path. Nothing of it was written.
 
     Attributes:
-        limit_bytes: what may be written in its whole life.
+        limit_bytes: bytes that may be written in its whole life.
         need_bytes: size of the write that was refused.
     """
 
@@ -263,12 +263,12 @@ class WearLimitError(TieredError):
 class WearCounter:
     """Counts the bytes written below one directory, in its ``WEAR.json``. Guarded by the lock of its owner.
 
-    The file is moved ahead of the count in steps before bytes are written, and set right by ``close``. So it is never
-    too low, and after a crash at most ``ahead_bytes`` too high.
+    The file runs ahead of the count in steps, before bytes are written, and ``close`` corrects it. So it is never too
+    low, and after a crash at most ``ahead_bytes`` too high.
 
     Args:
         directory: where the file lies; the caller holds the directory's lock.
-        limit_bytes: most bytes of the directory's whole life, None: no limit.
+        limit_bytes: most bytes of the directory's whole life, or None for no limit.
 
     Raises:
         TieredError: the file cannot be read.
@@ -307,7 +307,7 @@ class WearCounter:
         self.written_bytes = needed_bytes
 
     def close(self) -> None:
-        """Set the file right. A drive that refuses keeps the figure that is too high. Idempotent."""
+        """Write the exact count to the file. If the drive refuses, it stays too high. Idempotent."""
         if self._on_disk_bytes != self.written_bytes:
             try:
                 self._save(self.written_bytes)

@@ -118,7 +118,7 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any
 
 
 def own_attributes(document: object) -> dict[str, Any] | None:
-    """Return what we wrote under ``attributes.megatrain`` of a document, or None if it is not ours."""
+    """Return the attributes under ``attributes.megatrain`` of a document, or None if no tier wrote it."""
     if not isinstance(document, dict) or not isinstance(document.get("attributes"), dict):
         return None
     own = document["attributes"].get(ATTRIBUTES_KEY)
@@ -126,7 +126,7 @@ def own_attributes(document: object) -> dict[str, Any] | None:
 
 
 def document_chunk_bytes(document: object) -> int | None:
-    """Return the size of the chunk files that an ``array_document`` describes; None: it is damaged, or not ours."""
+    """Return the size of the chunk files that an ``array_document`` describes, or None if it is damaged or foreign."""
     own = own_attributes(document)
     if own is None or not isinstance(document, dict):
         return None
@@ -201,7 +201,7 @@ class HomeFiles:
     """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets.
 
     Attributes:
-        checksums: one per piece of the contents that the files hold (``tiered.file_io``); None: not known.
+        checksums: one per piece of the files' contents (``tiered.file_io``), or None if unknown.
         is_flushed: whether the contents survive a power cut. Both are changed only by the one transfer that writes the
             files, by commits, and by adopting a snapshot.
     """

@@ -23,22 +23,22 @@ from tiered.units import PAGE_BYTES
 
 #: When contents are compared with their checksums; ``off``: they have none.
 Verify = Literal["off", "resume", "always"]
-#: What moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
+#: Mover of the bytes; ``auto``: kvikio if GPUDirect Storage carries them, else plain system calls.
 Engine = Literal["posix", "auto", "kvikio"]
-#: Room for what a snapshot has beside contents: of each block two folders, a document and their entries; of itself
-#: its folders, notes and manifest.
+#: Room of a snapshot in addition to contents: two folders, a document and their entries for each block; folders,
+#: notes and a manifest for the snapshot.
 _DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 
 class NvmeTier:
-    """Files on one or more drives, ``capacity_bytes`` in all. Slots are homes only, not addressable. Thread-safe.
+    """Files on one or more drives, ``capacity_bytes`` in total. Slots are homes only, not addressable. Thread-safe.
 
     ``<path>/live/<key>/`` of the first path is a zarr v3 array with the block's contents; files that live on other
     paths are reached from there by symbolic links. Contents survive the process only in a snapshot: what an ended
     process left under ``live/`` is recycled by the next. Files of freed slots are kept for reuse and count as
     free; they are deleted when their room is needed, so that slots, reservations and kept files never exceed the
-    capacity. Bytes that only snapshots hold (``snapshots.nbytes``) are real too: reserve
-    that much for snapshots, else they come on top.
+    capacity. Bytes that only snapshots hold (``snapshots.nbytes``) come on top of the capacity, unless they are
+    reserved.
 
     A file that a snapshot links is never written: the first write after a snapshot goes to another file that
     takes its name.
@@ -49,9 +49,9 @@ class NvmeTier:
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
         engine: what moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
-        past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio moves
-            all bytes then, and GPUDirect Storage must work; in place of one the engine does as ever. Device memory gets
-            no checksums: blocks written from there get theirs at a commit, by reading back.
+        past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio then
+            moves all bytes, and GPUDirect Storage must work; for a stand-in ``engine`` decides as usual. Blocks written
+            from device memory get their checksums at a commit, by reading back.
         direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
         verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
             ``always``: also compared on every read; ``off``: taken by reading back at a commit.
@@ -85,8 +85,8 @@ class NvmeTier:
             raise ValueError(f"tier '{name}' needs one or more different paths, got none")
         for number, first, clash in folder_clashes(paths):
             raise ValueError(
-                f"tier '{name}' needs different paths: '{paths[number]}' {clash} '{paths[first]}'. Give each drive a "
-                "folder of its own"
+                f"tier '{name}' needs different paths: '{paths[number]}' {clash} '{paths[first]}'. Give each drive "
+                "its own folder"
             )
         if chunk_bytes is not None and (chunk_bytes <= 0 or chunk_bytes % PAGE_BYTES):
             raise ValueError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, got {chunk_bytes}")
@@ -223,7 +223,7 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
-        # Under the lock: another part that replaces the file meanwhile could leave the snapshot's, with one link only.
+        # Under the lock: while another part replaces the file, the snapshot's file may be the one with one link only.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
@@ -264,7 +264,7 @@ class NvmeTier:
         return self.full.is_waiting
 
     def give_up_waiting(self) -> None:
-        """Let writes that wait for room on a full drive fail, now and from now on."""
+        """Make writes that wait for room on a full drive fail, now and from now on."""
         self.full.give_up()
 
     def bytes_written_by_path(self) -> dict[str, int]:
@@ -279,7 +279,7 @@ class NvmeTier:
         sync_paths([file.path for file in files], self._flush)
 
     def _outstanding_bytes(self, path: str) -> int:
-        """Return what snapshots may still add to a path: its share of what is reserved for them, less what is there."""
+        """Return the bytes that snapshots may still add to a path: its share of their reservation less their files."""
         index = self.paths.index(path)
         with self._lock:
             homes = [files_of(slot) for slot in self._slots.values()]

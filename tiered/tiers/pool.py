@@ -1,4 +1,4 @@
-"""Buffers of exact size, kept for the next request of their size: what slots of RAM and GPU memory are cut from."""
+"""Buffers of exact size, kept for the next request of their size: the memory of slots in RAM and on GPUs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SlabPool(Generic[Buffer]):
         ledger: the tier's; the pool charges slots and reservations to it.
         make: returns a new buffer of that many bytes; called from any thread, by ``take`` without the pool's lock.
         drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
-        is_idle: whether nothing uses a returned buffer any more, where that is not certain: such a one is handed out
-            first, else the one that has been back longest. None: the newest is, whose lines are in a CPU cache.
+        is_idle: whether nothing uses a returned buffer any more, if that is uncertain. Idle buffers are handed out
+            first, else the one returned longest ago. By default the newest goes first: its lines are in a CPU cache.
 
     Attributes:
         pooled_bytes: free room that exists already, in buffers kept for reuse.
@@ -49,12 +49,12 @@ class SlabPool(Generic[Buffer]):
         self._is_closed = False
 
     def keep(self, counts: Mapping[int, int]) -> None:
-        """Make the buffers that are missing of each size, and from now on drop those last.
+        """Make the missing buffers of each size, and from now on drop those last.
 
-        Stops where there is no room: then it is as if fewer had been asked for. Raises what ``make`` raises.
+        Stops without error if there is no more room. Raises what ``make`` raises.
 
         Args:
-            counts: size -> buffers that shall exist, those in use included.
+            counts: size -> number of buffers, including those in use.
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
@@ -72,10 +72,10 @@ class SlabPool(Generic[Buffer]):
                     self._num_made[nbytes] += 1
 
     def has(self, nbytes: int) -> bool:
-        """Return whether ``take(nbytes)`` would give a buffer and drop none for it that ``keep`` asked for.
+        """Return whether ``take(nbytes)`` would give a buffer without dropping a kept one.
 
-        Of a size that has as many as were asked for, no more are made; for one that nobody wants, nothing is dropped:
-        two sizes would else take the room that is left from each other for ever.
+        A size with all its kept buffers gets no more, and a size that was not asked for gets only free bytes. Otherwise
+        two sizes would forever take the remaining room from each other.
         """
         with self._lock:
             if self._pooled.get(nbytes):
@@ -94,7 +94,7 @@ class SlabPool(Generic[Buffer]):
             assert not self._is_closed, "pool used after close"
             same_size = self._pooled.get(nbytes)
             position = self._next_of(same_size) if same_size else 0  # may raise: nothing is charged yet
-            if not self._ledger.take(nbytes):  # charged before the lock goes: this room is no other caller's
+            if not self._ledger.take(nbytes):  # charged under the lock, so no other caller gets this room
                 return None
             if same_size:
                 self.pooled_bytes -= nbytes
@@ -110,7 +110,7 @@ class SlabPool(Generic[Buffer]):
             raise
 
     def give(self, nbytes: int, buffer: Buffer) -> None:
-        """Return a buffer that ``take(nbytes)`` gave."""
+        """Take back a buffer that ``take(nbytes)`` gave."""
         with self._lock:
             self._ledger.give(nbytes)
             if self._is_closed:
@@ -121,7 +121,7 @@ class SlabPool(Generic[Buffer]):
             self.pooled_bytes += nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live elsewhere (negative: give back); returns once pooled buffers made way for them.
+        """Charge bytes that live elsewhere (negative: give back), dropping pooled buffers for them if needed.
 
         Raises:
             CapacityError: no such room; nothing is charged.
@@ -148,14 +148,14 @@ class SlabPool(Generic[Buffer]):
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 
     def _num_beside_kept(self, nbytes: int) -> int:
-        """Return how many pooled buffers of a size nobody asked to keep."""
+        """Return the number of pooled buffers of a size that ``keep`` did not ask for."""
         return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
 
     def _room_beside_kept(self) -> int:
         return self.free_bytes + sum(nbytes * self._num_beside_kept(nbytes) for nbytes in self._pooled)
 
     def _make_way(self, need_bytes: int = 0, *, everything: bool = False) -> None:
-        """Drop pooled buffers, kept ones last, largest size first, oldest first, until so many bytes are free."""
+        """Drop pooled buffers, kept ones last, largest size first, oldest first, until ``need_bytes`` are free."""
         for drops_kept in (False, True):
             for nbytes in sorted(self._pooled, reverse=True):
                 num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_beside_kept(nbytes)

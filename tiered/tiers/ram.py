@@ -85,7 +85,7 @@ def _move_pages(source: int, target: int, nbytes: int) -> bool:
 
 @functools.cache
 def _pages_can_move() -> bool:
-    """Return whether this kernel moves pages. Tried once, on a page of its own."""
+    """Return whether this kernel moves pages. Tried once, on a separate page."""
     with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as trial:
         trial[0] = 7
         first = ctypes.addressof(ctypes.c_char.from_buffer(trial))
@@ -215,7 +215,7 @@ class SparePages:
         return True
 
     def trim(self, most_bytes: int, *, next_bytes: int = 0) -> None:
-        """Give pages back to the system until so many bytes are kept, beside those that the next range takes."""
+        """Give pages back to the system until ``most_bytes`` are kept, plus ``next_bytes`` for a new range."""
         most_bytes = max(0, most_bytes) + next_bytes // self._unit * self._unit
         with self._lock:
             while self.nbytes > most_bytes:
@@ -239,7 +239,7 @@ class HostSlab:
         nbytes: size; rounded up to 4096. 0 is allowed and maps nothing.
         pin: pin it for CUDA, in the GPU's NUMA node while that has memory. Initialises CUDA. A failure leaves ordinary
             memory (``is_pinned`` False).
-        spare: resident pages for it, and for its own when it is closed. Pinned memory takes and gives none.
+        spare: gives resident pages to the slab, and takes its pages when it is closed. Pinned memory uses none.
 
     Attributes:
         has_huge_pages: huge pages were asked for and are allowed.
@@ -371,7 +371,7 @@ def _register(address: int, nbytes: int) -> bool:
 
 
 def _unregister(address: int) -> None:
-    # Not raised: after an error of the device every call fails, and that error is the one to hear of.
+    # Not raised: after a device error every call fails, and the first error is the one to report.
     if not _succeeded(result := _cudart().cudaHostUnregister(address)):
         logging.getLogger(__name__).info("CUDA error %d where pinned memory was to be unpinned", int(result))
 
@@ -379,8 +379,8 @@ def _unregister(address: int) -> None:
 def _succeeded(result: Any) -> bool:
     if int(result) == 0:
         return True
-    # CUDA keeps the error for the calling thread, and torch would raise it behind the next kernel, whosever that is.
-    # Behind this one it does no harm.
+    # CUDA keeps the error for the calling thread, and torch would raise it after the next kernel of any caller.
+    # After this one it does no harm.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return False
@@ -391,7 +391,7 @@ class RamTier:
 
     Args:
         capacity_bytes: bound on the memory of all slots and reservations together.
-        pin_memory: pin the slabs for CUDA. None: when the machine has a CUDA device.
+        pin_memory: pin the slabs for CUDA; default: if the machine has a CUDA device.
 
     Attributes:
         num_unpinned_slabs: slabs that should have been pinned and could not be; copies to a device from them are

@@ -95,13 +95,13 @@ class Snapshots:
             raise
 
     def remove_files(self, home: HomeFiles) -> None:
-        """Take the files of a slot out of ``live/``, and its folders; those that no snapshot holds are kept."""
+        """Remove the files and folders of a slot from ``live/``; files that no snapshot holds are kept for reuse."""
         self._give_up(home)
         for directory in self._directories:
             remove_array(directory.live, home.key)
 
     def before_write(self, file: ChunkFile) -> None:
-        """Replace a file that a snapshot links by another that takes its name; the snapshot keeps the old one."""
+        """Replace a file that a snapshot links with another one of the same name; the snapshot keeps the old one."""
         self.nbytes += file.nbytes
         try:
             self._place(file)
@@ -110,7 +110,7 @@ class Snapshots:
             raise
 
     def trim_pools(self) -> None:
-        """Delete kept files, largest first, until all that is and will be on disk fits the capacity.
+        """Delete kept files, largest first, until all present and coming files fit the capacity.
 
         Call it after the ledger was charged and before files are made: then the disk never holds more.
         """
@@ -120,7 +120,7 @@ class Snapshots:
                 return
 
     def _place(self, file: ChunkFile) -> None:
-        """Put a kept or new file of the right size under ``file.path``, over what is there."""
+        """Put a kept or new file of the right size at ``file.path``, replacing any old one."""
         directory = self._directories[file.path_index]
         file.path.parent.mkdir(parents=True, exist_ok=True)
         if not directory.take_pooled(file.nbytes, file.path):
@@ -260,7 +260,7 @@ class Snapshots:
 
         Args:
             slot: to be filled; its own files are given up.
-            owner: only of a snapshot that is this store's.
+            owner: store that must own the snapshot.
             check: called with the files before they are taken.
 
         Raises:
