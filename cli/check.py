@@ -30,7 +30,7 @@ _PLAIN_WIDTH = 140
 @click.option(
     "--skip-weights",
     is_flag=True,
-    help="Read no weights. They are read last, whole, to find NaN and infinite ones: minutes for a large model.",
+    help="Skip the weights. By default all are read last, to find NaN and infinite values: minutes for a large model.",
 )
 def command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool, skip_weights: bool

@@ -100,7 +100,7 @@ def _print_found(found: list[Leftovers], paths: tuple[Path, ...]) -> None:
             what = f"{format_size(left.nbytes)} in {left.num_files} files"
         else:
             what = "nothing to remove"
-        foreign = f", {left.num_foreign} files of others stay" if left.num_foreign else ""
+        foreign = f", {left.num_foreign} foreign files stay" if left.num_foreign else ""
         click.echo(f"{left.path}  {what}{foreign}")
     if not found:
         where = ", ".join(map(str, paths)) or "the current folder"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain.config.reference import KeyDescription
 
 _ORIGIN_COLUMN = 64
-_SHOWN_WHOLE = 4  # keys that are explained with all there is to say
+_SHOWN_WHOLE = 4  # keys that are explained in full
 
 
 @click.group("config", cls=Subcommands)
@@ -31,7 +31,7 @@ def command() -> None:
 
 @command.command("show")
 @config_options
-@click.option("--origin", "with_origin", is_flag=True, help="Say of each value which file and line set it.")
+@click.option("--origin", "with_origin", is_flag=True, help="Show which file and line set each value.")
 @json_option
 def show_command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], with_origin: bool, as_json: bool
@@ -83,7 +83,7 @@ def schema_command(out: Path | None) -> int:
 @click.argument("now", metavar="B", type=click.Path(path_type=Path))
 @json_option
 def diff_command(before: Path, now: Path, as_json: bool) -> int:
-    """Say what differs, and if it alters results.
+    """Show what differs, and whether it alters results.
 
     A and B are config files, or output_dirs of runs, whose resolved configs are compared.
     """
@@ -117,7 +117,7 @@ def _to_json(change: Change) -> dict[str, Any]:
 @click.argument("key")
 @json_option
 def explain_command(key: str, as_json: bool) -> int:
-    """Say what KEY means, takes, defaults to and alters.
+    """Explain what KEY means, takes, defaults to and alters.
 
     KEY is a key (data.max_length), its last name (max_length), a table (tiers.nvme), or the name in another tool
     (cutoff_len).

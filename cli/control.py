@@ -313,7 +313,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
             view.show(status)
     except KeyboardInterrupt:
         view.close()
-        click.echo(f"the run goes on, process {owner.pid}", err=True)
+        click.echo(f"the run continues in process {owner.pid}", err=True)
         return EXIT_DONE
     finally:
         view.close()

@@ -27,7 +27,7 @@ _BEGIN, _END = "[[", "]]"
 
 @click.group("data", cls=Subcommands)
 def command() -> None:
-    """Look at training data as the loss sees it."""
+    """Show training data as the loss sees it."""
 
 
 @command.command("preview")
@@ -117,7 +117,7 @@ def _visible(text: str) -> str:
 def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
     """Show lengths, the trained share, padding and dropped rows.
 
-    Reads and tokenizes all rows, or takes them from the cache where they are.
+    Reads and tokenizes all rows, or takes them from the cache.
     """
     loaded = load(config, extra_files, overrides)
 
@@ -136,7 +136,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     if warning:
         click.echo(f"warning: {warning}", err=True)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
-    # As without packing: that is when rows are padded to the longest of their micro-batch.
+    # As without packing, where rows are padded to the longest of their micro-batch.
     micro_batch_rows = dataclasses.replace(batch, single_rows=False).micro_batch_rows
     stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: click.echo(text, err=True))
     if as_json:

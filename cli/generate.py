@@ -96,8 +96,8 @@ def command(
 ) -> int:
     """Continue prompts with a model that need not fit into memory.
 
-    The tokens equal those of transformers. Each weight is read once per token of a batch, from the model's folder if it
-    has no room in RAM. The cache of keys and values lives in the tiers.
+    The tokens equal the tokens of transformers. Each weight is read once per token of a batch, from the model's folder
+    if it has no room in RAM. The KV cache lives in the tiers.
 
     CONFIG: the model that a run starts from; only its model, tiers and precision count. FOLDER: the trained model, in
     the output_dir of a run or in an exported folder. An adapter runs with its base model.
@@ -275,7 +275,7 @@ def _write(found: Sequence[Completion], out: Path | None) -> None:
             partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        for row in rows:  # hours of work are not lost with a path
+        for row in rows:  # so that a wrong path does not lose hours of work
             sys.stdout.write(json.dumps(row) + "\n")
         raise RunFailedError(f"{out}: {error.strerror}; the completions are on stdout", EXIT_FAILED) from None
     click.echo(f"completions  {out}")

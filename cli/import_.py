@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.extras.translate.draft import Translation
 
 
-# Unknown options are the command line's own: whoever forgets the "--" before it is understood, too.
+# Unknown options belong to the imported command line, also if the "--" before it is missing.
 @click.command("import", context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="FILE|COMMAND...")
 @click.option(
@@ -50,7 +50,7 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
         raise click.NoSuchOption(words[0])
 
     if out is not None and out.exists():
-        raise RunFailedError(f"{out}: is there already; nothing was written. Name another file", EXIT_CONFIG)
+        raise RunFailedError(f"{out}: already exists; nothing was written. Name another file", EXIT_CONFIG)
     folder = None if out is None else out.absolute().parent
     if len(words) == 1:
         translation = translate_file(file, tool, folder=folder)

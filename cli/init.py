@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megatrain.config.starter import DataFacts
 
 _NAME = "run.toml"
-#: What rows are -> how they are trained; all others by sft.
+#: Row format -> task. All other formats use sft.
 _TASKS = {"preference": "dpo", "text": "pretrain"}
-_FIRST = "outputs/first"  # of run.toml; a file with a name of its own has a folder of that name
+_FIRST = "outputs/first"  # for run.toml; a config with another name gets a folder of that name
 _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
@@ -66,12 +66,12 @@ def command(
     """
     if is_example:
         if task is not None or has_lora or model is not None or data is not None:
-            raise click.UsageError("--example has a task, a model and data of its own")
+            raise click.UsageError("--example has its own task, model and data")
         return _write_example(path or Path(_EXAMPLE_FOLDER), as_json=as_json)
     path = path or Path(_NAME)
     path = path / _NAME if path.is_dir() else path
     if path.exists():
-        raise RunFailedError(f"{path}: is there already; nothing was written. Name another file", EXIT_CONFIG)
+        raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG)
     if not path.absolute().parent.is_dir():
         raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
     _check_writable(path.absolute().parent)
@@ -142,7 +142,7 @@ def _check_writable(folder: Path) -> None:
 
 def _write_example(folder: Path, *, as_json: bool) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunFailedError(f"{folder}: is there already; nothing was written. Name another folder", EXIT_CONFIG)
+        raise RunFailedError(f"{folder}: already exists; nothing was written. Name another folder", EXIT_CONFIG)
     assert __package__ is not None
     source = resources.files(f"{__package__}.example")
     try:

@@ -1,6 +1,6 @@
 """The command group: the commands, and the exit code of each error.
 
-Neither this module nor those of the commands import anything heavy at their top: ``--help`` answers at once.
+Neither this module nor the modules of the commands import anything heavy at their top, so ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _COMMANDS = {
     "verify": (".verify", "command"),
 }
 
-#: What commands are for, in the order in which they are needed.
+#: Groups of commands by purpose, in the order in which they are needed.
 GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
     "Watch": ("status", "save", "stop"),
@@ -117,7 +117,7 @@ GROUPS = {
     "Inspect": ("config", "data", "doctor", "verify"),
     "Maintain": ("ckpt", "clean", "completion"),
 }
-#: What keys are often called for short.
+#: Common short names of keys.
 _SHORT_NAMES = {
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
@@ -185,7 +185,7 @@ def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
         else:
             _write_whole(Path(os.path.realpath(path)), text, is_exclusive=is_exclusive)
     except FileExistsError:
-        raise RunFailedError(f"{path}: is there already; nothing was written. Name another file", EXIT_CONFIG) from None
+        raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG) from None
     except OSError as error:
         raise RunFailedError(f"{path}: {error.strerror}. Name another file", EXIT_FAILED) from None
 
@@ -320,7 +320,7 @@ class CommandGroup(Subcommands):
 
 
 def _advised(error: click.NoSuchOption) -> click.UsageError:
-    """Say how a key of the config is set that was written as an option; drop what only looks a little like it."""
+    """Say how to set a config key that was written as an option; drop proposals that are hardly similar."""
     command = "" if error.ctx is None else str(error.ctx.info_name)
     replacement = _REMOVED_OPTIONS.get((command, error.option_name))
     if replacement is not None:
@@ -349,10 +349,10 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 
 
 def _let_gpu_memory_grow() -> None:
-    """Have torch's allocator map memory of a GPU piece by piece, unless the user chose otherwise.
+    """Make torch's allocator map GPU memory piece by piece, unless the user chose otherwise.
 
-    Beside a tier that fills the GPU, what layers allocate comes and goes in blocks of gigabytes and of many sizes. In
-    segments of fixed size the gaps between them are lost. torch reads the variable when CUDA is first used.
+    Next to a tier that fills the GPU, layers allocate and free blocks of gigabytes and of many sizes. In segments of
+    fixed size the gaps between them are lost. torch reads the variable when CUDA is first used.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

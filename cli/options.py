@@ -24,7 +24,7 @@ def records_of(run: Path) -> Iterator[None]:
     """Report a damaged record in the folder of a run, which anybody may have edited, by the folder."""
     try:
         yield
-    except Exception as error:  # whatever code raises that meets a record of another shape
+    except Exception as error:  # code may raise anything for a record of another shape
         if exit_code_of(error) is not None or isinstance(error, click.ClickException | click.Abort):
             raise
         names = "status.json, plan.json, summary.json or metrics.jsonl"
@@ -61,7 +61,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def placed(loaded: LoadedConfig) -> Iterator[None]:
-    """Add to the error of a path that is not there which line of which file names it."""
+    """Append the config line that names a path to the error of a missing path."""
     try:
         yield
     except Exception as error:

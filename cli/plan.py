@@ -109,7 +109,7 @@ def command(
         if size > 1:
             run = run.as_fullest_rank(size, hosts)
         if measure:
-            spinner.stop()  # what is measured is said in lines that stay
+            spinner.stop()  # the lines about measurements stay
             _measure_machine(run)
         spinner.say("reading the model and planning")
         with without_collector():
@@ -217,7 +217,7 @@ def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]
 
 
 def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
-    """Return what is evaluated, and when; of averages, which are more bytes than weights, what a pass moves."""
+    """Return the lines about evaluations: sets and frequency, and for averages the bytes that a pass moves."""
     from megatrain.tasks.evaluation import plans_of_evaluations, traffic_of_passes
     from tiered.units import format_size
 

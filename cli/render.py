@@ -51,12 +51,12 @@ _CLOSE_TIMEOUT_S = 5.0  # for a stopped terminal
 _SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR = 47, 54, 8  # columns
 _LONGEST_NAME = 24
 
-_LEAST_TABLE = 50  # columns of a terminal that a table of tiers has room in
+_LEAST_TABLE = 50  # columns that a table of tiers needs
 PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
 
 
 def text_width(console: Console) -> int:
-    """Return the columns of text on a console: of a file or a pipe those of ``COLUMNS``, else ``PLAIN_WIDTH``."""
+    """Return the columns of text on a console: its own, else ``COLUMNS`` or ``PLAIN_WIDTH`` for a file or pipe."""
     # Without a width rich prints nothing at all.
     return given_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
 
@@ -73,9 +73,9 @@ def print_plan(
     """Print a plan on stdout, as a table or as one JSON object. The last line of the text says whether it fits.
 
     Args:
-        run_lines: lines about the whole run, printed after those about a step.
+        run_lines: lines about the whole run, printed after the lines about a step.
         console: default: stdout.
-        problem: why a run would be refused although its blocks fit the tiers; "": it would not be.
+        problem: why a run would be refused although its blocks fit the tiers, or "".
     """
     from megatrain.plan import show
     from megatrain.plan.process import process_memory
@@ -176,7 +176,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return kinds x tiers with totals and budgets, in GiB, or in MiB where everything is small; without what is 0."""
+    """Return kinds x tiers with totals and budgets, in GiB, or in MiB if all are small; zeros are left out."""
     from megatrain.plan.show import table_rows
 
     largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
@@ -203,7 +203,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 class ConsoleObserver(RunObserver):
-    """Shows nothing. A context manager, for what is drawn before the first step and must be cleared at the end."""
+    """Shows nothing. A context manager for output that is drawn before the first step and cleared at the end."""
 
     def __enter__(self) -> Self:
         return self
@@ -235,7 +235,7 @@ class PlanObserver(RunObserver):
         Args:
             plan: the run's.
             config: its file, for a command line.
-            note: what to know besides at the start, or "".
+            note: more to know at the start, or "".
         """
         self._plan, self._config, self._note = plan, config, note
 
@@ -252,7 +252,7 @@ class PlanObserver(RunObserver):
 
 
 def _used(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return those that are not 0."""
+    """Return the sizes that are not 0."""
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
 
@@ -393,7 +393,7 @@ class LiveObserver(PlainObserver):
     """A view of a few lines, redrawn while a step is computed; messages scroll above it.
 
     Args:
-        logging_steps: every how many steps the figures change.
+        logging_steps: number of steps between two updates of the figures.
         console: default: stdout.
         is_lost: whether the terminal is gone; then lines are printed.
     """
@@ -513,7 +513,7 @@ def live_view(
     """Return the view of a run: figures of its last step, and bars for the run, its activity and each tier.
 
     Args:
-        metrics: those of the last step; None before the first.
+        metrics: of the last step, or None before the first.
         moment: current activity.
         evaluations: set -> its last evaluation.
         width: columns, at least 60.
@@ -523,7 +523,7 @@ def live_view(
     used = _used(metrics.tier_used_bytes) if metrics is not None else {}
     names = ["run", "now", *saving, *used]
     room = width - max(len(name) for name in names) - 2 * 2
-    # Independent of the texts: bars must not change their length from picture to picture.
+    # Independent of the texts, so that the length of the bars stays constant.
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
     bar = room - texts
     lines: list[RenderableType] = []
@@ -591,7 +591,7 @@ def _bar(done: float, total: float, width: int) -> RenderableType:
 
 
 def _cut(text: str, width: int) -> Text:
-    """Return text that is shortened in front of the duration at its end."""
+    """Return text that is shortened before the duration at its end."""
     if len(text) > width:
         head, mark, tail = text.rpartition("  ")
         text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
@@ -624,7 +624,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
         for name, each in summary.evaluations.items()
     ]
     if summary.num_processes > 1:
-        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote are those of the first one")
+        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote are of the first one")
     if summary.tier_peak_bytes:
         peaks, limits = _used(summary.tier_peak_bytes), summary.tier_capacity_bytes
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
@@ -643,7 +643,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 def _judges_texts(folder: Path) -> bool:
-    """Return whether an export says classes or rewards of texts, and no words."""
+    """Return whether an export is a model of classes or rewards, without words."""
     try:
         names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
     except (OSError, ValueError, AttributeError):

@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     "--processes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Short for --set distributed.processes=N: the run's processes on this machine, one for each GPU. Not beside "
-    "torchrun or srun, which start them themselves.",
+    help="Short for --set distributed.processes=N: the run's processes on this machine, one for each GPU. Not with "
+    "torchrun or srun, which start the processes themselves.",
 )
 @click.option(
     "--resume",
     metavar="auto|no|PATH",
-    help="Continue the checkpoints in output_dir (auto, the default), refuse to (no), or start from those of another "
-    "run's folder (PATH). Short for --set checkpoint.resume_from_checkpoint=...",
+    help="Continue the checkpoints in output_dir (auto, the default), refuse to (no), or start from the checkpoints "
+    "of another run's folder (PATH). Short for --set checkpoint.resume_from_checkpoint=...",
 )
 @click.option(
     "--allow-config-change",
@@ -257,7 +257,7 @@ def _describe_interrupted(output_dir: Path) -> str:
 
 
 def _describe_schedule(name: str, max_steps: int) -> str:
-    """Return a text about --max-steps: the learning rate differs from that of the first N steps of the whole run."""
+    """Return a text about --max-steps: the learning rate differs from the first N steps of the whole run."""
     return (
         f"note: the learning rate goes through its whole schedule ({name}) in these {max_steps} steps: they are not "
         "the first ones of a longer run"

@@ -37,9 +37,9 @@ __all__ = [
     "wrap_words",
 ]
 
-#: Object of the context of a command that is its process's only one.
+#: Marks the context of a command that is the only one of its process.
 OWN_PROCESS = object()
-#: Braille dots, as most spinners are drawn; the second where the terminal has ASCII only.
+#: Braille dots, as in most spinners; the second is for terminals with ASCII only.
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
 _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
@@ -49,9 +49,9 @@ _SILENT_S = 1.0  # of a command whose stderr is no terminal
 _SHOWN_FROM_S = 2.0  # before that, seconds would only flicker
 #: Errors of a write to a closed terminal or a broken pipe.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
-#: What moves the cursor, as our own lines and rich's live views begin a write; texts are behind it.
+#: Sequences that move the cursor, at the start of writes by our lines and rich's live views; texts follow.
 _OWN_START = re.compile(r"(?:\r|\n|\x1b\[(?:\?25[lh]|[0-9]*A|2?K))*")
-#: Colours, links, and what else changes no more than the look.
+#: Colours, links and other sequences that only change the look.
 _HARMLESS = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\r\n|[\n\t]|\x1b\]8;[^\x00-\x1f\x7f]*\x1b\\")
 #: C0 and C1 controls, DEL, and the signs that turn the direction in which a line is read.
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -88,7 +88,7 @@ class Spinner:
     """A line on stderr with the current activity and its seconds. A context manager that clears the line.
 
     Entering draws the line; nothing heavy is imported for it. The cursor stays visible: a killed process leaves nothing
-    to restore. If stderr is no terminal, each activity after the first second of the command prints a line of its own.
+    to restore. If stderr is no terminal, each activity after the first second of the command prints one line.
 
     Args:
         is_shown: whether to draw or print at all.
@@ -187,10 +187,10 @@ def frames_for(encoding: str | None) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text as a screen may have it: control characters in names, rows and messages are shown, not obeyed.
+    """Return a text for a screen: control characters in names, rows and messages are shown, not obeyed.
 
-    A file name or a row of somebody's data can hold sequences that clear the screen, rename its window, type, or hide
-    what is on it. Those of our own, at the start of what is written, and colours stay.
+    A file name or a foreign row can hold sequences that clear the screen, rename its window, type, or hide text.
+    Colours stay, and so do this program's sequences at the start of a write.
     """
     if not _OBEYED.search(text):
         return text
@@ -210,17 +210,17 @@ def shown(text: str) -> str:
 
 
 class Screen:
-    """A text stream that writes what ``shown`` returns; all else is the stream's.
+    """A text stream that writes what ``shown`` returns; everything else is passed to the stream.
 
     Args:
-        stream: the process's own, or a test's.
+        stream: the process's stream, or a test's.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text; return its length. Anything else is refused as the stream refuses it."""
+        """Write a text; return its length. Other types are refused as the stream refuses them."""
         self._stream.write(shown(text) if isinstance(text, str) else text)
         return len(text)
 
@@ -251,7 +251,7 @@ def _is_own_process() -> bool:
 
 
 def leave_out_torch() -> None:
-    """Have transformers work without torch, which takes seconds to import, if this process runs one command only.
+    """Make transformers work without torch, which takes seconds to import, if this process runs one command only.
 
     Tokenizers and chat templates need no torch, but transformers imports it wherever it is installed.
     """
@@ -268,7 +268,7 @@ def without_collector() -> Iterator[None]:
     """Disable the garbage collector inside the context.
 
     Imports and plans make a million objects that stay; scanning them again and again took a tenth of a start's time.
-    In a process of one command, later collections leave them out, too.
+    In a process of one command, later collections also leave them out.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -284,9 +284,9 @@ def without_collector() -> Iterator[None]:
 class RunOutput:
     """Replaces ``sys.stdout`` and ``sys.stderr`` while the context is open, where they are files.
 
-    Once a write finds its terminal closed or its pipe broken, this and all later output goes into a log file. The file
-    descriptors themselves are redirected, so that output of libraries goes there, too. No error is raised. Output that
-    is lost before the log file is known is kept until then.
+    Once a write finds its terminal closed or its pipe broken, this and all later output goes into a log file. The
+    descriptors themselves are redirected, so that the output of libraries also goes there. No error is raised. Output
+    that is lost before the log file is known is kept until then.
 
     Attributes:
         is_lost: whether a terminal or pipe is gone, for good.
@@ -332,7 +332,7 @@ class RunOutput:
         """Redirect the streams that are gone to the log file.
 
         Args:
-            text: what could not be written.
+            text: the text that could not be written.
         """
         with self._lock:
             self.is_lost = True
@@ -341,7 +341,7 @@ class RunOutput:
             self._turn()
 
     def _turn(self) -> None:
-        """Redirect descriptors to the log file, or to /dev/null where it is not known yet or cannot be opened."""
+        """Redirect descriptors to the log file, or to /dev/null if it is not known yet or cannot be opened."""
         try:
             path = os.devnull if self._log is None else self._log
             log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -53,7 +53,7 @@ def require_sha256(path: Path, expected: str) -> None:
 
 
 def is_complete(folder: Path, dtype_name: str) -> bool:
-    """Tell whether `folder` holds an undamaged earlier result of the same dtype."""
+    """Return whether `folder` holds an undamaged earlier result of the same dtype."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         files: dict[str, str] = record["sha256"]
@@ -112,7 +112,7 @@ def write_tokenizer(meta: Meta, folder: Path) -> None:
     merges = [tuple(merge.split(" ", 1)) for merge in meta("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    # Every digit is a token of its own, then GPT-2's byte-level words.
+    # First every digit becomes one token, then GPT-2's byte-level words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, meta("tokenizer.ggml.token_type"), strict=True) if kind == 3]

@@ -74,7 +74,7 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
     call([program, "report", config.parent / "outputs/first", "--html", page], tmp_path)
     assert "<svg" in page.read_text(encoding="utf-8")
     again = subprocess.run([program, "init", "--example"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
     without_the_tools(program, config)
 
 

@@ -5,11 +5,11 @@ weights resemble each other, and compressed by zlib. A store uses it as any othe
 
     tiered.TieredStore([tiered.RamTier(64 * tiered.MiB), CompressedRamTier(1 * tiered.GiB)])
 
-How large a slot is must be known before its contents are. So the ledger counts contents as if nothing could be
-compressed, which is the worst case: what does not compress is stored as it is. ``stored_bytes`` says what memory is
-really taken. To gain room from compression, say so: ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)`` promises
-1 GiB and takes at most 700 MiB; a block that does not fit any more stays in the faster tier, whole and readable, and
-whoever waits for its write is told, as with a full drive.
+A slot's size must be known before its contents. So the ledger counts contents as if nothing could be compressed, which
+is the worst case: contents that do not compress are stored as they are. ``stored_bytes`` is the memory really taken. To
+gain room from compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. It promises 1 GiB and takes at
+most 700 MiB. A block that does not fit any more stays in the faster tier, whole and readable, and the caller that
+waits for its write gets an error, as with a full drive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEVEL = 1
 
 
 class Packed:
-    """The resource of a slot: compressed chunks, and how large one number of the contents is."""
+    """The resource of a slot: compressed chunks, and the bytes of one number of the contents."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -63,7 +63,7 @@ class CompressedRamTier:
 
     @property
     def most_stored_bytes(self) -> int:
-        """Return the most that ``stored_bytes`` ever was."""
+        """Return the maximum of ``stored_bytes`` so far."""
         return self._most_stored_bytes
 
     # -- what every tier has -----------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ class CompressedRamTier:
     def close(self) -> None:
         """Do nothing: the memory goes with the slots."""
 
-    # -- what only some have -----------------------------------------------------------------------------------
+    # -- what only some tiers have -----------------------------------------------------------------------------------
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Learn what a home slot will hold; the store tells it once, before the first contents."""
+        """Note the contents of a home slot; the store calls it once, before the first contents."""
         packed_of(slot).item_bytes = dtype.itemsize
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:
@@ -133,7 +133,7 @@ class CompressedRamTier:
             out_of_planes(torch.frombuffer(raw, dtype=torch.uint8), packed.item_bytes, into)
 
     def _add(self, slot: Slot, chunk: bytes) -> None:
-        """Store one more chunk of a slot; without memory for it, the slot loses all."""
+        """Store one more chunk of a slot; without memory for it, the slot loses all chunks."""
         with self._lock:
             has_room = self._stored_bytes + len(chunk) <= self.memory_bytes
             if has_room:
@@ -163,7 +163,7 @@ def packed_of(slot: Slot) -> Packed:
 
 
 def in_planes(contents: torch.Tensor, item_bytes: int) -> torch.Tensor:
-    """Return bytes with all first bytes of a number before all second ones; what is left over stays at the end."""
+    """Return bytes with all first bytes of a number before all second ones; a remainder stays at the end."""
     whole = len(contents) // item_bytes * item_bytes
     return torch.cat([contents[:whole].view(-1, item_bytes).T.reshape(-1), contents[whole:]])
 

@@ -1,13 +1,13 @@
 """A tier of objects in a bucket, in one file outside of the package: S3, GCS, a web server's folder, a local one.
 
-fsspec, which comes with torch, knows the protocols; some need a package of their own (``s3fs`` for ``s3://``). A store
+fsspec, which comes with torch, knows the protocols; some need another package (``s3fs`` for ``s3://``). A store
 uses it as its slowest tier::
 
     objects = ObjectStoreTier("s3://bucket/scratch", 1 * tiered.TiB, storage_options={"profile": "me"})
     tiered.TieredStore([tiered.RamTier(8 * tiered.GiB), objects], path="generations")
 
-Every tier writes below a folder of its own name and deletes it when it is closed; what a killed process leaves is
-garbage that a lifecycle rule of the bucket may remove. Checksums are kept in memory and compared on every read.
+Every tier writes below its own folder and deletes it when it is closed. Leftovers of a killed process are garbage,
+which a lifecycle rule of the bucket may remove. Checksums are kept in memory and compared on every read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiered.ext import Ledger, Link, Slot, ThreadedLink, Tier, TierUsage
 
 @dataclass(eq=False)
 class Objects:
-    """The resource of a slot: where the objects of a block are, one for each part, whether any are, their checksums."""
+    """The resource of a slot: paths of a block's objects, one for each part, whether any exist, and checksums."""
 
     key: str
     folder: str
@@ -41,7 +41,7 @@ class ObjectStoreTier:
 
     Args:
         url: of a bucket or a folder, as fsspec takes it. capacity_bytes: bound on the sum of all objects' sizes.
-        part_bytes: most bytes of one object; a transfer holds one part in memory beside the slots.
+        part_bytes: most bytes of one object; a transfer holds one part in memory in addition to the slots.
         num_connections: parts under way at once, each way.
         storage_options: for fsspec's file system: credentials, an endpoint.
     """
@@ -81,7 +81,7 @@ class ObjectStoreTier:
         return Slot(self.name, nbytes, nbytes, Objects(name, f"{self._root}/{name}"))
 
     def free(self, slot: Slot) -> None:
-        """Delete the objects of a slot. Raises ``TransferError``: they are there still, and stay on the ledger."""
+        """Delete the objects of a slot. Raises ``TransferError``: they still exist, and stay on the ledger."""
         objects = objects_of(slot)
         try:
             for path, _ in self._parts(slot) if objects.was_put else ():
@@ -106,13 +106,13 @@ class ObjectStoreTier:
         return self._ledger.usage()
 
     def close(self) -> None:
-        """Delete all objects that are left. Idempotent."""
+        """Delete all remaining objects. Idempotent."""
         if self._has_objects:
             self._has_objects = False
             with contextlib.suppress(FileNotFoundError):  # all were deleted one by one
                 self._files.rm(self._root, recursive=True)
 
-    # -- what only some have -----------------------------------------------------------------------------------
+    # -- what only some tiers have -----------------------------------------------------------------------------------
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:
         """Return the links to a tier in host memory, and none to others."""

@@ -1,8 +1,8 @@
 """A Flux transformer of diffusers, all of it or LoRA, with its text encoders and its VAE frozen in the same store.
 
-Without the marked lines it is an ordinary program. What is trained is the velocity between a latent and noise (flow
-matching), as in diffusers' own scripts. A tiny model with random weights is made at the first call; for the real one
-name it, and give the store its sizes, such as ``gpu="16GiB", ram="100GiB", nvme_size="400GiB"``:
+Without the marked lines it is an ordinary program. It learns the velocity between a latent and noise (flow matching),
+as in diffusers' own scripts. The first call makes a tiny model with random weights. For the real one name it, and give
+the store its sizes, such as ``gpu="16GiB", ram="100GiB", nvme_size="400GiB"``:
 
     python examples/python/diffusion.py --output /tmp/flux --lora
     python examples/python/diffusion.py --output /tmp/flux --model black-forest-labs/FLUX.1-dev --dtype bfloat16

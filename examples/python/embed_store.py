@@ -1,4 +1,4 @@
-"""The tiered store in a program of its own: a network whose weights do not fit the memory they may use.
+"""The tiered store in a program without training code: a network whose weights exceed the memory they may use.
 
 Twelve layers of 256 KiB run in 2 MiB of RAM; the rest stays in files. At the end the weights are committed and
 opened again, as after a restart. Run it with ``python examples/python/embed_store.py``; it needs nothing else.

@@ -1,7 +1,7 @@
 """A loop as torchtitan and accelerate have it, with FSDP2, whose optimizer keeps its state on a drive.
 
 Without the marked lines AdamW keeps 8 bytes per parameter in the memory of the ranks. Sharding, clipping, schedule and
-checkpoints by ``torch.distributed.checkpoint`` are as before; ``--resume`` goes on from the last checkpoint, bit for
+checkpoints by ``torch.distributed.checkpoint`` are as before; ``--resume`` continues from the last checkpoint, bit for
 bit, or with another number of ranks. A small random model, so that it takes seconds on a CPU::
 
     torchrun --nproc-per-node 2 examples/python/fsdp2.py --output /tmp/fsdp2
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     options = parser.parse_args()
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,8 +1,8 @@
 """T5 with Hugging Face's Seq2SeqTrainer, in 6 MiB of RAM and a folder of the drive: encoder and decoder.
 
 Without the marked lines it is an ordinary program that keeps 18 MB of weights, gradients and state in memory.
-``--resume`` goes on from the Trainer's own checkpoint, bit for bit. A small random model, so that it takes seconds; for
-a real one ``AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-3b")``, and a store of its size:
+``--resume`` continues from the Trainer's own checkpoint, bit for bit. A small random model, so that it takes seconds.
+For a real one call ``AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-3b")``, and make a store of its size:
 ``python examples/python/hf_seq2seq.py --output /tmp/hf_seq2seq``.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")

@@ -1,6 +1,6 @@
 """Lightning, with weights, gradients and optimizer state in 6 MiB of RAM and a folder of the drive.
 
-Without the marked lines it is an ordinary program that keeps 13 MB of them in memory. ``--resume`` goes on from the
+Without the marked lines it is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from the
 last checkpoint that Lightning wrote, bit for bit. A small random model, so that it takes seconds:
 ``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
 """
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--epochs", type=int, default=2, help="of 5 steps each")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args()
 
     lightning.seed_everything(0)

@@ -1,7 +1,7 @@
 """An ordinary loop in PyTorch with weights, gradients, optimizer state and activations in 6 MiB of RAM and a folder.
 
 Without the marked lines it keeps 13 MB of weights, gradients and state in memory, and activations on top. ``--resume``
-goes on from the last checkpoint, bit for bit. A small model with random weights stands for a downloaded one, so that it
+continues from the last checkpoint, bit for bit. A small model with random weights replaces a downloaded one, so that it
 takes seconds: ``python examples/python/pytorch_offload.py --output /tmp/pytorch_offload``.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of model and checkpoint")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     options = parser.parse_args()
 
     folder = downloaded(options.output / "model")

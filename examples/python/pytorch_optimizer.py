@@ -1,7 +1,7 @@
 """An ordinary loop in PyTorch whose optimizer keeps its state in 5 MiB of RAM and a folder of the drive.
 
 Without the marked lines AdamW keeps 6.6 MB, and its checkpoints hold all of it. Model, gradients, clipping and schedule
-are as before. ``--resume`` goes on from the last checkpoint, bit for bit. A small random model, so that it takes
+are as before. ``--resume`` continues from the last checkpoint, bit for bit. A small random model, so that it takes
 seconds: ``python examples/python/pytorch_optimizer.py --output /tmp/pytorch_optimizer``.
 """
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     options = parser.parse_args()
 
     torch.manual_seed(0)

@@ -5,9 +5,9 @@ the teacher's probabilities of each of their tokens (``lmbda``: how often; else 
 ``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``:
 ``python examples/python/trl_gkd.py --output /tmp/trl_gkd``.
 
-The teacher is frozen: 2 bytes per parameter in bf16, a layer of it at a time in memory. One that does not fit into RAM
-goes from its folder straight into the store, by ``load_pretrained(folder, store, name="teacher", trainable=False)`` of
-megatrain in the place of the line that makes it and the line that offloads it.
+The teacher is frozen: 2 bytes per parameter in bf16, a layer of it at a time in memory. A teacher that exceeds RAM goes
+from its folder straight into the store: replace the line that makes it and the line that offloads it by
+megatrain's ``load_pretrained(folder, store, name="teacher", trainable=False)``.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args()
 
     config = AutoConfig.from_pretrained(QUICKSTART / "model")

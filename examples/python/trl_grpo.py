@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer: one model writes answers and learns from them, out of 8 MiB of RAM and a folder of the drive.
 
 Without the marked lines it is an ordinary program that keeps 13 MB in memory. Every token that is written streams the
-weights once, for all answers of a batch: large batches and short answers are what makes that bearable. ``--resume``
-continues from the trainer's last checkpoint. Needs ``pip install trl``:
+Without the marked lines it is an ordinary program that keeps 13 MB in memory. Every written token streams the weights
+once, for all answers of a batch, so use large batches and short answers. ``--resume``
 ``python examples/python/trl_grpo.py --output /tmp/trl_grpo``.
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args()
 
     set_seed(0)

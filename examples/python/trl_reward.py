@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")

@@ -112,7 +112,7 @@ def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
     (tmp_path / "a/live/elsewhere").symlink_to(tmp_path / "outside")
     result = run(tmp_path, "--yes")
     assert result.exit_code == 0, result.output
-    assert "4 files of others stay" in result.stdout and str(tmp_path / "b") not in result.stdout
+    assert "4 foreign files stay" in result.stdout and str(tmp_path / "b") not in result.stdout
     for name in [*foreign, "outside/0"]:
         assert (tmp_path / name).read_text() == "precious"
     assert not list((tmp_path / "a/live").rglob("c/0"))

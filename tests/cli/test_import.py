@@ -45,7 +45,7 @@ def test_a_file_is_written_once(source: Path, tmp_path: Path) -> None:
     assert load_config(out).config.output_dir == tmp_path / "model-out", "relative to where the tool was started"
     before = out.read_text()
     again = call(source, "-o", out)
-    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert again.exit_code == 2 and "already exists" in again.stderr
     assert out.read_text() == before
 
 

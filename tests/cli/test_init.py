@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_written_in_is_named(here: Path) -> None:
 def test_nothing_is_overwritten(here: Path) -> None:
     Path("run.toml").write_text("mine")
     result = call("init")
-    assert result.exit_code == 2 and "run.toml: is there already; nothing was written" in result.stderr
+    assert result.exit_code == 2 and "run.toml: already exists; nothing was written" in result.stderr
     assert [path.name for path in here.iterdir()] == ["run.toml"]
     assert Path("run.toml").read_text() == "mine"
     assert call("init", "nowhere/run.toml").exit_code == 2
@@ -106,7 +106,7 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(here: Path, monkeypatc
     Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
     for words, name in ((["init"], "run.toml"), (["import", "ds_config.json", "-o", "imported.toml"], "imported.toml")):
         result = call(*words)
-        assert result.exit_code == 2 and f"{name}: is there already; nothing was written" in result.stderr, words
+        assert result.exit_code == 2 and f"{name}: already exists; nothing was written" in result.stderr, words
         assert Path(name).read_text() == "other"
 
 

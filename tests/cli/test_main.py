@@ -518,7 +518,7 @@ def test_exclusive_files_overwrite_nothing(
         monkeypatch.setattr(os, "link", link)
     path, main = tmp_path / "run.toml", cli_module("main")
     main.write_file(path, "old", is_exclusive=True)
-    with pytest.raises(main.RunFailedError, match=r"run\.toml: is there already; nothing was written") as caught:
+    with pytest.raises(main.RunFailedError, match=r"run\.toml: already exists; nothing was written") as caught:
         main.write_file(path, "new", is_exclusive=True)
     assert caught.value.exit_code == main.EXIT_CONFIG
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

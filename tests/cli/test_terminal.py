@@ -288,7 +288,7 @@ def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
         terminal.type("\x03")
         assert terminal.wait() == 0
     assert [line for line in screen(terminal.text) if line][-2:] == [
-        f"the run goes on, process {owner.pid}", "visible"
+        f"the run continues in process {owner.pid}", "visible"
     ]  # fmt: skip
     assert living_owner(run.out) == owner
 
