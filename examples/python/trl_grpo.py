@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer: one model writes answers and learns from them, out of 8 MiB of RAM and a folder of the drive.
 
 Without the marked lines it is an ordinary program that keeps 13 MB in memory. Every token that is written streams the
-Without the marked lines it is an ordinary program that keeps 13 MB in memory. Every written token streams the weights
-once, for all answers of a batch, so use large batches and short answers. ``--resume``
+weights once, for all answers of a batch, so use large batches and short answers. ``--resume``
+continues from the trainer's last checkpoint. Needs ``pip install trl``:
 ``python examples/python/trl_grpo.py --output /tmp/trl_grpo``.
 """
 
