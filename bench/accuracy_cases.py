@@ -17,10 +17,10 @@ class Case:
     """One configuration.
 
     Attributes:
-        model_type, values: of the model's `config.json`. shape: micro-batches, rows, tokens of a row.
-        placement: the config's table; what it names "nvme" gets a drive. ram: size of the tier; "TIGHT": a third above
-            the least that works. optimizer, model, precision: more keys of these tables.
-        changes: values of `--set`, to compare with a run that has them; "TIGHT" as above, "FOLDER" is the case's own.
+        model_type, values: from the model's `config.json`. shape: micro-batches, rows, tokens of a row.
+        placement: table of the config; kinds at "nvme" get a drive. ram: size of the tier; "TIGHT": a third above the
+            least that works. optimizer, model, precision: more keys of these tables.
+        changes: values of `--set` for a second plan and run; "TIGHT" as above, "FOLDER" is the case's folder.
     """
 
     model_type: str
@@ -130,7 +130,7 @@ QUICK_CASES: dict[str, Case] = {
 
 
 def write_config(case: Case, folder: Path, text: Path, num_steps: int) -> Path:
-    """Write the model's folder and the config of a case; return the config. It saves nothing on its way."""
+    """Write the model's folder and the config of a case; return the config. The run saves nothing."""
     model = write_shape(folder / "model", case.model_type, **case.values)
     micro_batches, rows, length = case.shape
     tables: dict[str, Mapping[str, Any]] = {

@@ -1,17 +1,17 @@
-"""What offload_activations costs and frees: steps of one model, plain and with saved tensors on a drive.
+"""Cost and freed memory of offload_activations: steps of one model, plain and with saved tensors on a drive.
 
     python bench/activations.py --json
     python bench/activations.py --quick              # a minute, a small model
     python bench/activations.py --tokens 1x1x2048 --ram 256MiB
 
-Each side is a process of its own: it makes the same Llama, makes one step that is not counted, and then steps of
-forward and backward without any recompute. ``held`` is by how much a forward lets the resident memory of the process
-grow, once the drive has written what it was given (what it has not is in the RAM tier, and within that one's capacity):
-measured in forwards after the steps. ``peak`` is the most of a whole step, gradients and the store's RAM tier included,
-over what there was before the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it,
-memory that was freed stays in the heap of the process, and nothing can be seen.
+Each side runs in a separate process. It makes the same Llama, takes one step that is not counted, and then steps of
+forward and backward without any recompute. ``held`` is the growth of the process's resident memory in a forward,
+measured after the steps. It waits until the drive has written its queue; unwritten bytes are in the RAM tier and within
+its capacity. ``peak`` is the maximum in a whole step, with gradients and the store's RAM tier, above the memory before
+the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it, freed memory stays in the
+heap of the process, and the effect is invisible.
 
-Claims: loss and gradients are the same bits; the graph holds less, by at least 0.8 of what was moved out; nothing stays
+Claims: loss and gradients are the same bits; the graph holds less, by at least 0.8 of the moved bytes; no tensor stays
 in memory for lack of room; no tier exceeds its capacity.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,7 +52,7 @@ MIN_BYTES = 64 * KiB
 
 
 def main() -> int:
-    """Run the bench, or one side of it; 1 if a row that is not about time is not ok."""
+    """Run the bench, or one side of it; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     if arguments.side:
@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_side(arguments: argparse.Namespace, side: str, model: Path) -> dict[str, Any]:
-    """Measure one side in a process of its own."""
+    """Measure one side in a separate process."""
     options = ["--steps", str(arguments.steps), "--ram", arguments.ram, "--scratch", str(model.parent)]
     options += ["--tokens", "x".join(map(str, arguments.tokens)), "--side", side, "--model", str(model)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIN_BYTES)}
@@ -142,7 +142,7 @@ def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
 
 
 def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store: TieredStore | None) -> int:
-    """Return by how much the process grows in a forward: what the graph holds, and with a store what that keeps."""
+    """Return the growth of the process in a forward: the tensors that the graph, and with a store the context, hold."""
     settle(store)
     before_bytes = resident_bytes()
     with context:
@@ -154,13 +154,13 @@ def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store:
 
 
 def settle(store: TieredStore | None) -> None:
-    """Wait until the drive has written what it was given."""
+    """Wait until the drive has written its queue."""
     if store is not None:
         store.wait_idle()
 
 
 def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict[str, Any]:
-    """Return what a step moved, on average, and what the store says of its tiers."""
+    """Return the mean bytes that a step moved, and the store's figures of its tiers."""
     earlier, tiers_earlier = before
     now, tiers = context.stats(), store.stats() - tiers_earlier
     names = ("offloaded_bytes", "restored_bytes", "deduplicated_bytes", "pack_wait_s", "unpack_wait_s")
@@ -172,7 +172,7 @@ def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict
 
 
 def compare(report: Report, sides: dict[str, dict[str, Any]], num_micro_batches: int) -> None:
-    """Print what was found, and whether the claims hold."""
+    """Print the figures, and whether the claims hold."""
     plain, stored = sides[PLAIN], sides[STORED]
     for name, side in sides.items():
         report.row(f"{name}.step", statistics.median(side["seconds"]), "s")
@@ -208,22 +208,22 @@ def hash_of(model: torch.nn.Module) -> str:
 
 
 def resident_bytes() -> int:
-    """Return what the process has resident now."""
+    """Return the resident bytes of the process now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()
 
 
 def forget_peak() -> None:
-    """Let the kernel count the peak anew from here on."""
+    """Restart the kernel's count of the peak."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_bytes() -> int:
-    """Return the most that the process had resident since ``forget_peak``."""
+    """Return the maximum of the process's resident bytes since ``forget_peak``."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KiB
-    raise RuntimeError("the kernel tells no VmHWM")
+    raise RuntimeError("the kernel reports no VmHWM")
 
 
 if __name__ == "__main__":

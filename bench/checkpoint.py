@@ -1,16 +1,16 @@
-"""What a checkpoint costs: time in proportion to what lies in RAM, not to the state; and what training loses meanwhile.
+"""Cost of a checkpoint: time in proportion to the bytes in RAM, not to the state; and the time that training loses.
 
     python bench/checkpoint.py --json
     python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
     python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
 
-First, states of several sizes in a store, cut into equally many blocks (the smallest also into ten times as many): all
-at home on NVMe, a tenth or all at home in RAM, or all on NVMe with a tenth changed in RAM and not written back. Each is
-committed as it stands, and again after every block on NVMe was written anew. Then runs of the real trainer: steps
-beside a checkpoint that is being written, and steps with none, of the same run.
+First it commits states of several sizes, cut into the same number of blocks (the smallest also into ten times as
+many). All blocks are at home on NVMe, or a tenth or all of them in RAM, or all on NVMe with a tenth changed in RAM and
+not written back. Each state is committed as it is, and again after every block on NVMe was rewritten. Then the real
+trainer runs, and steps during the write of a checkpoint are compared with other steps of the same run.
 
-Claims: a commit writes the bytes whose home is RAM and links the rest; as it stands, a state of the largest size on
-NVMe takes at most 1.5 times as long as one of the smallest.
+Claims: a commit writes the bytes whose home is RAM and links the rest. The largest state on NVMe takes at most 1.5
+times as long as the smallest one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,14 +49,14 @@ from tiered.durable.arrays import flush_arrays
 from tiered.units import PAGE_BYTES, GiB, MiB, round_up
 
 TARGET_RATIO = 1.5
-_SPARE_RAM_BYTES = 2 * GiB  # what is left to the rest of the machine
+_SPARE_RAM_BYTES = 2 * GiB  # left to the rest of the machine
 
 #: Name -> (share whose home is RAM, share changed in RAM at the time of the commit).
 SHARES = {"ram0": (0.0, 0.0), "ram10": (0.1, 0.0), "ram100": (1.0, 0.0), "changed10": (0.0, 0.1)}
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     default = "0.1,0.4" if arguments.quick else "0.5,2,8"
     sizes = sorted(float(text) for text in (arguments.sizes or default).split(","))
@@ -79,8 +79,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="small states, a model of 1 M parameters")
     parser.add_argument("--sizes", help="states in GB (10^9), with commas between; what does not fit is left out")
-    parser.add_argument("--blocks", type=int, default=50, help="blocks of a state; once ten times as many, too")
-    parser.add_argument("--rounds", type=int, help="commits of each kind, after one that is not measured")
+    parser.add_argument("--blocks", type=int, default=50, help="blocks of a state; one state gets ten times as many")
+    parser.add_argument("--rounds", type=int, help="measured commits of each kind, after one warm-up")
     parser.add_argument("--saves", type=int, help="checkpoints of each training run")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
@@ -88,14 +88,14 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Cost:
-    """One commit: its figures, and the seconds it flushed files that the store had written before."""
+    """One commit: its figures, and the seconds of flushing files that the store had written before."""
 
     figures: CommitFigures
     flush_s: float
 
 
 class Costs:
-    """States in a store, committed."""
+    """Commits of states in a store."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._arguments, self._folder, self._report = arguments, folder, report
@@ -115,7 +115,7 @@ class Costs:
             self._compare(done[0], done[-1])
 
     def _compare(self, small: float, large: float) -> None:
-        """Commit two states on NVMe in turns, so that what else the machine does meets both; print their ratio."""
+        """Commit two states on NVMe in turns, so that other load meets both; print the ratio of their times."""
         num_blocks, rounds = self._arguments.blocks, max(5, self._rounds)
         with ExitStack() as stack:
             states = []
@@ -178,10 +178,10 @@ class Costs:
 
 
 class State:
-    """Blocks of one size in a store of its own. A context manager.
+    """Blocks of one size in a separate store. A context manager.
 
     Attributes:
-        nbytes: of all blocks. ram_bytes: of those whose home is RAM.
+        nbytes: bytes of all blocks. ram_bytes: bytes of the blocks whose home is RAM.
     """
 
     def __init__(self, folder: Path, nbytes: int, num_blocks: int, share: str) -> None:
@@ -208,7 +208,7 @@ class State:
         self._store.close()
 
     def rewrite(self, *, everything: bool = False) -> None:
-        """Write all blocks on NVMe anew, with ``everything`` those in RAM too, and wait until nothing moves."""
+        """Rewrite all blocks on NVMe, with ``everything`` also those in RAM, and wait until nothing moves."""
         for key in (*self._in_ram, *self._on_nvme) if everything else self._on_nvme:
             self._change(key)
             if key in self._on_nvme:
@@ -233,7 +233,7 @@ class State:
 
 
 class TimedFlush:
-    """Notes how long a commit flushes files that the store wrote before it. A context manager."""
+    """Seconds in which a commit flushes files that the store wrote before it. A context manager."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -254,8 +254,8 @@ class TimedFlush:
 class Stall(RunObserver):
     """A run of the trainer that saves every few steps; also the observer of that run.
 
-    A cycle is the time from the end of one step that is followed by a save to the next such. The last steps of a cycle
-    have no checkpoint beside them; what a cycle takes more than as many of those is what the save cost.
+    A cycle is the time from the end of one step that is followed by a save to the next such end. No checkpoint is
+    written during the last steps of a cycle. The cost of a save is the time of a cycle beyond the same number of such steps.
     """
 
     CYCLE = 8  # steps

@@ -1,4 +1,4 @@
-"""What every bench prints: one JSON object per line, each with the same header, so that a line can stand alone."""
+"""Rows of all benches: one JSON object per line, each with the same header, so that a line is complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart"
 
-#: Fields of every row: those of the header, and the row's own.
+#: Fields of the header, which every row has in addition to its own fields.
 HEADER_FIELDS = ("bench", "hardware", "versions", "commit", "T")
 ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
@@ -63,8 +63,8 @@ class Report:
     """Collects rows and prints them, as JSON lines or as a table for people.
 
     Args:
-        bench: Name of the bench. as_json: JSON lines. tokens_per_step: T, which every row states; None where the
-            bench has no tokens. out: a file to which every row is added as a JSON line, however it is printed.
+        bench: Name of the bench. as_json: JSON lines. tokens_per_step: T, which every row states, or None for a bench
+            without tokens. out: File to which every row is added as a JSON line, in either mode.
     """
 
     def __init__(self, bench: str, *, as_json: bool, tokens_per_step: int | None, out: Path | None = None) -> None:
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def all_ok(self) -> bool:
-        """Whether every row so far that is not about time was ok."""
+        """Whether every row so far that is not about time is ok."""
         return self._all_ok
 
     def row(
@@ -93,10 +93,10 @@ class Report:
         """Print one row.
 
         Args:
-            name: What was measured, dotted. value, unit: The figure; None with the reason as unit: nothing was.
-            target: What it should be, or at most be; None where nothing is claimed.
-            ok: Whether the target is met; None without a target.
-            timing: Whether ``ok`` depends on the machine's speed and load; if so it does not fail the bench.
+            name: Dotted name of the measurement. value, unit: The figure, or None with the reason as unit.
+            target: Target or upper limit of the value, or None without a claim.
+            ok: Whether the target is met, or None without a target.
+            timing: Whether ``ok`` depends on the machine's speed and load. If so, the row does not fail the bench.
         """
         self._all_ok = self._all_ok and (timing or ok is not False)
         own = dict(zip(ROW_FIELDS, (name, value, unit, target, ok, timing), strict=True))
@@ -117,7 +117,7 @@ class Report:
 
 
 def step_shape(text: str) -> tuple[int, int, int]:
-    """Return micro-batches, rows and tokens of a row from ``"2x1x256"``, as the command lines of benches have it."""
+    """Return micro-batches, rows and tokens of a row from ``"2x1x256"``, the format of the command lines."""
     num_micro_batches, rows, length = (int(part) for part in text.split("x"))
     return num_micro_batches, rows, length
 
@@ -144,12 +144,12 @@ def process_usage() -> dict[str, float]:
 
 
 def high_water_bytes() -> int:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process."""
     found = re.search(r"VmHWM:\s+([0-9]+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(found[1]) * 1024 if found else 0
 
 
 def forget_high_water() -> None:
-    """Count `high_water_bytes` from what the process has now (Linux, proc(5))."""
+    """Restart the peak of `high_water_bytes` from the present memory (Linux, proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

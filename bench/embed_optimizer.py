@@ -1,17 +1,17 @@
-"""TieredAdamW in an ordinary training loop, all state in RAM, beside torch's fused AdamW and optimizers that offload.
+"""TieredAdamW in an ordinary training loop, all state in RAM, next to torch's fused AdamW and offloading optimizers.
 
     python bench/embed_optimizer.py --json
     python bench/embed_optimizer.py --quick           # a few seconds, 1M parameters
     python bench/embed_optimizer.py --sizes 100M --threads 2
 
-Every side has a copy of one Llama model and makes a step on the same tokens in turn. Timed are the optimizer's step
-(the norm and the clipping included, where there is clipping) and the whole step. `tiered` keeps state in the store and
-leaves the model as it is; `offload` has the whole module in the store, whose updates take place in the next forward.
+Every side has a copy of one Llama model, and the sides take steps on the same tokens alternately. Two times are
+measured: the optimizer's step, with norm and clipping if there is clipping, and the whole step. `tiered` keeps only
+state in the store. `offload` has the whole module in the store, and its updates happen in the next forward.
 
-Claim: without and with clipping, a step of `tiered` takes at most 1.0 times torch's fused AdamW. torchao's and
-bitsandbytes' optimizers take part where they are installed and a CUDA device is there; all sides are on it then.
-Without one a row has torchao's own words, and `by_parameter` is what its step calls on the host: torch's fused AdamW,
-an optimizer for each parameter. The copies to and from the GPU are missing in it.
+Claim: without and with clipping, a step of `tiered` takes at most 1.0 times torch's fused AdamW. The optimizers of
+torchao and bitsandbytes take part if they are installed and there is a CUDA device, which all sides then use. Without
+one, a row has torchao's error message, and `by_parameter` is the work of its step on the host: torch's fused AdamW with
+an optimizer for each parameter, but without the copies to and from the GPU.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SHAPES = {"1M": (128, 4, 1024), "10M": (256, 8, 8192), "100M": (768, 12, 8192)}
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 0.5
 TARGET_RATIO, TARGET_LOSS = 1.0, 1e-5
-#: Bytes per parameter of a side: weights, gradients, two states, and what a forward and a step need besides.
+#: Bytes per parameter of a side: weights, gradients, two states, and the working memory of a forward and a step.
 SIDE_BYTES = 20
 
 
 @dataclass
 class Side:
-    """One optimizer with a model of its own.
+    """One optimizer with a separate copy of the model.
 
     Attributes:
-        name: of its rows. clips: the optimizer does the clipping. step_s, whole_s, losses: of the steps so far.
+        name: of its rows. clips: whether the optimizer clips. step_s, whole_s, losses: figures of the steps so far.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Side:
         self.losses.append(loss.item())
 
     def forget(self) -> None:
-        """Drop the figures, not the training."""
+        """Drop the figures and keep the training state."""
         for figures in (self.step_s, self.whole_s, self.losses):
             figures.clear()
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     num_micro_batches, rows, length = step_shape(arguments.tokens)
-    assert num_micro_batches == 1, "one micro-batch: accumulation is nothing that the optimizer sees"
+    assert num_micro_batches == 1, "one micro-batch: the optimizer does not see accumulation"
     report = Report("embed_optimizer", as_json=arguments.json, tokens_per_step=rows * length)
     for size in arguments.sizes:
         for num_threads in arguments.threads:
@@ -106,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", type=lambda text: text.split(","), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--threads", type=lambda text: [int(part) for part in text.split(",")], help="e.g. 1,2")
     parser.add_argument("--tokens", help="of a step: 1 x rows x tokens of a row, e.g. 1x2x128")
-    parser.add_argument("--rounds", type=int, help="steps of each side, after two that are not measured")
+    parser.add_argument("--rounds", type=int, help="measured steps of each side, after two warm-up steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scratch", type=Path, help="accepted by every bench; nothing is written here")
     arguments = parser.parse_args()
@@ -152,7 +152,7 @@ def build_model(size: str, device: str) -> nn.Module:
 
 
 def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.Optimizer] | str]]:
-    """Yield (name, what makes an optimizer of parameters, or why it takes no part)."""
+    """Yield (name, constructor of an optimizer from parameters, or the reason why it takes no part)."""
     for name, make in (("torchao", _torchao), ("bitsandbytes", _bitsandbytes)):
         if find_spec(name) is None:
             yield name, f"{name} is not installed"
@@ -165,12 +165,12 @@ def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.O
 
 
 def _refusal(make: Callable[[Any], torch.optim.Optimizer]) -> str:
-    """Return what a library says when its optimizer is to work without a GPU."""
+    """Return the error message of a library whose optimizer is used without a GPU."""
     try:
         make([nn.Parameter(torch.zeros(1 << 16))])
     except (AssertionError, RuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
-    return "is made without a GPU, and not measured there"
+    return "can be made without a GPU, and is not measured there"
 
 
 class ByParameter(torch.optim.Optimizer):
@@ -206,7 +206,7 @@ def _bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
 def open_sides(
     model: nn.Module, num_parameters: int, num_threads: int, peers: dict[str, Callable[[Any], Any] | str]
 ) -> Iterator[list[Side]]:
-    """Give all sides, each with a copy of the model; state of ours is all in RAM."""
+    """Yield all sides, each with a copy of the model. The state of our sides is all in RAM."""
     device = next(model.parameters()).device
     with open_store(ram=2 * SIDE_BYTES * num_parameters + (64 << 20)) as store:
         plain, tiered = copy.deepcopy(model), copy.deepcopy(model)
@@ -232,7 +232,7 @@ def _ours(model: nn.Module, store: Any, num_threads: int, name: str) -> TieredAd
 
 
 def measure(sides: Sequence[Side], ids: Tensor, max_norm: float, num_rounds: int) -> None:
-    """Make steps in turn; two of each side are not measured."""
+    """Take steps alternately; two of each side are not measured."""
     for number in range(2 + num_rounds):
         for side in sides:
             if number == 2:
@@ -249,7 +249,7 @@ def tell_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
             report.row(f"{prefix}.{side.name}.{what}.each", [round(each, 6) for each in seconds], "s")
     for side in sides[1:]:
         target = TARGET_RATIO if side.name == "tiered" else None
-        # What `offload` leaves of a step for the next forward is in the whole step alone.
+        # `offload` leaves updates to the next forward, so only its whole step is complete.
         kinds = ("whole",) if side.name == "offload" else ("step", "whole")
         for what in kinds:
             mine, theirs = getattr(side, f"{what}_s"), getattr(reference, f"{what}_s")

@@ -1,11 +1,11 @@
-"""Train, save, export in a process of its own, load with transformers in another: the same logits, and how much RAM.
+"""Train, save and export in one process, load with transformers in another: equal logits, and the RAM of the export.
 
     python bench/export.py --json                       # the real SmolLM2-135M, 10 steps; a few minutes
     python bench/export.py --quick                      # the 0.82 M model of the repository
     python bench/export.py --model FOLDER
 
-Claims: the exported folder gives the logits that the trainer itself computes from the checkpoint, and the export takes
-far less RAM than the model beside what the libraries take.
+Claims: the exported folder gives the logits that the trainer computes from the checkpoint. In addition to the memory of
+the libraries, the export takes far less RAM than the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.training.resolve import resolve_checkpoint
 from megatrain.training.trainer import Trainer
 
 NUM_STEPS = 10
-#: Differences of logits that the order of additions explains: another number of rows, another kernel.
+#: Differences of logits that another order of additions explains: another number of rows, another kernel.
 TOLERANCE = 2e-4
 TARGET_RAM_SHARE = 0.5
 
@@ -92,7 +92,7 @@ group = importlib.import_module(package + ".main").command_group
 try:
     group.main(sys.argv[1:], prog_name="megatrain-tier")
 finally:
-    # Not ru_maxrss: that one counts the memory of the process which started this one.
+    # Not ru_maxrss, which counts the memory of the parent process.
     print("peak", next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the 0.82 M model of the repository")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: SmolLM2-135M, if it was fetched")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="what the run computes in")
-    parser.add_argument("--scratch", type=Path, help="where the run lies meanwhile; default: a temporary folder")
+    parser.add_argument("--scratch", type=Path, help="folder of the run; default: a temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         return measure(Path(folder), arguments)
@@ -148,7 +148,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def claim(target: float, value: float, is_claimed: bool) -> dict[str, Any]:
-    """Return the claim of a row, or none."""
+    """Return the claim of a row, or an empty one."""
     return {"target": target, "ok": value <= target} if is_claimed else {}
 
 

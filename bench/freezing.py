@@ -1,15 +1,15 @@
-"""Which weights a small learning rate moves: bf16 weights updated in place, and our fp32 masters in two halves.
+"""Share of weights that a small learning rate moves: bf16 weights updated in place, and our split fp32 masters.
 
     python bench/freezing.py --json
     python bench/freezing.py --quick
 
-Three optimizers start from the same bf16 weights and take the same number of steps at a constant learning rate: AdamW
-on fp32 masters (torch), AdamW on the bf16 weights themselves (torch, its state in bf16 too), and ours on a bf16 and an
-int16 half. Each computes its gradients with its own weights rounded to bf16. The problem: a linear layer learns another
-one from noisy outputs, so gradients have a mean and a spread.
+Three optimizers start from the same bf16 weights and take the same number of steps at a constant learning rate: torch's
+AdamW on fp32 masters, torch's AdamW on the bf16 weights with bf16 state, and our AdamW on a bf16 and an int16 half.
+Each computes its gradients with its weights rounded to bf16. The problem: a linear layer learns another one from noisy
+outputs, so gradients have a mean and a spread.
 
-Claims: of ours, nearly every weight moves, and the sum of all updates points where that of the fp32 masters points.
-Nothing here depends on time.
+Claims: our optimizer moves nearly every weight, and the sum of its updates points in the direction of the updates of
+fp32 masters. No row depends on time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Gradient = Callable[[Tensor, int], Tensor]  # of bf16 weights and the number of 
 
 
 def main() -> int:
-    """Run the bench; 1 if a row is not ok."""
+    """Run the bench; return 1 if a row is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a small layer; else 512 x 512")
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def tell(report: Report, size: int, lr: float, num_steps: int) -> None:
-    """Print what moved at one learning rate."""
+    """Print the share of moved weights at one learning rate."""
     start, gradient = make_problem(size)
     runs = {
         "fp32_master": train_torch(start.float(), gradient, lr, num_steps),

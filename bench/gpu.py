@@ -1,16 +1,16 @@
-"""One GPU: ours at 7 to 20 B parameters and at long context, against the reference MegaTrain and plain PyTorch.
+"""One GPU: our engine at 7 to 20 B parameters and long context, the reference MegaTrain and plain PyTorch.
 
     python bench/gpu.py --parts 7b_64k,7b_4k --profile --json --out gpu.jsonl
     python bench/gpu.py --parts rates,7b_4k_equal --megatrain ../MegaTrain
     python bench/gpu.py --quick --device cpu       # every part at a tiny size, no GPU needed
 
-Claims, on one H200 with the defaults of a run: 12,000 tokens/s at 7 B and T = 64k, and hardware FLOP/s of 0.6 of the
-rate of matrix products, measured in the same process. With equal work at 7 B: 1.5 times the tokens/s of the reference
-at T = 64k and 2.5 times at 4k, with an fp32 master that it lacks; no less than plain PyTorch with everything on the
-GPU, at the largest size that it fits; 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The
-sides do not fit into one machine together, so they run one after the other, each in a process of its own, from the
-same weights and on the same tokens. `rates` lets doctor measure the machine, from which the seconds of a step are
-predicted. `--minutes` is for the whole call; parts without time are reported.
+Claims, on one H200 with the defaults of a run: 12,000 tokens/s at 7 B and T = 64k, with hardware FLOP/s of 0.6 of the
+rate of matrix products in the same process. With equal work at 7 B: 1.5 times the tokens/s of the reference at T = 64k
+and 2.5 times at 4k, with an fp32 master that it lacks. At the largest size that fits, no less than plain PyTorch with
+everything on the GPU, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The sides do not fit
+into one machine together, so each runs in a separate process, one after the other, from the same weights and on the
+same tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates.
+`--minutes` is for the whole call; parts without time are reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,23 +42,23 @@ from bench.gpu_sides.job import Job, make_job
 from bench.gpu_sides.rows import Rows
 
 RATES = "rates"
-#: Smaller numbers of layers that plain PyTorch is tried with, where all 28 do not fit.
+#: Smaller numbers of layers to try with plain PyTorch if all 28 do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
-#: Of the log of a side that failed.
+#: Lines that are kept of the log of a failed side.
 _LINES_KEPT = 200
 #: A side is not started with less time than this.
 LEAST_S = 30.0
-HELP = "in this order; default: {}. A part and variants of ours, as in 7b_4k+eager: {}"
-#: For a whole call, where nothing else is said.
+HELP = "in this order; default: {}. A part and variants of our side, as in 7b_4k+eager: {}"
+#: Default for a whole call.
 DEFAULT_MINUTES = 8.0
 
 
 class TerminatedError(Exception):
-    """Somebody told this process to end."""
+    """This process received SIGTERM."""
 
 
 def main() -> int:
-    """Run the parts; 1 if a row that is not about time is not ok. SIGTERM ends the side that runs; its rows stay."""
+    """Run the parts; return 1 if a row that is not about time is not ok. SIGTERM ends the running side."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, _terminate)
     deadline_s = time.monotonic() + 60 * arguments.minutes
@@ -68,7 +68,7 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         cache = arguments.cache or Path(scratch, "cache")
-        os.environ["XDG_CACHE_HOME"] = str(cache.absolute())  # where doctor keeps rates
+        os.environ["XDG_CACHE_HOME"] = str(cache.absolute())  # doctor keeps rates there
         for name in arguments.parts:
             folder = Path(scratch, name)
             folder.mkdir()
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: `timeout` tells a process and then its whole group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: `timeout` signals a process and then its whole group
     raise TerminatedError
 
 
@@ -102,11 +102,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--megatrain", type=Path, help="a checkout of the reference; without it that side is left out")
     parser.add_argument("--deepspeed", default="", help="interpreter that has DeepSpeed, for the part zero3")
     parser.add_argument("--tables", type=json.loads, default={}, help="more tables of our config, as JSON")
-    parser.add_argument("--steps", type=int, help="steps that are measured; default: the part's")
+    parser.add_argument("--steps", type=int, help="measured steps; default: the part's")
     parser.add_argument("--layers", type=int, help="layers of the model; default: the part's")
     parser.add_argument("--ram", default="", help='our RAM tier, e.g. "110GiB"; default: what is free')
     parser.add_argument("--cache", type=Path, help="folder for measured rates, to be used by later calls")
-    parser.add_argument("--traces", type=Path, help="folder for the timeline of ours in each part, for Perfetto")
+    parser.add_argument("--traces", type=Path, help="folder for the timeline of our side in each part, for Perfetto")
     parser.add_argument(
         "--profile", action="store_true", help="one more step of ours under torch's profiler: rows PART.ours.profile.*"
     )
@@ -130,7 +130,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float) -> bool:
-    """Let doctor measure the machine and the drive of the scratch folder; print its figures."""
+    """Run doctor on the machine and the drive of the scratch folder; print its figures."""
     report = Report("gpu", as_json=arguments.json, tokens_per_step=None, out=arguments.out)
     command = [sys.executable, "-m", "cli", "doctor", "--quick", "--json", str(folder)]
     environment = {**os.environ, "PYTHONPATH": _python_path(), "NO_COLOR": "1"}
@@ -158,10 +158,10 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
 
 
 class Comparison:
-    """One part: its sides one after the other, and the rows about them.
+    """One part: its sides one after the other, and their rows.
 
     Attributes:
-        deadline_s: when no side may run any more; it is over once somebody told this process to end.
+        deadline_s: time when no side may run any more; SIGTERM ends it at once.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Comparison:
         self._layers = arguments.layers
 
     def run(self) -> None:
-        """Run the sides; plain PyTorch first, as it says how many layers fit."""
+        """Run the sides; plain PyTorch first, because it determines how many layers fit."""
         sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
         found: dict[str, Mapping[str, Any]] = {}
         for number, side in enumerate(sides):
@@ -189,7 +189,7 @@ class Comparison:
             result, failure = self._run_side(side, num_left=len(sides) - number)
             if failure:
                 self._rows.failed(side, failure, is_ours=side == OURS)
-            if "start_s" in result:  # all there is where time ended before a step did
+            if "start_s" in result:  # the only figures if time ended before a step
                 self._rows.start(side, result)
             if result.get("steps"):
                 found[side] = result
@@ -203,7 +203,7 @@ class Comparison:
     def _missing(self, side: str) -> str:
         arguments = self._arguments
         if time.monotonic() > self.deadline_s - LEAST_S:
-            return "out of time; run this part in a call of its own, or with more --minutes"
+            return "out of time; run this part in a separate call, or with more --minutes"
         if side == REFERENCE and arguments.megatrain is None:
             return "no --megatrain FOLDER"
         if side == ZERO3:
@@ -214,10 +214,10 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process to its end or to its deadline; return what it wrote, and why it failed, if it did.
+        """Run a side's process to its end or its deadline; return its results, and the reason of a failure.
 
         Args:
-            num_left: sides of the part that have not run, this one included: they share the time.
+            num_left: sides of the part that have not run, including this one: they share the time.
         """
         budget_s = max(LEAST_S, (self.deadline_s - time.monotonic()) / num_left)
         job = self._job(side, budget_s)
@@ -230,7 +230,7 @@ class Comparison:
             "PYTHONPATH": _python_path(),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
-        if side == OURS:  # which repeats its bits; with it torch 2.11 takes the host longer for each product
+        if side == OURS:  # deterministic; with it torch 2.11 takes more host time for each product
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         else:
             environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -243,10 +243,10 @@ class Comparison:
                 code = process.wait(timeout=budget_s)
                 failure = "" if code == 0 else f"exit code {code}: {_last_words(log)}"
             except subprocess.TimeoutExpired:
-                failure = f"out of time after {budget_s:.0f} s; the steps that it made count: {_last_words(log)}"
+                failure = f"out of time after {budget_s:.0f} s; the finished steps count: {_last_words(log)}"
             except TerminatedError:
                 self.deadline_s = 0.0
-                failure = f"the bench was told to end; the steps that it made count: {_last_words(log)}"
+                failure = f"the bench received SIGTERM; the finished steps count: {_last_words(log)}"
             finally:
                 _end(process)
         if failure:
@@ -279,12 +279,12 @@ class Comparison:
 
 
 def _python_path() -> str:
-    """Return where Python finds us, and whatever it was told before: there libraries may be that are not installed."""
+    """Return the module path: our tree, then the present path, which may have libraries that are not installed."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def _end_of(log: Path) -> str:
-    """Return the end of what a side printed, as its file goes with the scratch folder."""
+    """Return the end of a side's log, because its file is deleted with the scratch folder."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_KEPT:])
 
 
@@ -294,13 +294,13 @@ def _last_words(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a side may have left running, and wait for its end."""
+    """Kill the remaining processes of a side, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(TerminatedError):  # while no side ran: all there is to say is said
+    with contextlib.suppress(TerminatedError):  # while no side ran: everything is printed
         sys.exit(main())
     sys.exit(128 + signal.SIGTERM)

@@ -6,9 +6,9 @@
     python bench/gsm8k.py --data FOLDER --trl PYTHON    # TRL too, in the environment of another interpreter
 
 Claims: a run of the example, with less RAM than its state takes, has the losses, gradient norms and trained weights of
-Hugging Face's model in RAM with torch's AdamW, and the same loss of test answers before and after, which the plain side
-computes one row after the other, without packing. With `--trl`: on the same rows, SFTTrainer trains the same tokens and
-has the same losses. Nothing here depends on time.
+Hugging Face's model in RAM with torch's AdamW. The loss of test answers before and after is also the same; the plain
+side computes it row by row, without packing. With `--trl`: on the same rows, SFTTrainer trains the same tokens and has
+the same losses. No row depends on time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from megatrain.tasks.evaluation import load_evaluation_sets
 from megatrain.training.resolve import resolve_evaluation
 from megatrain.training.trainer import Trainer
 
-#: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows), and Adam's first
-#: steps divide by gradients near zero, which carries differences on from step to step.
+#: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows). Adam's first
+#: steps divide by gradients near zero, which carries differences from step to step.
 LOSS_TOLERANCE, NORM_TOLERANCE, EVAL_TOLERANCE = 1e-5, 1e-4, 1e-5
-#: Of what the training changed: length of the difference of all weights over the length of their way.
+#: Length of the difference of all weights, over the length of the change by training.
 WEIGHT_TOLERANCE = 1e-3
 
 QUICK = """
@@ -98,7 +98,7 @@ TEMPLATE = (
 
 @dataclass
 class Run(RunObserver):
-    """What one side gave, step by step; ``tests``: step -> loss of the test answers."""
+    """Figures of one side, step by step; ``tests``: step -> loss of the test answers."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Run(RunObserver):
 
 
 def main() -> int:
-    """Run the bench; 1 if a row is not ok."""
+    """Run the bench; return 1 if a row is not ok."""
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch)
@@ -158,13 +158,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval-samples", type=int, default=50, help="test questions")
     parser.add_argument("--trl", metavar="PYTHON", help="interpreter that has TRL; default: TRL is left out")
     parser.add_argument("--only-trl", action="store_true", help="leave the plain loop out")
-    parser.add_argument("--trl-steps", type=int, default=15, help="optimizer steps beside TRL")
-    parser.add_argument("--scratch", type=Path, help="where the run lies meanwhile; default: a temporary folder")
+    parser.add_argument("--trl-steps", type=int, default=15, help="optimizer steps for the comparison with TRL")
+    parser.add_argument("--scratch", type=Path, help="folder of the run; default: a temporary folder")
     return parser.parse_args()
 
 
 def make_config(folder: Path, arguments: argparse.Namespace, data: Path | None) -> RunConfig:
-    """Return the example's config with what this bench changes: places, number of steps, no checkpoints."""
+    """Return the example's config with the changes of this bench: paths, number of steps, no checkpoints."""
     over = folder / "over.toml"
     text = OVER.format(scratch=folder, num_steps=arguments.steps, eval_samples=arguments.eval_samples)
     if data is not None:
@@ -236,7 +236,7 @@ def measure(report: Report, config: RunConfig) -> None:
 
 
 def tell_differences(report: Report, ours: Run, plain: Run) -> None:
-    """Print losses and norms of both sides, and how much they differ at most."""
+    """Print losses and norms of both sides, and their largest difference."""
     report.row("ours.losses", ours.losses, "loss of each step")
     report.row("plain.losses", plain.losses, "loss of each step")
     for name, mine, theirs, most in (
@@ -249,7 +249,7 @@ def tell_differences(report: Report, ours: Run, plain: Run) -> None:
 
 
 def tell_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Print how far the trained weights of both sides are apart, and how far training moved them."""
+    """Print the distance between the trained weights of both sides, and the distance that training moved them."""
     assert ours.summary is not None and ours.summary.export_dir is not None
     apart = moved = largest = largest_move = 0.0
     with safe_open(ours.summary.export_dir / "model.safetensors", "pt") as file:
@@ -286,7 +286,7 @@ def tell_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
 
 
 def tell_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> None:
-    """Print what the tiers held, what a step moved, and the memory of the process on each side."""
+    """Print the bytes that tiers held, the bytes that a step moved, and the memory of the process on each side."""
     assert ours.summary is not None
     for tier, nbytes in ours.summary.tier_peak_bytes.items():
         most = trainer.plan.budgets[tier]
@@ -354,7 +354,7 @@ def test_loss(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> tuple[float, 
 
 
 def forget_peak_memory() -> None:
-    """Let :func:`peak_memory` count from now on, where the system can."""
+    """Restart the peak of :func:`peak_memory`, if the system can."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -362,7 +362,7 @@ def forget_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Return the most resident memory of this process in bytes."""
+    """Return the peak of this process's resident memory in bytes."""
     read: Callable[[], str] = Path("/proc/self/status").read_text
     try:
         line = next(line for line in read().splitlines() if line.startswith("VmHWM"))

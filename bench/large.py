@@ -4,10 +4,10 @@
     python bench/large.py --quick                              # a minute, a small model
     python bench/large.py --only moe --ram 2GiB --tokens 1x1x128
 
-Claim: three steps move exactly the planned bytes, the ledger of RAM stays within the tier (2 GiB, or the least that the
-plan takes), and the loss of the first step is that of plain transformers on the same weights and rows, run layer by
-layer. The weights come from a Hugging Face folder that is made here, larger than the tier; a start takes less than
-twice the time that its bytes take on the drive.
+Claim: three steps move exactly the planned bytes, and the ledger of RAM stays within the tier (2 GiB, or the least that
+the plan takes). The loss of the first step equals plain transformers on the same weights and rows, run layer by layer.
+The weights come from a Hugging Face folder that is made here, larger than the tier. A start takes less than twice the
+time that its bytes take on the drive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,10 +56,10 @@ from tiered.units import MiB
 LR = 1e-4
 NUM_STEPS = 3
 TARGET_START = 2.0
-#: bf16 layers multiply in another order where a layer's rows are cut: the losses agree to about four digits.
+#: bf16 layers multiply in another order if a layer's rows are cut: the losses agree to about four digits.
 LOSS_TOLERANCE = 2e-3
-#: Interpreter, libraries, compiled kernels, threads' stacks and what the C library's allocator keeps: docs/log.md, and
-#: what transformers' own modules take here.
+#: Memory of interpreter, libraries, compiled kernels, threads' stacks and the C library's allocator (docs/log.md), and
+#: of transformers' own modules.
 PROCESS_BYTES = 1024 * MiB
 _COMMON = {"vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 2048}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -98,7 +98,7 @@ _QUICK_MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_to
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = step_shape(arguments.tokens or ("1x1x64" if arguments.quick else "1x1x128"))
@@ -118,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="models of a few M parameters")
     parser.add_argument("--only", type=lambda text: text.split(","), help="dense, moe")
     parser.add_argument("--tokens", help="shape of a step, micro-batches x rows x tokens")
-    parser.add_argument("--ram", default="2GiB", help="RAM tier; where the plan needs more, what it needs is taken")
+    parser.add_argument("--ram", default="2GiB", help="RAM tier; raised to the least that the plan needs")
     parser.add_argument("--clip", type=float, default=1.0, help="max_grad_norm; 0: no clipping")
     parser.add_argument("--grad-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="between two visits")
     parser.add_argument("--no-export", action="store_true", help="leave out the export, which takes disk")
@@ -152,7 +152,7 @@ class Case:
         with Large(config, NUM_STEPS, plan=plan) as side:
             peak = high_water_bytes()
             self._tell_start(side, plan, weights)
-            forget_high_water()  # the rate of the drive was measured with buffers of its own
+            forget_high_water()  # the drive's rate was measured with other buffers
             for path in self._model.glob("*.safetensors"):  # its room is needed for gradients
                 path.unlink()
             losses = [self._step(side, micro_batches, number) for number, micro_batches in enumerate(rows)]
@@ -200,7 +200,7 @@ class Case:
         )
 
     def _fitting(self) -> tuple[RunConfig, Plan]:
-        """Return the config with the RAM tier that was asked for, or with the least that does; the drive likewise."""
+        """Return the config with the requested RAM tier, or the least that works; the drive likewise."""
         sizes = {"ram": "1MiB" if self._arguments.quick else self._arguments.ram}
         while True:
             config = self._config(sizes)
@@ -254,7 +254,7 @@ class Case:
 
 
 class Large(Ours):
-    """Our engine, with what comes after its steps."""
+    """Our engine, with the work after its steps."""
 
     def commit_s(self) -> float:
         """Commit once; return the seconds until it is durable."""
@@ -283,7 +283,7 @@ def write_model(folder: Path, model_type: str, values: Mapping[str, Any]) -> Non
     @contextmanager
     def source(layout: UnitLayout) -> Iterator[ReadMaster]:
         def read(start: int, stop: int) -> Tensor:
-            # Ranges of an export begin and end anywhere in a block; those of random weights at multiples of 1024.
+            # Ranges of an export begin and end anywhere in a block; ranges of random weights at multiples of 1024.
             first, last = start // 1024 * 1024, min(-(-stop // 1024) * 1024, layout.num_elements)
             out = buffer[: last - first] if last - first <= buffer.numel() else torch.empty(last - first)
             weights.read(layout, first, out.zero_())
@@ -317,7 +317,7 @@ def plain_loss(folder: Path, micro_batches: MicroBatches) -> float:
 
 
 def _lend_weights(graph: ModelGraph, unit: Unit, loader: WeightLoader) -> None:
-    """Let a unit's module read its weights before it runs, and drop them afterwards."""
+    """Make a unit's module read its weights before it runs, and drop them afterwards."""
 
     def read(module: nn.Module, _: Any) -> None:
         for name, owner, layout_name in unit.params:

@@ -1,10 +1,10 @@
-"""How fast the tier moves bytes between a drive and tensors in RAM, beside fio and the libraries one would use instead.
+"""Rate of the tier between a drive and tensors in RAM, compared with fio and the usual libraries.
 
     python bench/links.py --json --scratch /mnt/drive
     python bench/links.py --quick             # a minute, 1 GiB of disk instead of 4
 
 Claim: reading, writing, and doing both at once, the tier reaches 0.95 of the best figure of fio with checksums off, and
-0.90 with. All sides take turns in one process on one drive: every round measures each side once.
+0.90 with checksums. All sides alternate in one process on one drive: every round measures each side once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from bench.peers.libraries import DeepSpeedSide, KvikioSide, SafetensorsSide, Za
 from bench.peers.tier import VERIFY_MODES, TierSide
 from tiered.units import MiB
 
-#: What part of fio's best figure the tier shall reach.
+#: Share of fio's best figure that the tier must reach.
 TARGETS = {"off": 0.95, "resume": 0.90, "always": 0.90}
 BLOCKS_MIB = (16, 64, 256, 512)
 QUICK_BLOCKS_MIB = (16, 64)
-#: zarr and safetensors need files of their own: beyond this the bench would take more than 4 GiB of disk.
+#: zarr and safetensors need separate files: beyond this the bench would take more than 4 GiB of disk.
 LARGEST_LIBRARY_TOTAL_MIB = 512
 
 Measured = Mapping[tuple[str, str], Samples]
@@ -40,7 +40,7 @@ Rates = Mapping[str, Sequence[float]]
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     report = Report("links", as_json=arguments.json, tokens_per_step=None)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
@@ -59,8 +59,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="two block sizes, 256 MiB a measurement, two rounds")
     parser.add_argument("--blocks", type=_sizes, help="block sizes in MiB, e.g. 16,64")
-    parser.add_argument("--total", type=int, help="MiB that one measurement moves; at least two blocks are taken")
-    parser.add_argument("--rounds", type=int, help="rounds that are measured, after one that is not")
+    parser.add_argument("--total", type=int, help="MiB that one measurement moves, at least two blocks")
+    parser.add_argument("--rounds", type=int, help="measured rounds, after one warm-up round")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
 
@@ -70,19 +70,19 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def num_blocks(arguments: argparse.Namespace, block_mib: int) -> int:
-    """Return how many blocks of a size a measurement moves: an even number, so that "mixed" has equal halves."""
+    """Return the number of blocks of a size in a measurement, an even number, so that "mixed" has equal halves."""
     total_mib = arguments.total or (256 if arguments.quick else 512)
     return max(2, total_mib // block_mib // 2 * 2)
 
 
 def remove_files(folder: Path) -> None:
-    """Delete what a block size left, before the next one needs the disk."""
+    """Delete the files of a block size, before the next one needs the disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class BlockSize:
-    """All sides at one block size: one round that is not measured, then the measured ones, then the rows."""
+    """All sides at one block size: one warm-up round, then the measured rounds, then the rows."""
 
     def __init__(self, work: Work, variants: Sequence[Variant], report: Report, num_rounds: int) -> None:
         self._work, self._variants, self._report, self._num_rounds = work, variants, report, num_rounds
@@ -112,7 +112,7 @@ class BlockSize:
         sides: list[Side] = []
         for name, make in self._makers(raw).items():
             try:
-                with redirect_stdout(sys.stderr):  # DeepSpeed talks, and standard output is for rows
+                with redirect_stdout(sys.stderr):  # DeepSpeed prints, and standard output is for rows
                     side = make()
             except (SkippedError, ImportError) as error:
                 self._skipped[name] = str(error)

@@ -1,10 +1,10 @@
-"""What many blocks and many checkpoints cost: registering a block, opening a committed folder, `ckpt ls`.
+"""Cost of many blocks and many checkpoints: registering a block, opening a committed folder, `ckpt ls`.
 
     python bench/many_blocks.py --json
     python bench/many_blocks.py --quick        # 2,000 blocks and 50 checkpoints
 
-Claims: registering a block of 4 KiB in a RAM tier takes at most 150 us, slot included, and no longer behind 100,000
-others than behind the first tenth of them. `TieredStore.open` of a committed folder of 100,000 such blocks takes at
+Claims: registering a block of 4 KiB in a RAM tier takes at most 150 us, slot included, and no longer after 100,000
+others than in the first tenth of them. `TieredStore.open` of a committed folder of 100,000 such blocks takes at
 most 10 s. `ckpt ls` of 2,000 checkpoints of 22 blocks takes at most 3 s.
 
 The row `floor` is the processor time that plain Python takes to open, read, close and compare the files of the blocks.
@@ -37,7 +37,7 @@ _NUM_PARTS = 10
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="2,000 blocks and 50 checkpoints")
@@ -78,7 +78,7 @@ def measure_register(report: Report, num_blocks: int) -> None:
 
 
 def measure_open(report: Report, folder: Path, num_blocks: int) -> None:
-    """Commit blocks of a RAM tier, and print what opening them again takes."""
+    """Commit blocks of a RAM tier, and print the time to open them again."""
     with TieredStore([RamTier(2 * GiB)], path=str(folder)) as store:
         for number in range(num_blocks):
             store.put(f"{number // 100}/{number}", torch.full((64,), float(number)))
@@ -111,7 +111,7 @@ def _read_plainly(path: Path) -> str:
 
 
 def measure_list(report: Report, folder: Path, num_checkpoints: int) -> None:
-    """Make a run with many checkpoints, and print what `ckpt ls` takes, its start included."""
+    """Make a run with many checkpoints, and print the time of `ckpt ls`, its start included."""
     tiers = [RamTier(8 * MiB), NvmeTier([folder / "checkpoints"], 64 * MiB)]
     with TieredStore(tiers, keep_generations=num_checkpoints) as store:
         for number in range(BLOCKS_OF_CHECKPOINT):

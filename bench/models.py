@@ -1,4 +1,4 @@
-"""Models of any size for benches, made on the spot: a Llama shape with random weights, other shapes without any."""
+"""Models of any size for benches, made on the spot: a Llama shape with random weights, other shapes without weights."""
 
 from __future__ import annotations
 

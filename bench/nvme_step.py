@@ -4,10 +4,10 @@
     python bench/nvme_step.py --quick         # a minute, a small model
     python bench/nvme_step.py --tokens 1x1x32,1x1x256,2x2x256 --ram 400MiB
 
-Three things take turns in one process: some steps with everything in RAM (compute alone), as many steps with weights,
-gradients, optimizer state and activations on the drive, and a plain round of reads and writes in the same proportion
-through the same tier (the drive's mixed rate). Claim: a step takes at most 1.05 times the larger of compute alone and
-bytes / mixed rate, for few tokens (bound by the drive) and for many (bound by compute).
+Three kinds of work alternate in one process. Some steps have everything in RAM (compute alone). The same number of
+steps has weights, gradients, optimizer state and activations on the drive. A plain round of reads and writes in the
+same proportion goes through the same tier (the drive's mixed rate). Claim: a step takes at most 1.05 times the larger
+of compute alone and bytes / mixed rate, for few tokens (bound by the drive) and for many (bound by compute).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -50,7 +50,7 @@ ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "act
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     default = "1x1x32,1x1x256" if arguments.quick else "1x1x32,1x1x256,2x2x256,2x4x256"
@@ -76,14 +76,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", help="shapes of a step, micro-batches x rows x tokens, with commas between")
     parser.add_argument("--ram", help='RAM tier of the NVMe side, e.g. "400MiB"; default: twice its minimum')
     parser.add_argument("--steps", type=int, default=3, help="consecutive steps of a turn")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that are measured, after one that is not")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one warm-up round")
     parser.add_argument("--verify", choices=("off", "resume", "always"), default="resume", help="checksums")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
 
 
 class Regime:
-    """One number of tokens per step: the two sides and the drive, and the rows about them."""
+    """One number of tokens per step: the two sides, the drive, and their rows."""
 
     def __init__(
         self, model: Path, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -202,7 +202,7 @@ class Drive:
         self._store.close()
 
     def rate_bytes_per_s(self) -> float:
-        """Return bytes read and written per second, both at once; several rounds, as drives answer bursts faster."""
+        """Return bytes read and written per second at the same time; several rounds, as drives answer bursts faster."""
         seconds = sum(self._round_s() for _ in range(_DRIVE_ROUNDS))
         return _DRIVE_ROUNDS * (len(self._read) + len(self._written)) * self.BLOCK_BYTES / seconds
 
@@ -241,7 +241,7 @@ def tell_crossing(times: Sequence[tuple[int, float, float]], arguments: argparse
     crossing = few + ((few_drive_s + many_drive_s) / 2 - few_s) / slope
     report.row("crossing.measured", crossing, "tokens/step")
     # architecture.md: T* = c eta P / 8, with c seconds per parameter of the drive and eta P the achieved FLOP/s, both
-    # from the largest step. It leaves out what a step costs whatever its tokens (updates, calls).
+    # from the largest step. It omits the costs of a step that do not depend on its tokens (updates, calls).
     report.row("crossing.formula", many_drive_s / (many_s / many), "tokens/step")
     report.row("compute.per_token", slope, "s")
     report.row("compute.fixed", few_s - slope * few, "s")

@@ -1,16 +1,15 @@
-"""Parameters per second of our update beside the memory's ceiling, torch, DeepSpeed, and what trainers do around them.
+"""Parameters per second of our update, the memory's ceiling, torch, DeepSpeed, and the chains of trainers.
 
     python bench/optimizer.py --json
     python bench/optimizer.py --quick                 # a few seconds
     python bench/optimizer.py --full --threads 1,2    # blocks of up to 256M parameters, 10 GB
 
-A size is that of a block: what is updated at once. All sides work on the same memory and take turns in one process. A
-ceiling is a loop that reads and writes the same arrays and computes next to nothing.
+A size is the number of parameters of a block, which is updated at once. All sides work on the same memory and alternate
+in one process. A ceiling is a loop that reads and writes the same arrays and computes next to nothing.
 
-Claims: the kernel reaches 0.95 of the ceiling of its byte shape and the rate of DeepSpeedCPUAdam in fp32. With a bf16
-gradient in, the scale, the fp32 master and the bf16 weight in its single pass, it updates 1.4 times the parameters of
-the chain that a trainer with a GPU runs on its host, and, its norm included, 5 times those of the chain that a trainer
-runs on the host alone.
+Claims: the kernel reaches 0.95 of the ceiling of its byte shape, and the rate of DeepSpeedCPUAdam in fp32. With bf16
+gradient, scale, fp32 master and bf16 weight in its single pass, it updates 1.4 times the parameters of the chain that a
+trainer with a GPU runs on its host. With the norm, it updates 5 times the parameters of the chain on the host alone.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, default_num_threads
 
 MILLION = 1 << 20
-#: A sample works through at least this many parameters, block after block: small blocks come from memory too, as they
-#: do in a step, and not from a cache that the sample before has filled.
+#: A sample works through at least this many parameters, block after block. So small blocks also come from memory, as
+#: in a step, and not from a cache that the sample before has filled.
 SAMPLE_PARAMETERS = 32 * MILLION
 QUICK_SAMPLE_PARAMETERS = 8 * MILLION
 TARGET_CEILING, TARGET_DEEPSPEED, TARGET_GPU_CHAIN, TARGET_HOST_CHAIN = 0.95, 1.0, 1.4, 5.0
@@ -55,7 +54,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     report = Report("optimizer", as_json=arguments.json, tokens_per_step=None)
     clip.warm_up()
@@ -81,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="also blocks of 256M parameters")
     parser.add_argument("--sizes", type=_numbers, help="parameters of a block in millions (2^20), e.g. 1,32")
     parser.add_argument("--threads", type=_numbers, default=both, help="numbers of threads, e.g. 1,2")
-    parser.add_argument("--rounds", type=int, help="samples of each side, after one that is not measured")
+    parser.add_argument("--rounds", type=int, help="measured samples of each side, after one warm-up")
     parser.add_argument("--scratch", type=Path, help="accepted by every bench; nothing is written here")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (3 if arguments.quick else 9)
@@ -101,7 +100,7 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
 
 
 def tell_bits(report: Report) -> None:
-    """Print whether all formats of the master, cut anywhere, give the same bits: the rates are of one computation."""
+    """Print whether all formats of the master, cut anywhere, give the same bits, so that the rates are comparable."""
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)
     start, grad = torch.randn(size, generator=generator), torch.randn(size, generator=generator).bfloat16()
@@ -147,7 +146,7 @@ def tell_size(report: Report, blocks: Sequence[Block], num_threads: int, num_rou
 
 
 def tell_ratio(report: Report, name: str, mine: Sequence[float], theirs: Sequence[float], target: float | None) -> None:
-    """Print the ratio of parameters per second: the median of the rounds' ratios, and all of them."""
+    """Print the ratio of parameters per second: the median of the rounds' ratios, and all ratios."""
     ratios = [their / my for my, their in zip(mine, theirs, strict=True)]
     ratio = statistics.median(ratios)
     report.row(name, ratio, "x", target=target, ok=None if target is None else ratio >= target, timing=True)
@@ -155,10 +154,10 @@ def tell_ratio(report: Report, name: str, mine: Sequence[float], theirs: Sequenc
 
 
 def measure(sides: Sequence[Side], num_rounds: int) -> Samples:
-    """Return the seconds of one update of all blocks, per side and round; the sides take turns.
+    """Return the seconds of one update of all blocks, per side and round; the sides alternate.
 
-    Before each sample the same work is done unmeasured, so that no side finds what another left in the caches; and a
-    ceiling that ran an even number of times has left the memory as it was.
+    Before each sample the same work runs unmeasured, so that no side uses caches that another one filled. A ceiling
+    that ran an even number of times leaves the memory unchanged.
     """
     samples: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(1 + num_rounds):

@@ -1,20 +1,20 @@
-"""What overlapping updates is worth: steps as the engine makes them, and steps whose updates are a phase at the end.
+"""Gain of overlapped updates: steps as the engine takes them, and steps whose updates are a phase at the end.
 
     python bench/overlap.py --json
     python bench/overlap.py --quick           # a minute, a small model
     python bench/overlap.py --tokens 2x2x256 --ram 400MiB
 
-Overlapped: with clipping, a layer is updated just before its next forward, while the drive moves the state of the
-layers after it; without clipping and without a check of the norm, right after its backward. Serial: every update of a
-step is made after its backward, before anything else, by the same engine. Then nothing that was fetched for an update
-can wait for a forward, so the serial side also reads more; the rows say how much. The two take turns in one process, on
-the same micro-batches.
+Overlapped: with clipping, a layer is updated just before its next forward, while the drive moves the state of later
+layers. Without clipping and without a check of the norm, it is updated right after its backward. Serial: the same
+engine makes every update of a step after its backward, before anything else. Then no copy that was fetched for an
+update can wait for a forward, so the serial side also reads more; the rows show how much. The two alternate in one
+process, on the same micro-batches.
 
 Clipping is tried never, always (a tiny limit) and sometimes (the median norm is the limit), with everything in RAM and
 with weights, gradients, state and activations on NVMe.
 
-Claims: losses, norms, final weights and final state are the same bits, overlapped or serial, in RAM or on NVMe; with
-state on NVMe an overlapped step takes no longer than a serial one.
+Claims: losses, norms, final weights and final state are the same bits in both modes and on both placements. With state
+on NVMe an overlapped step takes no longer than a serial one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -57,7 +57,7 @@ ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "act
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -80,14 +80,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ram", help='RAM tier of the NVMe sides, e.g. "400MiB"; default: twice their minimum')
     parser.add_argument("--steps", type=int, default=2, help="consecutive steps of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that are measured, after one that is not")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="of ram,nvme")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
 
 
 class _NotingEngine:
-    """An engine that notes what each step gave and, if it is serial, leaves no update to the next one."""
+    """Engine that records the result of each step and, if it is serial, leaves no update to the next one."""
 
     def __init__(self, engine: StepEngine, *, is_serial: bool) -> None:
         self._engine, self._is_serial = engine, is_serial
@@ -95,7 +95,7 @@ class _NotingEngine:
         self.finish_updates = engine.finish_updates
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
-        """Run a step; what is timed includes its updates where they are serial."""
+        """Run a step. If the engine is serial, the measured time includes its updates."""
         result = self._engine.step(micro_batches, number=number, lr=lr)
         if self._is_serial:
             self._engine.finish_updates()
@@ -113,7 +113,7 @@ class Side(Ours):
 
 
 class Bench:
-    """All placements and ways of clipping, and the rows about them."""
+    """All placements and ways of clipping, and their rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
@@ -121,7 +121,7 @@ class Bench:
         self._ram = self._ram_tier()
 
     def run(self) -> None:
-        """Measure; the norms without clipping are what `sometimes` takes its limit from."""
+        """Measure; `sometimes` takes its limit from the norms without clipping."""
         outcomes: dict[tuple[str, str], tuple[list[StepResult], dict[str, str]]] = {}
         placements = self._arguments.placements.split(",")
         limits = {"never": 0.0, "always": TINY_NORM}
@@ -142,7 +142,7 @@ class Bench:
     def _compare(
         self, prefix: str, placement: str, way: str, max_grad_norm: float
     ) -> tuple[list[StepResult], dict[str, str]]:
-        """Let both sides take turns; return what the steps of the overlapped one gave, and what was left in the end."""
+        """Alternate both sides; return the results of the overlapped steps, and the final digests."""
         ram = self._ram if placement == "nvme" else None
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
@@ -162,7 +162,7 @@ class Bench:
         return outcomes[OVERLAPPED]
 
     def _ram_tier(self) -> str:
-        """Return the size of the RAM tier of all sides on NVMe: by default twice what the one that needs most needs."""
+        """Return the size of the RAM tier of all sides on NVMe, by default twice the largest minimum."""
         if self._arguments.ram is not None:
             return str(self._arguments.ram)
         needs = [1]
@@ -174,8 +174,8 @@ class Bench:
         return f"{2 * max(needs)}B"
 
     def _tables(self, way: str, max_grad_norm: float) -> dict[str, dict[str, Any]]:
-        """Return what each side's config says about clipping."""
-        # Without clipping the engine may update during the backward, if it need not look at the norm either.
+        """Return the keys about clipping of each side's config."""
+        # Without clipping the engine may update during the backward, if it need not check the norm either.
         nonfinite = {OVERLAPPED: "ignore" if way == "never" else "stop", SERIAL: "stop"}
         table = {"learning_rate": LR, "max_grad_norm": max_grad_norm}
         return {name: {"optimizer": {**table, "nonfinite": nonfinite[name]}} for name in (OVERLAPPED, SERIAL)}

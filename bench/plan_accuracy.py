@@ -1,14 +1,14 @@
-"""The plan against reality: predicted seconds per step, bytes and peaks of `plan --measure` beside those of a run.
+"""Plan and reality: predicted seconds per step, bytes and peaks of `plan --measure`, and the figures of a run.
 
     python bench/plan_accuracy.py --json
     python bench/plan_accuracy.py --quick                 # a minute: three small models
     python bench/plan_accuracy.py --only mixtral,gpt2_lion
 
 Each case is a model of another shape, or another placement, with random weights. `plan --measure --json` predicts it in
-a process of its own; then `run --json` trains it in another one, which knows nothing of what was timed. Some cases do
-the same once more with other sizes (`--set`). Claim: predicted / measured lies in 0.85 to
-1.15, and every planned byte is a moved byte. Rows "by_rates" are of a plan that times no steps: the work that the trace
-counted, at the rates that ``doctor --quick`` found right before (with ``--quick``: before the first case).
+one process. Then `run --json` trains it in another process, which does not know the measured times. Some cases repeat
+this with other sizes (`--set`). Claim: predicted / measured is within 0.85 to 1.15, and every planned byte is a moved
+byte. Rows "by_rates" come from a plan that times no steps. It divides the work that the trace counted by the rates of
+``doctor --quick``, measured right before (with ``--quick``: before the first case).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,7 +44,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Reality:
-    """What a run did: seconds of its steps after the warm ones, bytes by link over all steps, peaks by tier."""
+    """Figures of a run: seconds of its steps after the warm-up, bytes by link over all steps, peaks by tier."""
 
     steps_s: Sequence[float]
     moved_bytes: Mapping[str, int]
@@ -56,7 +56,7 @@ class Reality:
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     cases = QUICK_CASES if arguments.quick else CASES
     wanted = arguments.only.split(",") if arguments.only else list(cases)
@@ -96,13 +96,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="three small models")
     parser.add_argument("--only", help="names of cases, with commas between")
-    parser.add_argument("--steps", type=int, default=8, help=f"steps of a run, of which {WARM_STEPS} do not count")
+    parser.add_argument("--steps", type=int, default=8, help=f"steps of a run; the first {WARM_STEPS} do not count")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
     return parser.parse_args()
 
 
 class Comparison:
-    """One case: what the plan says, what a run does, and the rows about both."""
+    """One case: its plan, its run, and the rows about both."""
 
     def __init__(
         self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report, with_doctor: bool
@@ -113,10 +113,10 @@ class Comparison:
         self._config = write_config(case, folder, text, num_steps)
         self._tight = self._tight_ram() if any("TIGHT" in part for part in (case.ram, *case.changes)) else ""
         self._overrides = [f"tiers.ram.size={self._tight}"] if case.ram == "TIGHT" else []
-        self.by_rates: float | None = None  # a plan that knows no rate for some of the work predicts nothing
+        self.by_rates: float | None = None  # None if the plan lacks a rate for some of the work
 
     def run(self) -> list[float]:
-        """Compare; return predicted / measured of the case, and of the same with its changes where it has some."""
+        """Compare; return predicted / measured of the case, and of the case with its changes if it has some."""
         sets = [word for one in self._overrides for word in ("--set", one)]
         if self._with_doctor:
             command("doctor", "--quick", "--json", "--config", self._config)
@@ -180,8 +180,8 @@ class Comparison:
         capacities: Mapping[str, int],
         real: Reality,
     ) -> None:
-        """Print what moved, and how full the tiers were: as planned; where copies are fetched ahead, fuller."""
-        row, has_copies = self._report.row, len(peaks) > 1  # copies of what lives elsewhere, moved or only kept
+        """Print the moved bytes and the fill of the tiers: equal to the plan, or fuller if copies are fetched ahead."""
+        row, has_copies = self._report.row, len(peaks) > 1  # copies of blocks with another home, moved or only kept
         for link, nbytes in moved.items():
             found = real.moved_bytes[link]
             row(f"{name}.{link}.moved", found, "bytes", target=nbytes, ok=found == nbytes)
@@ -196,7 +196,7 @@ class Comparison:
 
 
 def command(name: str, *words: str | Path) -> dict[str, Any]:
-    """Run a command of megatrain-tier in a process of its own; return the last JSON object that it prints."""
+    """Run a command of megatrain-tier in a separate process; return the last JSON object that it prints."""
     arguments = [sys.executable, "-m", "cli", name, *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)

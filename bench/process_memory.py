@@ -1,12 +1,12 @@
-"""The plan's "process about X" against reality: the most memory of a run's process, by length of rows.
+"""The plan's "process about X" and reality: the peak memory of a run's process, by length of rows.
 
     python bench/process_memory.py --json
     python bench/process_memory.py --quick                       # a minute: a small model
     python bench/process_memory.py --only narrow.ram.16384
 
-`plan --json` predicts in a process of its own, as a person sees it before setting a container's limit; then `run`
-trains in another one, and the kernel says what it had resident at most. Cases are models of two shapes, in RAM and on a
-drive, and adapters, with rows of 1,024 to 65,536 tokens; attention is narrow, so that long rows end in minutes. Claim:
+`plan --json` predicts in a separate process, as a user runs it to set a container's limit. Then `run` trains in another
+process, and the kernel reports its peak resident memory. Cases are models of two shapes, in RAM and on a drive, and
+adapters, with rows of 1,024 to 65,536 tokens. Attention is narrow, so that long rows end in minutes. Claim:
 planned / measured is within 0.95 to 1.05.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,7 +34,7 @@ from bench.common import QUICKSTART, ROOT, Report
 TOLERANCE = 0.05
 QUICK_CASES = ("narrow.ram.1024", "narrow.drive.1024")
 LORA = "\n[lora]\nr = 8\n"
-#: Not the peak that a parent reads of a child: it begins with the parent's own.
+#: Not the peak that a parent reads of a child, which begins with the parent's peak.
 PROGRAM = """
 import atexit, sys
 from bench.common import high_water_bytes
@@ -46,7 +46,7 @@ main()
 
 
 def narrow(num_tokens: int) -> dict[str, Any]:
-    """Return the values of a model of 0.2 M parameters, nearly all of whose memory is rows."""
+    """Return the values of a model of 0.2 M parameters, whose memory is nearly all for rows."""
     return _with_positions(llama(64, 2, 1024), num_tokens)
 
 
@@ -61,7 +61,7 @@ def _with_positions(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
 
 
 def cases(lengths: tuple[int, ...]) -> dict[str, Case]:
-    """Return the cases by name; the longest rows are the narrow model's, in RAM."""
+    """Return the cases by name. The longest rows are for the narrow model in RAM."""
     found = {}
     for length in lengths:
         rows = (1, 1, length)
@@ -76,7 +76,7 @@ def cases(lengths: tuple[int, ...]) -> dict[str, Case]:
 
 
 def main() -> int:
-    """Run the bench; 1 if a prediction is off by more than the tolerance."""
+    """Run the bench; return 1 if a prediction is off by more than the tolerance."""
     arguments = parse_arguments()
     known = cases((1024, 4096, 16384, 65536))
     usual = QUICK_CASES if arguments.quick else list(known)
@@ -91,7 +91,7 @@ def main() -> int:
             report = Report("process_memory", as_json=arguments.json, tokens_per_step=known[name].tokens_per_step)
             folder = Path(scratch, name)
             folder.mkdir()
-            # A cache of its own: the rows are tokenized, as at a person's first run.
+            # A separate cache, so that the rows are tokenized, as in a user's first run.
             os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
             compare(name, known[name], folder, text, arguments.steps, report)
             all_ok &= report.all_ok
@@ -109,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report) -> None:
-    """Print what the plan says of a case, what a run of it takes, and their ratio."""
+    """Print the plan of a case, the memory of its run, and their ratio."""
     config = write_config(case, folder, text, num_steps)
     if not case.model.get("train_from_scratch", True):  # adapters of a model that has weights
         write_weights(folder / "model")
@@ -134,7 +134,7 @@ def write_weights(folder: Path) -> None:
 
 
 def command(*words: object) -> str:
-    """Run Python in a process of its own; return what it prints."""
+    """Run Python in a separate process; return its output."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(

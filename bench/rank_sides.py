@@ -1,4 +1,4 @@
-"""A world of ranks for `ranks.py`: processes of this machine that take the same steps together, each timed."""
+"""A world of ranks for `ranks.py`: processes of this machine that take the same steps together, all timed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 from megatrain.training.resolve import resolve
 
-#: Until a rank has taken all of its steps; one that hangs must not take the bench along.
+#: Limit for all steps of a rank, so that a hanging rank does not block the bench.
 TIMEOUT_S = 1200.0
 LR = 1e-4
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank saw.
+    """Figures of one rank.
 
     Attributes:
-        times: of the steps that were measured.
+        times: of the measured steps.
         losses: of all steps. norms: of all steps, before clipping.
-        moved: by link, bytes of all steps and the update after them. planned: the same, as planned.
+        moved: by link, bytes of all steps and the update after them. planned: the planned bytes of the same.
     """
 
     times: Sequence[StepTimes]
@@ -47,10 +47,10 @@ class RankSteps:
 
 
 class RankSide(Ours):
-    """A rank, or a process alone."""
+    """A rank, or a single process."""
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that crossed each link in all steps, between ranks as well."""
+        """Return the bytes that crossed each link in all steps, also between ranks."""
         links = {link for window in self.windows for link in window.links}
         moved = {link: sum(window.links[link].num_bytes for window in self.windows) for link in links}
         return {**moved, **self._engine.moved_bytes}
@@ -59,15 +59,15 @@ class RankSide(Ours):
 def run_world(
     folder: Path, config: RunConfig, num_hosts: int, per_host: int, num_warm: int, num_steps: int
 ) -> list[RankSteps]:
-    """Return what each rank saw of a few steps.
+    """Return the figures of each rank over a few steps.
 
     Args:
-        folder: for the place where the ranks meet.
-        config: of the run; every rank has folders of its own in it.
-        num_hosts: that the ranks believe to be on.
-        per_host: ranks of each.
+        folder: for the meeting place of the ranks.
+        config: of the run; every rank has separate folders in it.
+        num_hosts: hosts that the ranks assume.
+        per_host: ranks of each host.
         num_warm: steps that are not measured.
-        num_steps: steps that are.
+        num_steps: measured steps.
 
     Raises:
         RuntimeError: a rank failed, or did not end in time.

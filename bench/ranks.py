@@ -1,18 +1,18 @@
-"""What several ranks move, cost and are predicted to reach.
+"""Traffic, cost and predicted speed of several ranks.
 
     python bench/ranks.py --json
     python bench/ranks.py --quick                      # a minute, a small model and no large plans
     python bench/ranks.py --parts steps --worlds 1x2,2x1
     python bench/ranks.py --parts plans --plans 70B:32768,65536
 
-`steps`: worlds of hosts x ranks (of this machine, with gloo, a thread each) take the same steps as one process, with
-all state in RAM and with all of it on a drive. Claims: every rank moves exactly the planned bytes over every link,
-between ranks and hosts as well; losses and norms are the bits of one process; the processor time of all ranks together
-is at most 1.15 times that of one process with the same tokens.
+`steps`: worlds of hosts x ranks (on this machine, with gloo, one thread each) take the same steps as one process. The
+state is all in RAM, or all on a drive. Claims: every rank moves exactly the planned bytes over every link, also between
+ranks and hosts. Losses and norms are the bits of one process. The processor time of all ranks together is at most 1.15
+times the processor time of one process with the same tokens.
 
-`plans`: steps of large models on machines that are not here, planned as `plan --processes N --hosts H --machine NAME`
-does, and replayed with the planner's simulator at the rates of the machine file. Nothing of them is measured. Claim:
-70 B parameters on 8 GPUs of one host reach 0.9 of what one GPU does with as many tokens per GPU, from 16,384 on.
+`plans`: steps of large models on absent machines, planned like `plan --processes N --hosts H --machine NAME`, and
+replayed with the planner's simulator at the rates of the machine file. These rows are not measured. Claim: 70 B
+parameters on 8 GPUs of one host reach 0.9 of the speed of one GPU per GPU, from 16,384 tokens per GPU on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ["OMP_NUM_THREADS"] = "1"  # of each rank, and of the process that is compared with them
+os.environ["OMP_NUM_THREADS"] = "1"  # of each rank, and of the single process
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import QUICKSTART, ROOT, Report, step_shape
@@ -54,7 +54,7 @@ MACHINE = "8xh100-2tb"
 PARTS = ("steps", "plans")
 PLACEMENTS = ("ram", "nvme")
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}
-#: Lanes of all worlds, so that their sums are the same.
+#: Lanes of all worlds, so that their sums are equal.
 LANES = 4
 TARGET_CPU, TARGET_EFFICIENCY, FROM_TOKENS = 1.15, 0.9, 16_384
 LENGTH = 4096
@@ -62,11 +62,11 @@ LENGTH = 4096
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model on hosts that are not here.
+    """A model on absent hosts.
 
     Attributes:
-        model: of examples/models. num_hosts: like the machine. per_host: ranks of each.
-        tokens_per_gpu: of a step. is_compared: with one GPU of one host.
+        model: of examples/models. num_hosts: hosts like the machine. per_host: ranks of each host.
+        tokens_per_gpu: of a step. is_compared: whether it is compared with one GPU of one host.
     """
 
     model: str
@@ -84,7 +84,7 @@ PLANNED = (PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_5
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -110,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--worlds", type=_worlds, help="hosts x ranks of each; default: 1x2,1x4,2x1, quick: 1x2")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="of ram,nvme")
-    parser.add_argument("--steps", type=int, help="steps that are measured, after one that is not; default: 4")
+    parser.add_argument("--steps", type=int, help="measured steps, after one warm-up step; default: 4")
     parser.add_argument("--parts", type=_parts, default=PARTS, help="of steps,plans; default: both")
     parser.add_argument(
         "--plans", type=_plans, help="end of a model's name, and tokens per GPU: 70B:16384,32768; default: all of both"
@@ -143,7 +143,7 @@ def _plans(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 class Steps:
-    """All worlds and placements, and the rows about them."""
+    """All worlds and placements, and their rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
@@ -186,7 +186,7 @@ class Steps:
                 **({"placement": ON_NVME} if placement == "nvme" else {}),
             )
 
-        # A rank has a part of what the config gives the host: room for the copies and sums of each.
+        # A rank gets a share of the host's tiers: this leaves room for the copies and sums of each.
         return config("4GiB") if placement == "ram" else config(f"{4 * per_host * self._least_bytes(config)}B")
 
     @staticmethod
@@ -226,12 +226,12 @@ def _cpu_s(rank: RankSteps) -> float:
 
 
 def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *, quick: bool) -> Sequence[PlannedModel]:
-    """Return the models that are planned; small ones in a folder, if that is enough.
+    """Return the planned models; small ones, written to a folder, if that is enough.
 
     Args:
         scratch: folder.
-        chosen: end of a model's name, and tokens per GPU, none: all of them; None: all models.
-        quick: small ones are enough.
+        chosen: end of a model's name, and tokens per GPU (empty: all of them), or None for all models.
+        quick: whether small models are enough.
     """
     if not quick:
         name, tokens = chosen or ("", ())
@@ -245,7 +245,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
 
 
 class Plans:
-    """The plans of one model, and the rows about them."""
+    """The plans of one model, and their rows."""
 
     def __init__(self, planned: PlannedModel, folder: Path, report: Report) -> None:
         self._planned, self._folder, self._report = planned, folder, report
@@ -275,7 +275,7 @@ class Plans:
             )
 
     def _tell(self, name: str, tokens: int, size: int, num_hosts: int) -> float | None:
-        """Print the rows of a plan; return the seconds of a replayed step, or None where it does not fit."""
+        """Print the rows of a plan; return the seconds of a replayed step, or None if it does not fit."""
         row = self._report.row
         try:
             plan = self._plan(tokens, size, num_hosts)

@@ -1,25 +1,25 @@
-"""What is computed again in the backward, and what it costs to compute less: steps that differ in that alone.
+"""Recompute in the backward, and the cost of less of it: steps that differ only in that.
 
     python bench/recompute.py --json
     python bench/recompute.py --quick             # a minute, a small model
     python bench/recompute.py --tokens 2x2x512 --layers 6
     python bench/recompute.py --model examples/quickstart/smollm2-135m
 
-Sides, each with every block in RAM unless it says otherwise:
+Sides, each with every block in RAM unless stated otherwise:
 
-* ``whole``: every layer is run again, its products that no gradient needs as well, as before decision 0080;
+* ``whole``: every layer is run again, including products that no gradient needs, as before decision 0080;
 * ``full``: without those products;
 * ``selective``: results of products and attention are saved;
 * ``nvme``: as ``selective``, with inputs and results on a drive, and a quarter more RAM than the least;
 * ``none``: graphs are kept;
-* ``streamed``: as ``full``, with the optimizer's state on a drive, and RAM for half of the results beside;
-* ``filled``: the same in the same RAM, but the plan decides which layers save results. It does so by the rates that
-  `doctor` measured of this machine: without any, it is as ``streamed``;
+* ``streamed``: as ``full``, with the optimizer's state on a drive, and extra RAM for half of the results;
+* ``filled``: the same in the same RAM, but the plan decides which layers save results, by the rates that `doctor`
+  measured on this machine. Without rates it is as ``streamed``;
 * ``checkpointed``, ``plain``: PyTorch with its own checkpointing of layers, and without.
 
-They take turns step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and final
-state of our sides are the same bits; the plan's total is not exceeded; what moves is what was planned. ``ratio.flops``
-is what counting operations says of the same ratio. Extra memory is what a plan takes beyond ``full``.
+They alternate step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and final
+state of our sides are the same bits; the plan's total is not exceeded; moved bytes are planned bytes. ``ratio.flops``
+is the same ratio in counted operations. Extra memory is the memory of a plan beyond ``full``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -67,7 +67,7 @@ TARGETS = {
     (NONE, WHOLE): None,
     (FILLED, STREAMED): None,
 }
-MOST_EXTRA = 0.4  # of the memory that kept graphs take beyond a full recompute
+MOST_EXTRA = 0.4  # of the extra memory of kept graphs over a full recompute
 LR = 1e-4
 TEXT = QUICKSTART / "loomings.txt"
 
@@ -75,7 +75,7 @@ Rounds = Sequence[Mapping[str, StepTimes]]
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -102,10 +102,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: a Llama with random weights")
     parser.add_argument(
-        "--without", default="", help="sides to leave out, with commas between, where RAM is short of seven models"
+        "--without", default="", help="sides to leave out, with commas between, if RAM cannot hold seven models"
     )
     parser.add_argument("--layers", type=int, help="layers of the Llama")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that are measured, after one that is not")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
     parser.add_argument("--scratch", type=Path, help="folder for the model; default: the temporary folder")
     return parser.parse_args()
 
@@ -117,7 +117,7 @@ def without_dead_results(plan: Plan) -> Plan:
 
 
 class Bench:
-    """The sides, their rounds, and the rows about them."""
+    """The sides, their rounds, and their rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
@@ -126,7 +126,7 @@ class Bench:
         self._plain = tuple(name for name in (CHECKPOINTED, PLAIN) if name not in left_out)
 
     def run(self) -> None:
-        """Take one unmeasured round and then the measured ones, and print the rows."""
+        """Take one warm-up round and the measured rounds, and print the rows."""
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
             ours = {name: stack.enter_context(self._side(name)) for name in self._ours}
@@ -168,7 +168,7 @@ class Bench:
         return with_tight_ram(lambda ram: config(placement=placement, tiers={"ram": {"size": ram}, "nvme": drives}))
 
     def _ram_for_half_bytes(self) -> int:
-        """Return the RAM that everything but the optimizer's state needs, with half of the results of all layers."""
+        """Return the RAM for everything but the optimizer's state, with half of the results of all layers."""
         full, selective = (plan_run(resolve(self._config(name))) for name in (FULL, SELECTIVE))
         state = full.placement.home_bytes["ram"]["optimizer"]
         return (full.totals["ram"] + selective.totals["ram"]) // 2 - state
@@ -210,7 +210,7 @@ class Bench:
             name: step_flops(side.plan.trace, **shape, recompute=side.plan.program.recompute)
             for name, side in sides.items()
         }
-        # In the trace of the side that leaves nothing out, the products that others leave out are not in the backward.
+        # The trace of the side that leaves nothing out has the products that other sides skip in the backward.
         visits = sides[FULL].plan.trace.visits
         left_out = sum(visit.unneeded.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
         found[WHOLE] = replace(found[WHOLE], hardware=found[FULL].hardware + left_out)

@@ -1,13 +1,13 @@
-"""Scores by a model of ten times its RAM tier, read from its folder, beside plain transformers with it in memory.
+"""Scores by a model of ten times its RAM tier, read from its folder, and by plain transformers with it in memory.
 
     python bench/score.py --json
     python bench/score.py --quick
 
-Both sides take the same micro-batches of one row and make the log-probability of each token and its 16 likeliest words.
-Ours streams the weights once a pass; the other has them in memory. The sides alternate, pass by pass.
+Both sides take the same micro-batches of one row and compute the log-probability of each token and its 16 likeliest
+words. Our side streams the weights once a pass; the other has them in memory. The sides alternate, pass by pass.
 
-Claims: the numbers are the same within the rounding of fp32; what moves is what was planned; the RAM tier is at most a
-tenth of the weights. Tokens per second stand beside each other and depend on the machine and its drive.
+Claims: the numbers are equal within the rounding of fp32; moved bytes are planned bytes; the RAM tier is at most a
+tenth of the weights. Tokens per second are reported for both, and depend on the machine and its drive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGET_RATIO, TARGET_DIFFERENCE = 10.0, 1e-3
 
 
 def main() -> int:
-    """Run the bench; 1 if a row is not ok."""
+    """Run the bench; return 1 if a row is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 100 MB; else 1 GB")
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def config_of(folder: Path, shape: tuple[int, int, int], number: int, ram: str) -> RunConfig:
-    """Return the config of one pass over its own rows."""
+    """Return the config of one pass over separate rows."""
     num_micro_batches, rows, length = shape
     text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
     own = folder / f"rows{number}.txt"
@@ -80,7 +80,7 @@ def config_of(folder: Path, shape: tuple[int, int, int], number: int, ram: str) 
 
 
 def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: int) -> None:
-    """Score the rows of each round by both sides, and print what came of it."""
+    """Score the rows of each round on both sides, and print the results."""
     try:
         plan_scoring(config_of(folder, shape, 0, "1MiB"))
         ram = "1MiB"
@@ -115,7 +115,7 @@ def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: i
 
 
 def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -> tuple[int, float, float]:
-    """Return the tokens that plain transformers scored, its seconds, and the largest difference to our scores."""
+    """Return the number of tokens that plain transformers scored, its seconds, and the largest difference from ours."""
     loader = scorer.make_loader()
     num_tokens, seconds, difference = 0, 0.0, 0.0
     size = scorer.plan.micro_batch_size

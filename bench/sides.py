@@ -1,4 +1,4 @@
-"""The two sides of `step.py`: a step of ours with its parts timed from outside, and a step of plain PyTorch."""
+"""The two sides of `step.py`: our step with its parts timed from outside, and a step of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepTimes:
 
     Attributes:
         total_s: the step as it counts. parts_s: seconds of its parts, by name. loss: before the update.
-        grad_norm: before clipping. num_drops: by tier, buffers given back to make room for those of other sizes.
+        grad_norm: before clipping. num_drops: by tier, buffers dropped for buffers of other sizes.
         usage: ``process_usage`` of the step.
     """
 
@@ -67,7 +67,7 @@ def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
 def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, /, **tables: Any) -> RunConfig:
     """Return the config of a side: micro-batches x rows x tokens of ``text``, fp32 on the CPU.
 
-    Every layer is recomputed, as by the sides that it is compared with, unless ``training`` says otherwise.
+    Every layer is recomputed, as in the compared sides, unless ``training`` changes that.
 
     Args:
         model: Hugging Face folder with weights and tokenizer. shape: micro-batches, rows of each, tokens of a row.
@@ -95,7 +95,7 @@ def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Pat
 
 
 def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the micro-batches of step after step."""
+    """Yield the micro-batches, step by step."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     loader = BatchLoader(
         load_dataset(resolve_data(config), tokenizer),
@@ -111,7 +111,7 @@ def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
 
 @dataclass
 class TimedOptimizer:
-    """An optimizer that notes how long its kernels run."""
+    """An optimizer that records the seconds of its kernels."""
 
     inner: Optimizer
     kernel_s: float = 0.0
@@ -134,13 +134,13 @@ class Ours:
     """Our engine on one placement. A context manager: leaving it closes the store. Between steps nothing moves.
 
     Args:
-        config: of the run. num_steps: how many steps will be taken. plan: of the run, if it is made already.
-        source: where its weights come from, by its plan; None: the model's folder, or its initialization.
+        config: of the run. num_steps: steps that will be taken. plan: of the run, if it exists already.
+        source: makes the source of the weights from the plan. Default: the model's folder, or its initialization.
 
     Attributes:
         start_s: seconds of its parts: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all threads), and
-            ``fill``, the rest of what it takes until weights and state are where they live.
-        start_bytes: what ``populate``, ``pin`` and ``fill`` worked on.
+            ``fill``, the rest until weights and state are at home.
+        start_bytes: bytes that ``populate``, ``pin`` and ``fill`` worked on.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Ours:
     ) -> None:
         plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
-        plan.warm_up()  # the device's kernels as well: the first update is made in a step that is measured
+        plan.warm_up()  # also the device's kernels: the first update is in a measured step
         self.optimizer = TimedOptimizer(plan.optimizer)
         self.plan = replace(plan, traced=replace(plan.traced, optimizer=self.optimizer))
         self.windows: list[StoreStats] = []
@@ -189,14 +189,14 @@ class Ours:
         return {name: tier.num_drops for name, tier in self._tiers.items() if isinstance(tier, GpuTier | RamTier)}
 
     def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
-        """Run one step and wait until its last write-back, and the first copies of the next step, have landed.
+        """Run one step and wait until its last write-back, and the first copies of the next step, have arrived.
 
-        That wait counts: nothing of this side may run in the time of another.
+        The wait counts: no work of this side may run in the time of another.
         """
         return self.steps([micro_batches], lr)
 
     def steps(self, batches: Sequence[MicroBatches], lr: float) -> StepTimes:
-        """Run steps one after the other without a pause; return means of one step, and the last loss and norm."""
+        """Run steps without a pause between them; return means of one step, and the last loss and norm."""
         store, self.optimizer.kernel_s = self._store, 0.0
         drops = self._num_drops()
         start_s, start_cpu_s, start_usage = time.perf_counter(), time.process_time(), process_usage()
@@ -219,7 +219,7 @@ class Ours:
         return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm, drops, usage)
 
     def finish(self) -> None:
-        """Make the update that the last step left."""
+        """Make the update that the last step postponed."""
         self._engine.finish_updates()
         self._store.wait_idle()
         self._end_window()
@@ -243,11 +243,11 @@ class Ours:
         return window
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that crossed each link in all steps."""
+        """Return the bytes that crossed each link in all steps together."""
         return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
 
     def planned_bytes(self) -> dict[str, int]:
-        """Return what the plan says that all steps move, the update after the last one included."""
+        """Return the planned bytes of all steps, including the update after the last one."""
         return self.plan.placement.run_traffic_bytes(self._num_steps)
 
 

@@ -4,9 +4,9 @@
     git worktree add /tmp/old HEAD~50 && python bench/startup.py --old /tmp/old
 
 Each command runs in a new interpreter, on the quickstart's model and text. With `--old` the commands of another tree
-alternate with those of this tree, round by round. The row `imports` is a process that imports torch and the class of
-the model, and does nothing else: `plan` and `check` need both, so their targets are above it. Figures are medians of
-user and system seconds, which the load of the machine changes less than the time that passes.
+and of this tree alternate, round by round. The row `imports` is a process that only imports torch and the class of the
+model. `plan` and `check` need both, so their targets are above it. Figures are medians of user and system seconds,
+which depend less on the machine's load than elapsed time.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from bench.common import QUICKSTART, ROOT, Report
 COMMANDS: Mapping[str, Sequence[str]] = {
     "report": ("report", "outputs/first"),
     "preview": ("data", "preview", "-n", "1", "first.toml"),
-    # A folder of their own: an older tree may not know all keys of a newer tree's run.
+    # A separate folder: an older tree may not know all keys of a newer tree's run.
     "plan": ("plan", "first.toml", "--set", "output_dir=outputs/new"),
     "check": ("check", "first.toml", "--set", "output_dir=outputs/new"),
 }
 IMPORTS = "import torch; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
-#: Most processor seconds; of the second kind above those of the imports.
+#: Most processor seconds; for the second kind, above the seconds of the imports.
 TARGETS, ABOVE_IMPORTS = {"report": 0.8, "preview": 2.0}, {"plan": 2.0, "check": 2.0}
 
 
 def main() -> int:
-    """Run the bench; 1 if a row is not ok."""
+    """Run the bench; return 1 if a row is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="accepted by every bench")

@@ -1,13 +1,13 @@
-"""Step time and memory: ours with everything in RAM, ours with its state on NVMe, and plain PyTorch, twice.
+"""Step time and memory: our engine with everything in RAM and with state on NVMe, and plain PyTorch, twice.
 
     python bench/step.py --json
     python bench/step.py --quick              # a minute: the 0.82 M model of this repository
     python bench/step.py --model FOLDER --tokens 2x2x256 --steps 5
 
-The sides take turns step by step in one process, on the same micro-batches, from the same weights, with the same
-threads. Plain PyTorch runs its layers again in the backward (`plain`), or keeps all activations (`plain_keeps`); ours
-keeps what memory allows. Claim: in RAM a step takes at most 1.10 times the one that recomputes; placement changes no
-bit of the loss; every link moves exactly the planned bytes. Memory is that of a process of its own for each side.
+The sides alternate step by step in one process, on the same micro-batches, from the same weights, with the same
+threads. Plain PyTorch runs its layers again in the backward (`plain`), or keeps all activations (`plain_keeps`). Our
+engine keeps what fits. Claim: in RAM a step takes at most 1.10 times the one that recomputes; placement changes no bit
+of the loss; every link moves exactly the planned bytes. Memory is measured in a separate process for each side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,18 +36,18 @@ from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 
-#: A step of ours in RAM may take this many times a plain one.
+#: Our step in RAM may take at most this many times a plain step.
 TARGET_RATIO = 1.10
 #: Seconds of processor time in the kernel, and page faults, of a step with state on NVMe in the case `USAGE_CASE`.
 TARGET_USAGE = {"system": 1.0, "page_faults": 250_000}
 #: Model, tokens per step, and size of the RAM tier.
 USAGE_CASE = ("smollm2-135m", 512, "420MiB")
 UNITS_OF_USAGE = {"user": "s", "system": "s", "page_faults": "pages"}
-#: Sums are taken in another order than PyTorch takes them, so losses drift apart by rounding.
+#: Sums have another order than in PyTorch, so losses drift apart by rounding.
 LOSS_TOLERANCE = 1e-3
 RAM, NVME, PLAIN, PLAIN_KEEPS = "ours_ram", "ours_nvme", "plain", "plain_keeps"
 SIDES = (RAM, NVME, PLAIN, PLAIN_KEEPS)
-#: Of the processes that are looked at for their memory: the second has the optimizer's state of the first.
+#: Steps of the processes whose memory is measured: the second has the optimizer's state of the first.
 MEMORY_STEPS = 2
 LR = 1e-4
 
@@ -55,7 +55,7 @@ Rounds = Sequence[Mapping[str, StepTimes]]
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     model = model_folder(arguments)
@@ -80,16 +80,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the 0.82 M model of this repository, random weights")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; without weights they are random")
     parser.add_argument("--text", type=Path, default=QUICKSTART / "loomings.txt", help="text to train on")
-    parser.add_argument("--steps", type=int, help="rounds that are measured, after one that is not")
+    parser.add_argument("--steps", type=int, help="measured rounds, after one warm-up round")
     parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a step, e.g. 2x2x256")
     parser.add_argument("--ram", help='RAM tier of the NVMe side, e.g. "700MiB"; default: a quarter above its minimum')
-    parser.add_argument("--memory", action="store_true", help="with --quick: measure memory as well, in more processes")
+    parser.add_argument("--memory", action="store_true", help="with --quick: also measure memory, in more processes")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder that is asked for, else SmolLM2-135M if it was fetched, else the tiny model."""
+    """Return the requested folder, else SmolLM2-135M if it was fetched, else the tiny model."""
     if arguments.model is not None:
         return Path(arguments.model)
     fetched = QUICKSTART / "smollm2-135m"
@@ -97,7 +97,7 @@ def model_folder(arguments: argparse.Namespace) -> Path:
 
 
 def with_random_weights(model: Path, folder: Path) -> Path:
-    """Write a copy of a folder without weights that has some: all sides must start from the same ones."""
+    """Write a copy of a folder with random weights, because all sides must start from the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def with_random_weights(model: Path, folder: Path) -> Path:
 
 
 class Bench:
-    """The three sides, their rounds, and the rows about them."""
+    """The three sides, their rounds, and their rows."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Bench:
         self._tokens = shape[0] * shape[1] * shape[2]
 
     def run(self) -> None:
-        """Take one unmeasured round and then the measured ones, and print the rows."""
+        """Take one warm-up round and the measured rounds, and print the rows."""
         config = self._config()
         nvme_config = self._nvme_config()
         data = batches(config)
@@ -181,7 +181,7 @@ class Bench:
             self._report.row(f"ratio.{name}/{other}.each", [round(each, 4) for each in ratios], "x")
 
     def _tell_parts(self, rounds: Rounds) -> None:
-        """Print where the time went; the updates of ours are made during the forward."""
+        """Print the seconds of each part; our updates happen during the forward."""
         for name in SIDES:
             for part in rounds[0][name].parts_s:
                 seconds = statistics.median(step[name].parts_s[part] for step in rounds)
@@ -226,7 +226,7 @@ class Bench:
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
 
     def _tell_memory(self, configs: Mapping[str, RunConfig]) -> None:
-        """Print the memory of a process that takes steps as one side: at its peak, and before the model is made."""
+        """Print the memory of a process that takes steps as one side: its peak, and before the model is made."""
         context = multiprocessing.get_context("spawn")
         for name, config in configs.items():
             with context.Pool(1) as pool:
@@ -236,7 +236,7 @@ class Bench:
 
 
 def memory_of(name: str, config: RunConfig) -> tuple[int, int]:
-    """Take steps as one side, in this process; return its memory before, and the most that it had."""
+    """Take steps as one side, in this process; return its memory before them, and its peak."""
     torch.set_num_threads(default_num_threads())
     data = batches(config)
     before = high_water_bytes()

@@ -1,14 +1,14 @@
-"""Bytes that a step moves between RAM and the drive, per parameter: by what is held, and by the size of the RAM tier.
+"""Bytes that a step moves between RAM and the drive, per parameter: by held gradients, and by the RAM tier's size.
 
     python bench/step_bytes.py --json
     python bench/step_bytes.py --quick        # a minute, a small model
 
-Computing in bf16, a fp32 master, AdamW. Cases: gradients clipped by the exact global norm and held in fp32 (the
-default) or in bf16, gradients that are not clipped and so not held, and those with the weights in RAM. RAM tiers: the
-least that works with everything at home on the drive, twice that, and one that holds everything. Claim: all on the
-drive, a step moves 14 bytes per parameter in and 12 out without clipping, 16 and 14 with exact clipping of bf16
-gradients, 10 and 10 with weights in RAM; what moves is what was planned; the size of RAM changes
-no bit of the loss.
+Computing in bf16, with an fp32 master and AdamW. Three cases clip or hold gradients differently: clipped by the exact
+global norm and held in fp32 (the default) or in bf16, and neither clipped nor held. A fourth case is the last with the
+weights in RAM. RAM tiers: the least that works with everything at home on the drive, twice that, and one that holds
+everything. Claim: with all on the drive, a step moves 14 bytes per parameter in and 12 out without clipping, 16 and 14
+with exact clipping of bf16 gradients, and 10 and 10 with weights in RAM. Moved bytes are planned bytes. The size of RAM
+changes no bit of the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,7 +49,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """What a step holds. Targets are bytes per parameter (in, out) where all but `in_ram` is on the drive."""
+    """Blocks that a step holds. Targets are bytes per parameter (in, out) with all but `in_ram` on the drive."""
 
     name: str
     target: tuple[float, float] | None = None
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def placement(self) -> dict[str, list[str]]:
-        """The config's table with as little as this case allows in RAM."""
+        """Placement table of the config, with as little in RAM as this case allows."""
         return {kind: ["ram" if kind in self.in_ram else "nvme"] for kind in KINDS}
 
 
@@ -72,7 +72,7 @@ CASES = (
 
 
 def main() -> int:
-    """Run the bench; 1 if a row is not ok."""
+    """Run the bench; return 1 if a row is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_config(
     model: Path, shape: tuple[int, int, int], scratch: Path, case: Case, ram: str, *, is_placed: bool
 ) -> RunConfig:
-    """Return the config of a case with a RAM tier; ``is_placed``: all but what the case has in RAM on the drive."""
+    """Return the config of a case with a RAM tier. ``is_placed``: all but the case's `in_ram` is on the drive."""
     return run_config(
         model,
         QUICKSTART / "loomings.txt",

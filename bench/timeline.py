@@ -1,10 +1,10 @@
-"""One step, moment by moment: its timeline as a file for Perfetto, as a picture, and in a few figures.
+"""Timeline of one step: as a file for Perfetto, as a picture, and in a few figures.
 
     python bench/timeline.py --trace trace.json --picture step.svg
     python bench/timeline.py --quick                  # some seconds, a small model
 
-Weights, gradients, optimizer state and activations are at home on NVMe, gradients are clipped. Claim: every tick of the
-plan is on the timeline, in order. The figures say how long links were busy, and for how much of that the step waited.
+Weights, gradients, optimizer state and activations are at home on NVMe, and gradients are clipped. Claim: every tick of
+the plan is on the timeline, in order. The figures show how long links were busy, and how much of it the step waited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, which is too late behind torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,7 +41,7 @@ LR = 1e-4
 
 
 def main() -> int:
-    """Run the bench; 1 if a row that is not about time is not ok."""
+    """Run the bench; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -61,18 +61,18 @@ def parse_arguments() -> argparse.Namespace:
         "--tokens", type=step_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step"
     )
     parser.add_argument("--ram", help='RAM tier, e.g. "400MiB"; default: twice its minimum')
-    parser.add_argument("--steps", type=int, default=4, help="steps that are taken; the last one is shown")
-    parser.add_argument("--trace", type=Path, help="where to write the file for Perfetto")
-    parser.add_argument("--picture", type=Path, help="where to write the picture, an SVG file")
+    parser.add_argument("--steps", type=int, default=4, help="steps to take; the last one is shown")
+    parser.add_argument("--trace", type=Path, help="file for Perfetto")
+    parser.add_argument("--picture", type=Path, help="file for the picture, an SVG")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
 
 
 class Traced(Ours):
-    """Our engine with its timeline at hand."""
+    """Our engine with access to its timeline."""
 
     def trace_last(self, turns: Sequence[Any], path: Path) -> float:
-        """Take steps one after the other, write the timeline of the last one; return how long that took."""
+        """Take steps one after the other, write the timeline of the last one; return its seconds."""
         timeline = self._run.timeline
         for turn in turns[:-1]:
             self.step(turn, LR)
@@ -84,7 +84,7 @@ class Traced(Ours):
 
 
 def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
-    """Take the steps, and print what the timeline of the last one says."""
+    """Take the steps, and print figures from the timeline of the last one."""
     ram = arguments.ram or twice_the_minimum(model, arguments, folder)
     config = make_config(model, arguments, folder, ram)
     data = batches(config)

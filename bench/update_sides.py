@@ -28,10 +28,10 @@ COLUMNS = 1024
 
 @dataclass(frozen=True)
 class Side:
-    """One thing that is timed.
+    """One timed function.
 
     Attributes:
-        name: dotted. bytes_per_parameter: read and written at least, each array once. ceiling: name of the side that
+        name: dotted. bytes_per_parameter: least bytes read and written, each array once. ceiling: name of the side that
             reads and writes the same arrays. call: one update of all parameters.
     """
 
@@ -43,7 +43,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Block:
-    """Masters, state and gradients of some parameters, in every format that a side wants; 1-D, on the CPU."""
+    """Masters, state and gradients of some parameters, in every format of the sides; 1-D, on the CPU."""
 
     weight: Tensor
     m: Tensor
@@ -74,7 +74,7 @@ def make_blocks(num_parameters: int, num_blocks: int) -> list[Block]:
 
 
 def one_after_the_other(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Return a function that makes all calls: a side works on one block, then on the next, as a step does."""
+    """Return a function that makes all calls, one block after the other, as in a step."""
 
     def call() -> None:
         for each in calls:
@@ -88,7 +88,7 @@ _LOOP = {"nogil": True, "cache": False, "fastmath": False, "error_model": "numpy
 
 @njit(**_LOOP)  # type: ignore[untyped-decorator]
 def _ceiling_whole(weight: Any, m: Any, v: Any, grad: Any) -> None:
-    """Read four streams, write three. Done twice it restores what was there."""
+    """Read four streams, write three. Two calls restore the memory."""
     for i in range(grad.size):
         mask = np.uint32(grad[i])
         new_weight, new_m, new_v = weight[i] ^ mask, m[i] ^ mask, v[i] ^ mask
@@ -97,7 +97,7 @@ def _ceiling_whole(weight: Any, m: Any, v: Any, grad: Any) -> None:
 
 @njit(**_LOOP)  # type: ignore[untyped-decorator]
 def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
-    """Read five streams, write four. Done twice it restores what was there."""
+    """Read five streams, write four. Two calls restore the memory."""
     for i in range(grad.size):
         mask = np.uint32(grad[i])
         new_high, new_low = high[i] ^ np.uint16(1), low[i] ^ np.uint16(1)
@@ -180,7 +180,7 @@ def peers(blocks: Sequence[Block]) -> Iterator[Side]:
 
 
 def _deepspeed(blocks: Sequence[Block], weight: str, grad: str) -> Callable[[], object] | None:
-    """Return the step of DeepSpeedCPUAdam; None where it is not installed."""
+    """Return the step of DeepSpeedCPUAdam, or None if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
@@ -193,15 +193,15 @@ def _deepspeed(blocks: Sequence[Block], weight: str, grad: str) -> Callable[[], 
 
 
 def chains(blocks: Sequence[Block]) -> Iterator[Side]:
-    """Yield what trainers do around their Adam, in plain torch; bytes are those of a single pass.
+    """Yield the work of trainers around their Adam, in plain torch. The bytes are of a single pass.
 
-    GPU-assisted: the norm and the upcast are made elsewhere; the host scales, updates and rounds to bf16. Host: the
-    bf16 gradient is also copied into an accumulator, widened, and its norm taken in fp64, as ZeRO-3 does.
+    GPU-assisted: the norm and the upcast run elsewhere; the host scales, updates and rounds to bf16. Host: the bf16
+    gradient is also copied into an accumulator and widened, and its norm is taken in fp64, as in ZeRO-3.
     """
     adam = torch_adamw(blocks, "fused")
 
     def scale_update_round() -> None:
-        for block in blocks:  # by the clip coefficient; 1.0 keeps the gradient the same for the other sides
+        for block in blocks:  # clip coefficient; 1.0 leaves the gradient to the other sides
             block.grad.mul_(1.0)
         adam.step()
         for block in blocks:
