@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="small states, a model of 1 M parameters")
     parser.add_argument("--sizes", help="states in GB (10^9), with commas between; what does not fit is left out")
-    parser.add_argument("--blocks", type=int, default=50, help="blocks of a state; one state gets ten times as many")
+    parser.add_argument("--blocks", type=int, default=50, help="blocks of a state; one state gets 10 times this number")
     parser.add_argument("--rounds", type=int, help="measured commits of each kind, after one warm-up")
     parser.add_argument("--saves", type=int, help="checkpoints of each training run")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
@@ -255,7 +255,7 @@ class Stall(RunObserver):
     """A run of the trainer that saves every few steps; also the observer of that run.
 
     A cycle is the time from the end of one step that is followed by a save to the next such end. No checkpoint is
-    written during the last steps of a cycle. The cost of a save is the time of a cycle beyond the same number of such steps.
+    written during the last steps of a cycle. The cost of a save is the time of a cycle beyond that of undisturbed steps.
     """
 
     CYCLE = 8  # steps

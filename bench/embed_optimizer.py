@@ -10,8 +10,8 @@ state in the store. `offload` has the whole module in the store, and its updates
 
 Claim: without and with clipping, a step of `tiered` takes at most 1.0 times torch's fused AdamW. The optimizers of
 torchao and bitsandbytes take part if they are installed and there is a CUDA device, which all sides then use. Without
-one, a row has torchao's error message, and `by_parameter` is the work of its step on the host: torch's fused AdamW with
-an optimizer for each parameter, but without the copies to and from the GPU.
+one, a row has torchao's error message. `by_parameter` is the work of its step on the host: torch's fused AdamW with an
+optimizer for each parameter, but without the copies to and from the GPU.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="folder for measured rates, to be used by later calls")
     parser.add_argument("--traces", type=Path, help="folder for the timeline of our side in each part, for Perfetto")
     parser.add_argument(
-        "--profile", action="store_true", help="one more step of ours under torch's profiler: rows PART.ours.profile.*"
+        "--profile", action="store_true", help="one more step of our side under the profiler: rows PART.ours.profile.*"
     )
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
     arguments = parser.parse_args()

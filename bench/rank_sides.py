@@ -50,7 +50,7 @@ class RankSide(Ours):
     """A rank, or a single process."""
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that crossed each link in all steps, also between ranks."""
+        """Return the bytes that crossed each link over all steps, also between ranks."""
         links = {link for window in self.windows for link in window.links}
         moved = {link: sum(window.links[link].num_bytes for window in self.windows) for link in links}
         return {**moved, **self._engine.moved_bytes}

@@ -243,7 +243,7 @@ class Ours:
         return window
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that crossed each link in all steps together."""
+        """Return the bytes that crossed each link over all steps."""
         return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
 
     def planned_bytes(self) -> dict[str, int]:

@@ -1,14 +1,14 @@
-"""Our step against DeepSpeed ZeRO-3's, both with parameters and optimizer state on NVMe, on the CPU.
+"""Steps of our engine and of DeepSpeed ZeRO-3 on the CPU, both with parameters and optimizer state on NVMe.
 
     python bench/compare/deepspeed.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/deepspeed.py --quick
 
-Claim: with little computing per step (T = 128) ours takes half of DeepSpeed's step with a RAM tier of a quarter above
-the least that works, and a third with one of the size of DeepSpeed's buffers (`same_ram`). `gradients` is the first
-with gradients in bf16 between two visits, `unclipped` the first with gradients that are not clipped, on both sides:
-ours are not held then. Each side has a process of its own; they take turns, a few steps each, from
-the same weights, on the same tokens, with the same hyper-parameters, and their losses are compared. `--python` names
-the interpreter that has DeepSpeed; without it the bench says so and ends.
+Claim: with little computing per step (T = 128), our step takes half of DeepSpeed's if our RAM tier is a quarter above
+the least. It takes a third if our RAM tier is as large as DeepSpeed's buffers (`same_ram`). `gradients` is the first
+case with bf16 gradients between two visits. `unclipped` is the first case without clipping on both sides, so that our
+side holds no gradients. Each side runs in a separate process. The sides alternate, a few steps each, from the same
+weights, on the same tokens, with the same hyper-parameters, and their losses are compared. `--python` names the
+interpreter that has DeepSpeed; without it the bench reports that and ends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from bench.compare.worker import Job
 from bench.compare.zero3 import state_memory
 from megatrain.optim.threads import default_num_threads
 
-#: DeepSpeed's step shall take this many times ours: where our RAM tier is the smallest, and where it is as large.
+#: Least ratio of DeepSpeed's step and our step, with our smallest RAM tier and with an equally large one.
 TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
 #: Both compute in bf16, in different orders.
 LOSS_TOLERANCE = 1e-2
-#: Without a pause between them. The first round is not measured: DeepSpeed learns the order of modules in it.
+#: Steps without a pause between them. The first round is not measured, because DeepSpeed learns the module order in it.
 STEPS_PER_ROUND = 2
 OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
     "ours_bf16",
@@ -50,7 +50,7 @@ OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
 THEIRS = ("deepspeed_pipelined", "deepspeed_plain")
 THEIRS_UNCLIPPED = ("deepspeed_pipelined_unclipped", "deepspeed_plain_unclipped")
 SIDES = (OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED, *THEIRS, *THEIRS_UNCLIPPED)
-#: Best of their sides -> those of ours that it is compared with, and the targets.
+#: Best of their sides -> our sides that it is compared with, and the targets.
 COMPARED: Mapping[tuple[str, ...], Mapping[str, float | None]] = {
     THEIRS: {OURS: TARGET_RATIO, OURS_GRADIENTS: TARGET_RATIO, OURS_SAME_RAM: TARGET_SAME_RAM, OURS_FP32: None},
     THEIRS_UNCLIPPED: {OURS_UNCLIPPED: TARGET_RATIO},
@@ -60,7 +60,7 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def main() -> int:
-    """Run the comparison; 1 if a row that is not about time is not ok."""
+    """Run the comparison; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("compare/deepspeed", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -81,9 +81,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 7 M parameters instead of 97.5 M; 2 rounds")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has DeepSpeed; default: this one")
-    parser.add_argument("--sides", type=_names, default=SIDES, help=f"which take part; default: {','.join(SIDES)}")
+    parser.add_argument("--sides", type=_names, default=SIDES, help=f"sides that take part; default: {','.join(SIDES)}")
     parser.add_argument(
-        "--rounds", type=int, help=f"rounds of {STEPS_PER_ROUND} steps that are measured, after one that is not"
+        "--rounds", type=int, help=f"measured rounds of {STEPS_PER_ROUND} steps, after one warm-up round"
     )
     parser.add_argument(
         "--tokens", type=step_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step"
@@ -127,7 +127,7 @@ def make_model(folder: Path, *, quick: bool) -> list[int]:
 
 
 class Comparison:
-    """The sides, their rounds, and the rows about them."""
+    """The sides, their rounds, and their rows."""
 
     def __init__(
         self, scratch: Path, model: Path, sizes: Sequence[int], arguments: argparse.Namespace, report: Report
@@ -158,7 +158,7 @@ class Comparison:
         self._jobs = {name: jobs[name] for name in arguments.sides}
 
     def run(self) -> None:
-        """Start all sides, let them take turns, print the rows."""
+        """Start all sides, alternate them, print the rows."""
         with ExitStack() as stack:
             sides: dict[str, SideProcess] = {}
             for name in self._jobs:
@@ -183,7 +183,7 @@ class Comparison:
         return SideProcess(python, asdict(job), self._scratch / f"{name}.log")
 
     def _take_turns(self, sides: Mapping[str, SideProcess]) -> Rounds:
-        """Return all rounds by side, the first one, which does not count, too. Each begins with another side."""
+        """Return all rounds by side, including the first, which does not count. Each begins with another side."""
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for number in range(1 + self._num_rounds):
             names = list(rounds)
@@ -199,7 +199,7 @@ class Comparison:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _tell_failure(self, name: str, error: SideFailedError) -> None:
-        """Print why a side is missing. A peer that fails is not our mistake, but must not go unsaid."""
+        """Print why a side is missing. A peer that fails is not our mistake, but must be reported."""
         self._report.row(f"{name}.failed", str(error), "reason")
         if self._jobs[name].side == "ours":
             self._report.row(f"{name}.runs", 0, "1", target=1, ok=False)

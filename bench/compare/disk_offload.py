@@ -1,22 +1,22 @@
-"""Our `score` and `generate` beside transformers with accelerate's disk offload, of a model that RAM has no room for.
+"""Our `score` and `generate`, and transformers with accelerate's disk offload, of a model that exceeds RAM.
 
     python bench/compare/disk_offload.py --json --scratch /mnt/drive
     python bench/compare/disk_offload.py --quick
 
-Both sides run the same Llama with random fp32 weights from the same folder, on the same rows and prompts, each in a
-process of its own, in turns. Ours has a RAM tier of a quarter of the weights, or the least that works; accelerate's
-`max_memory` is set so that its process has as much memory at its peak (both are printed). Neither has the model in the
-kernel's cache: ours reads past it, and for `accelerate` its files are dropped from it before every forward, as they
-would be where the model is larger than memory; the time of dropping them is not counted. For `accelerate_cached` they
-are in the cache before its turn begins and stay there: that side has all RAM of the machine, as `ours_in_ram` has.
+Both sides run the same Llama with random fp32 weights from the same folder, on the same rows and prompts, alternately,
+each in a separate process. Our RAM tier is a quarter of the weights, or the least that works. accelerate's `max_memory`
+makes its process equally large at its peak (both are printed). Neither has the model in the kernel's cache. Our side
+reads past it. For `accelerate` the files are dropped from it before every forward, as if the model were larger than
+memory; the time of dropping them is not counted. For `accelerate_cached` they are in the cache before its turn begins
+and stay there: that side has all RAM of the machine, like `ours_in_ram`.
 
-A forward of accelerate has as many rows as a pass of ours, so that weights are fetched equally often. Seconds are those
-of forwards and passes; what it takes to open the model is not among them.
+A forward of accelerate has the rows of our pass, so that both fetch the weights equally often. Seconds cover only
+forwards and passes, without opening the model.
 
-Claims: log-probabilities are the same within the rounding of fp32, and so are all greedy tokens; what ours moves is
-what was planned. Seconds stand beside each other, and the bytes that the kernel read for each process. In each round
-the model's file is also read alone, past the cache by four threads: `ours.drive_share` is what reading as many bytes
-at that rate would take, through the seconds of ours.
+Claims: log-probabilities are equal within the rounding of fp32, and so are all greedy tokens. Our moved bytes are the
+planned bytes. Seconds, and the bytes that the kernel read for each process, are reported for both. In each round the
+model's file is also read alone, past the cache by four threads. `ours.drive_share` is the time to read the same
+number of bytes at that rate, over our seconds.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ TASKS = ("score", "generate")
 OURS, IN_RAM, ACCELERATE, CACHED = "ours", "ours_in_ram", "accelerate", "accelerate_cached"
 TURN_TIMEOUT_S = 600.0
 TARGET_DIFFERENCE = 1e-5
-#: Of the weights: our RAM tier, and the least and the most that accelerate is given.
+#: Shares of the weights: our RAM tier, and the least and the most memory for accelerate.
 TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
-#: Memory of a process grows in its first turns; so many are not measured. Values of `max_memory` that are tried.
+#: Turns without measurement, in which the memory of a process grows, and values of `max_memory` to try.
 NUM_WARM_TURNS, NUM_TRIALS = 2, 3
-#: How the drive is read for its rate.
+#: Readers that measure the drive's rate.
 PART_BYTES, NUM_READERS = 4 << 20, 4
 
-#: What each side measured, round after round.
+#: Measurements of each side, round after round.
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def main() -> int:
-    """Run the comparison; 1 if a row that is not about time is not ok."""
+    """Run the comparison; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     num_micro_batches, rows, length = arguments.tokens
     report = Report("compare/disk_offload", as_json=arguments.json, tokens_per_step=num_micro_batches * rows * length)
@@ -87,12 +87,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 30 MB instead of 1.3 GB; 1 round")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has accelerate; default: this one")
-    parser.add_argument("--rounds", type=int, help=f"that are measured, after {NUM_WARM_TURNS} that are not")
-    parser.add_argument("--max-memory", type=int, help="bytes of accelerate; default: what makes it as large as ours")
+    parser.add_argument("--rounds", type=int, help=f"measured rounds, after {NUM_WARM_TURNS} without measurement")
+    parser.add_argument("--max-memory", type=int, help="bytes of accelerate; default: as large as our side")
     parser.add_argument("--tasks", type=_tasks, default=TASKS, help=f"default: {','.join(TASKS)}")
     parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a row of a pass of scores")
     parser.add_argument("--passes", type=int, default=4, help="of scores, in each round")
-    parser.add_argument("--prompts", type=int, default=8, help="that are continued together")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts that are continued together")
     parser.add_argument("--new-tokens", type=int, help="of each prompt")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     arguments = parser.parse_args()
@@ -111,7 +111,7 @@ def _tasks(text: str) -> tuple[str, ...]:
 
 
 def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
-    """Write what is scored, the beginning of a text, and the rows that ours makes of it, and count these."""
+    """Write the scored text, the beginning of a book, and our rows of it; return the number of rows."""
     num_micro_batches, rows, length = job.shape
     config = scoring_config(replace(job, ram_bytes=1 << 40), Path(job.folder) / "rows")
     plan = plan_scoring(config)
@@ -144,7 +144,7 @@ def with_enough_ram(job: ForwardJob) -> ForwardJob:
 
 
 def read_rate(model: Path) -> float:
-    """Return bytes per second at which a model's files are read past the kernel's cache, with nothing done to them."""
+    """Return bytes per second of only reading a model's files past the kernel's cache."""
     parts = [
         (path, start) for path in model.glob("*.safetensors") for start in range(0, path.stat().st_size, PART_BYTES)
     ]
@@ -167,7 +167,7 @@ def read_rate(model: Path) -> float:
 
 
 class Comparison:
-    """The sides, their rounds, and the rows about them."""
+    """The sides, their rounds, and their rows."""
 
     def __init__(self, scratch: Path, arguments: argparse.Namespace, report: Report) -> None:
         self._scratch, self._report = scratch, report
@@ -204,7 +204,7 @@ class Comparison:
         }
 
     def run(self) -> None:
-        """Start both sides, let them take turns, print the rows."""
+        """Start both sides, alternate them, print the rows."""
         row = self._report.row
         row("weights", self._weight_bytes, "bytes")
         row("rows", self._num_rows, "1")
@@ -244,12 +244,12 @@ class Comparison:
         return SideProcess(python, asdict(replace(job, folder=str(folder))), log, "forward_worker")
 
     def _take_all(self, side: SideProcess, name: str) -> int:
-        """Let a side take each of its turns, which is not measured; return its peak of resident bytes."""
+        """Take each turn of a side without measurement; return its peak of resident bytes."""
         turns = [turns[name] for turns in self._turns.values()] * NUM_WARM_TURNS
         return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
-        """Return accelerate's side with the ``max_memory`` of those tried that makes its peak most like ours."""
+        """Return accelerate's side with the tried ``max_memory`` whose peak is nearest to our peak."""
         job = replace(self._job, side=ACCELERATE)
         if self._max_memory:
             job = replace(job, ram_bytes=self._max_memory)

@@ -1,4 +1,4 @@
-"""One side of `disk_offload.py`: rows are scored and prompts continued when a line of standard input says so."""
+"""One side of `disk_offload.py`: scores rows and continues prompts for each line of standard input."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from safetensors.torch import load_file
 from bench.common import forget_high_water, high_water_bytes
 from bench.compare.worker import RESULT_FD, drive_bytes
 
-#: Of a row that is not scored.
+#: Label of a token that is not scored.
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
 class ForwardJob:
-    """What a side shall do, always in fp32.
+    """Work of a side, always in fp32.
 
     Attributes:
-        side: "ours" or "accelerate". model: Hugging Face folder with weights. folder: the side may write there.
+        side: "ours" or "accelerate". model: Hugging Face folder with weights. folder: writable by the side.
         ram_bytes: size of our RAM tier, or accelerate's ``max_memory`` of the CPU. num_threads: of torch.
-        shape: micro-batches of a pass of ours, rows of each, tokens of a row. text: file that ours scores.
+        shape: micro-batches of our pass, rows of each, tokens of a row. text: file that our side scores.
         rows: the same rows as token ids and labels, in safetensors, which accelerate scores.
         prompts, max_new_tokens: texts that are continued together, with the likeliest tokens.
     """
@@ -51,11 +51,11 @@ class ForwardJob:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side is told to do.
+    """Request to a side.
 
     Attributes:
-        task: "score" or "generate". rows_per_forward: of accelerate's scores. keeps_cache: the kernel has the model's
-            files in memory when the turn begins, and keeps them there.
+        task: "score" or "generate". rows_per_forward: of accelerate's scores. keeps_cache: whether the kernel has the
+            model's files in memory when the turn begins, and keeps them.
     """
 
     task: str
@@ -65,12 +65,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a turn gave.
+    """Result of a turn.
 
     Attributes:
-        seconds: of passes over the model, without opening it. mean_log_prob, num_scored: of tokens that were scored.
-            tokens: new ones of each prompt, to its end of text.
-        planned_bytes, moved_bytes: by link, of ours.
+        seconds: of passes over the model, without opening it. mean_log_prob, num_scored: of scored tokens.
+            tokens: new tokens of each prompt, to its end of text.
+        planned_bytes, moved_bytes: by link, only of our side.
     """
 
     seconds: float
@@ -89,13 +89,13 @@ class ForwardSide(Protocol):
         ...
 
     def take(self, turn: Turn) -> Outcome:
-        """Do what a turn says."""
+        """Do the work of a turn."""
         ...
 
 
 def main() -> None:
-    """Answer each line of standard input, a turn, with a line of JSON, until it ends."""
-    # Libraries print to standard output: from here on that is the log, and only this program has the pipe.
+    """Answer each line of standard input, a turn, with a line of JSON, until the input ends."""
+    # Libraries print to standard output: redirect it to the log, so that only this program has the pipe.
     with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), RESULT_FD)
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -108,7 +108,7 @@ def main() -> None:
         for line in sys.stdin:
             turn = Turn(**json.loads(line))
             (read_into_cache if turn.keeps_cache else drop_cached)(Path(job.model))
-            gc.collect()  # ours opens a store in every turn: the one before goes, as it does where a command ends
+            gc.collect()  # our side opens a store per turn: free the old one, as at the end of a command
             forget_high_water()
             before = drive_bytes()["read_bytes"]
             outcome = side.take(turn)
@@ -117,14 +117,14 @@ def main() -> None:
 
 
 def drop_cached(model: Path) -> None:
-    """Let the kernel forget what it keeps of a model's weights; what a process has mapped stays."""
+    """Drop a model's weights from the kernel's cache, except the pages that a process has mapped."""
     for path in model.glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_into_cache(model: Path) -> None:
-    """Have the kernel keep a model's weights in memory."""
+    """Read a model's weights into the kernel's cache."""
     for path in model.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:
             memory = bytearray(16 << 20)
@@ -133,13 +133,13 @@ def read_into_cache(model: Path) -> None:
 
 
 class OursSide:
-    """Our `score` and `generate`, which read weights past the kernel's cache. A turn opens the store anew."""
+    """Our `score` and `generate`, which read weights past the kernel's cache. Every turn opens a new store."""
 
     def __init__(self, job: ForwardJob) -> None:
         self._job, self._num_turns = job, 0
 
     def about(self) -> dict[str, Any]:
-        """Return the versions that decide what is computed."""
+        """Return the versions that determine the results."""
         import transformers
 
         return {"version": transformers.__version__}
@@ -195,7 +195,7 @@ def scoring_config(job: ForwardJob, out: Path) -> Any:
 
 
 def generator(job: ForwardJob) -> Any:
-    """Return what continues the prompts of a job: all of them in one micro-batch, as the other side has them."""
+    """Return a generator that continues the prompts of a job, all in one micro-batch, like the other side."""
     from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.prompts import GenerationSettings
 
@@ -205,7 +205,7 @@ def generator(job: ForwardJob) -> Any:
 
 
 class AccelerateSide:
-    """transformers with a device map: what ``max_memory`` has no room for is read from the folder at every forward."""
+    """transformers with a device map: weights beyond ``max_memory`` are read from the folder at every forward."""
 
     def __init__(self, job: ForwardJob) -> None:
         import accelerate
@@ -224,7 +224,7 @@ class AccelerateSide:
         self._drop_s = 0.0
 
     def about(self) -> dict[str, Any]:
-        """Return the version, and how many parameters are where."""
+        """Return the version, and the number of parameters in each place."""
         offloaded = sum(parameter.numel() for parameter in self._model.parameters() if parameter.is_meta)
         return {
             "version": self._version,
@@ -239,7 +239,7 @@ class AccelerateSide:
 
     @contextmanager
     def _cache(self, keeps: bool) -> Iterator[None]:
-        """Drop the model's files from the kernel's cache before every forward; that does not count as its time."""
+        """Drop the model's files from the kernel's cache before every forward; its time does not count."""
         self._drop_s = 0.0
         if keeps:
             yield
@@ -281,5 +281,5 @@ class AccelerateSide:
 
 
 def _to_end(tokens: Sequence[int], end: int) -> Sequence[int]:
-    """Return tokens without what pads them after the end of text."""
+    """Return tokens without the padding after the end of text."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens

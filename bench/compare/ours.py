@@ -39,7 +39,7 @@ class OursSide:
         self._ours = Ours(config, job.num_steps, plan=plan)
 
     def about(self) -> dict[str, Any]:
-        """Return the size of the model and of the RAM tier, and the bytes of a step that the plan names."""
+        """Return the size of the model and of the RAM tier, and the planned bytes of a step."""
         plan = self._ours.plan
         entries = [entry for layout in plan.graph.layouts.values() for entry in layout.entries]
         return {
@@ -49,7 +49,7 @@ class OursSide:
         }
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Take steps. Updates are made on the way of the next step; the last write-backs are waited for (settle)."""
+        """Take steps. Updates happen during the next step; the last write-backs are awaited (settle)."""
         times = self._ours.steps(batches, LEARNING_RATE)
         return Steps(times.total_s, times.parts_s, times.loss)
 
@@ -85,6 +85,6 @@ def _config(job: Job, ram: str) -> RunConfig:
     }
     for table, values in (job.overrides or {}).items():
         tables[table] = {**tables.get(table, {}), **values}
-    no_text = Path(job.model) / "config.json"  # the config names a file of text; these steps are given their tokens
-    # By the plan, as by default; DeepSpeed keeps its activations as well.
+    no_text = Path(job.model) / "config.json"  # the config needs a text file; these steps get their tokens directly
+    # By the plan, as by default, because DeepSpeed also keeps its activations.
     return run_config(Path(job.model), no_text, job.shape, folder, training={"recompute": "auto"}, **tables)

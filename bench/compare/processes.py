@@ -1,4 +1,4 @@
-"""A side of a comparison in a process of its own, that takes steps when it is told to."""
+"""A side of a comparison in a separate process that takes steps on request."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class SideFailedError(Exception):
 
 
 class SideProcess:
-    """Runs a side. A context manager: leaving it kills the process with all that it started.
+    """Runs a side. A context manager: leaving it kills the process and all processes that it started.
 
     Args:
-        python: interpreter to run it with. job: what the side shall do. log: file for everything it prints.
+        python: interpreter to run it with. job: the work of the side. log: file for everything it prints.
         worker: module of this folder whose `main` answers each line of its input with a line of JSON.
 
     Attributes:
-        about: what the side said of itself when it was ready.
+        about: facts that the side reported when it was ready.
     """
 
     def __init__(self, python: str, job: Mapping[str, Any], log: Path, worker: str = "worker") -> None:
         self._log = log
-        bin_folder = str(Path(python).absolute().parent)  # where a virtual environment keeps ninja, which peers call
+        bin_folder = str(Path(python).absolute().parent)  # a virtual environment keeps ninja there, which peers call
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -69,7 +69,7 @@ class SideProcess:
         self.close()
 
     def steps(self, num_steps: int) -> dict[str, Any]:
-        """Let the side take steps without a pause; return what it measured.
+        """Request steps without a pause; return the side's measurements.
 
         Raises:
             SideFailedError: it ended or hangs.
@@ -77,7 +77,7 @@ class SideProcess:
         return self.ask(str(num_steps), STEP_TIMEOUT_S * num_steps)
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
-        """Give the side a line; return its answer.
+        """Send the side a line; return its answer.
 
         Raises:
             SideFailedError: it ended or hangs.
@@ -96,7 +96,7 @@ class SideProcess:
         line = self._process.stdout.readline()
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)  # its last words come after it closed this pipe
+                self._process.wait(timeout=10)  # its last lines come after it closed this pipe
             raise self._failure("ended")
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -116,7 +116,7 @@ class SideProcess:
 
 
 def import_failure(python: str, module: str) -> str:
-    """Return why an interpreter cannot import a module; nothing if it can."""
+    """Return why an interpreter cannot import a module, or "" if it can."""
     command = [python, "-P", "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, cwd=ROOT)

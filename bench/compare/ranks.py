@@ -1,12 +1,12 @@
-"""Two processes of ours beside two of DeepSpeed ZeRO-3, with state on NVMe, on the CPU; and one of each.
+"""Two processes of our engine and two of DeepSpeed ZeRO-3, with state on NVMe, on the CPU; and one of each.
 
     python bench/compare/ranks.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/ranks.py --quick
 
-Claim: our losses are the same bits with one process and with two. DeepSpeed's are reported, and so are seconds,
-processor seconds and bytes of both. All processes start from the same weights; a step has the same tokens whatever
-their number, with the same hyper-parameters, one thread each. The sides take turns, a few steps each. Ours has as much
-RAM as a quarter above the least that works, for all of its processes together; DeepSpeed's buffers are each process's.
+Claim: our losses are the same bits with one process and with two. DeepSpeed's losses are reported, and so are seconds,
+processor seconds and bytes of both. All processes start from the same weights. A step has the same tokens for any
+number of processes, with the same hyper-parameters and one thread each. The sides alternate, a few steps each. All
+our processes together have RAM a quarter above the least that works; each DeepSpeed process has its own buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# Importing the other comparison takes this folder out of the path: in here, `deepspeed` would be its file.
+# Importing the other comparison removes this folder from the path: in here, `deepspeed` would be its file.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench.common import Report, step_shape
@@ -36,12 +36,12 @@ from bench.compare.zero3 import free_port
 SIDES = ("ours", "deepspeed")
 SIZES = (1, 2)
 
-#: Of each round, what each process measured.
+#: Measurements of each process, by round.
 Rounds = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def main() -> int:
-    """Run the comparison; 1 if a row that is not about time is not ok."""
+    """Run the comparison; return 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("compare/ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -77,9 +77,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 7 M parameters instead of 97.5 M")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has DeepSpeed; default: this one")
-    parser.add_argument("--sides", type=_names, default=SIDES, help=f"which take part; default: {','.join(SIDES)}")
+    parser.add_argument("--sides", type=_names, default=SIDES, help=f"sides that take part; default: {','.join(SIDES)}")
     parser.add_argument(
-        "--rounds", type=int, default=3, help=f"of {STEPS_PER_ROUND} steps that are measured, after one that is not"
+        "--rounds", type=int, default=3, help=f"measured rounds of {STEPS_PER_ROUND} steps, after one warm-up round"
     )
     parser.add_argument(
         "--tokens", type=step_shape, default=(2, 1, 128), help="micro-batches x rows x tokens of a step"
@@ -106,7 +106,7 @@ def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
     meeting = str(folder / "meeting") if job.side == "ours" else free_port()
 
     def start(rank: int) -> SideProcess:
-        # Drives are divided into folders of ranks by either side.
+        # Either side divides drives into folders of ranks.
         own = asdict(replace(job, nvme=str(folder), rank=rank, meeting=meeting))
         interpreter = sys.executable if job.side == "ours" else python
         return SideProcess(interpreter, own, scratch / f"{job.side}{job.size}.{rank}.log")
@@ -123,7 +123,7 @@ def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
 
 
 def _batch(job: Job) -> dict[str, int]:
-    """Return the table of a batch whose sums are the same for one process and for two."""
+    """Return the table of a batch whose sums are equal for one process and for two."""
     num_micro_batches, rows, _ = job.shape
     return {
         "per_device_train_batch_size": rows,
@@ -135,7 +135,7 @@ def _batch(job: Job) -> dict[str, int]:
 def _take_turns(
     worlds: Mapping[tuple[str, int], Sequence[SideProcess]], num_rounds: int, report: Report
 ) -> dict[tuple[str, int], Rounds]:
-    """Return all rounds by side and number of processes, the first one, which does not count, too."""
+    """Return all rounds by side and number of processes, including the first, which does not count."""
     rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {world: [] for world in worlds}
     for number in range(1 + num_rounds):
         names = list(rounds)
@@ -174,7 +174,7 @@ def _tell(report: Report, name: str, rounds: Rounds) -> None:
 
 
 def _losses(rounds: Rounds) -> list[float]:
-    """Return the loss of the last step of each round: ours is all ranks', DeepSpeed's each one's own."""
+    """Return the loss of the last step of each round: for our side over all ranks, for DeepSpeed of each rank."""
     return [statistics.fmean(rank["loss"] for rank in ranks) for ranks in rounds]
 
 

@@ -25,8 +25,8 @@ from megatrain.data.formats import Conversation
 from megatrain.training.trainer import Trainer
 
 ROWS_PER_STEP = 2
-#: TRL computes log-probabilities in chunks with a head of its own, whose loss is 5e-6 from that of Hugging Face's model
-#: on the same batch, with a vocabulary of 49,152 words; ours must be nearer to that one. Adam carries differences on.
+#: TRL computes log-probabilities in chunks with a separate head. Its loss differs by 5e-6 from Hugging Face's model on
+#: the same batch, with a vocabulary of 49,152; our loss must be nearer to the model. Adam increases differences.
 LOSS_TOLERANCE, NORM_TOLERANCE, PLAIN_TOLERANCE = 1e-4, 1e-4, 1e-6
 _TIMEOUT_S = 3600.0
 
@@ -46,7 +46,7 @@ class _Recorder(RunObserver):
 
 
 def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:
-    """Print which tokens both train of the same rows, and how far losses and norms of the same steps are apart.
+    """Print the tokens that both train of the same rows, and the differences of losses and norms of the same steps.
 
     Args:
         config: whose model, data and optimizer are used; two rows per step, not packed.
@@ -59,7 +59,7 @@ def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Pat
     trainer.train()
     batches = [batch.micro_batches for batch in islice(trainer.make_loader(), num_steps)]
     in_order = [row for batch in batches for row in rows_of(batch)]
-    # TRL takes rows as they come: write them in the order in which ours were trained.
+    # TRL takes rows in file order: write them in the order of our training.
     order = find_order(documents_of(trainer.make_loader().dataset), in_order)
     chat_documents = documents_of(Trainer(unpacked(config, chat, 1, folder), observer=ours).make_loader().dataset)
     for path in (chat, text):
@@ -98,7 +98,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
 
 
 def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
-    """Return a config that trains two rows of a file per step, with the decay that transformers' Trainer has."""
+    """Return a config that trains two rows of a file per step, with the decay of transformers' Trainer."""
     values = config.model_dump()
     values["output_dir"], values["run_name"] = output_dir, output_dir.name
     values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}
@@ -111,7 +111,7 @@ def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) ->
 
 
 def run_trl(python: str, config: RunConfig, chat: Path, text: Path, folder: Path, num_steps: int) -> dict[str, Any]:
-    """Return what `trl_side.py` answers."""
+    """Return the answer of `trl_side.py`."""
     table = config.optimizer
     tokenizer = load_tokenizer(config.model.model_name_or_path, chat_template=config.model.chat_template)
     job = {
@@ -174,7 +174,7 @@ def find_order(documents: Rows, trained: Rows) -> list[int]:
 
 
 def tell_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours: float, theirs: float) -> None:
-    """Print the loss of the first step, and what Hugging Face's model itself says of that batch."""
+    """Print the loss of the first step, and the loss of Hugging Face's model on that batch."""
     from transformers import AutoModelForCausalLM
 
     (batch,) = micro_batches
@@ -190,7 +190,7 @@ def tell_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours:
 
 
 def tell_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
-    """Print how many rows and labels differ, and what the tokens are that only one of the two trains."""
+    """Print the number of different rows and labels, and the tokens that only one of the two trains."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     only: dict[str, list[str]] = {"ours": [], "trl": []}
     num_other_ids = 0

@@ -1,6 +1,6 @@
 """TRL's side of `gsm8k.py`, run by the interpreter that has it: the tokens that SFTTrainer trains, and its steps.
 
-Nothing of ours is imported here. In: a job as JSON on the command line. Out: one JSON object on stdout.
+It imports no module of this project. Input: a job as JSON on the command line. Output: one JSON object on stdout.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 
 def main() -> None:
-    """Look at the rows as a conversation, then train on them as texts."""
+    """Read the rows as a conversation, then train on them as texts."""
     job = json.loads(sys.argv[1])
-    with contextlib.redirect_stdout(sys.stderr):  # its own lines are not the answer
+    with contextlib.redirect_stdout(sys.stderr):  # TRL's lines are not the answer
         answer = answer_job(job)
     print(json.dumps(answer))
 
 
 def answer_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the versions, the rows of both files as they are trained, and losses and norms of the steps."""
+    """Return the versions, the trained rows of both files, and losses and norms of the steps."""
     import torch
     import trl
     from datasets import load_dataset
@@ -44,7 +44,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     losses: list[float] = []
 
     class Recorder(trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        """Remembers what it was given, and its losses before they are rounded."""
+        """Records its inputs, and its losses before they are rounded."""
 
         def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
             seen.extend(rows_of(inputs))

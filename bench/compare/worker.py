@@ -1,4 +1,4 @@
-"""One side of a comparison: set up once, then as many steps as each line of standard input says."""
+"""One side of a comparison: set up once, then takes the number of steps in each line of standard input."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Both sides: AdamW with these, gradients clipped to this norm where they are.
+#: Both sides: AdamW with these values, and clipping to this norm if gradients are clipped.
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 RESULT_FD = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a side shall do.
+    """Work of a side.
 
     Attributes:
         side: "ours" or "deepspeed". model: Hugging Face folder with weights. nvme: this side's folder on the drive.
-        shape: micro-batches of a step, rows of each, tokens of a row. ram: size of our RAM tier, or nothing: a
-            quarter above the least that works. compute_dtype: of ours. is_pipelined: DeepSpeed's overlap of state
-            reads and writes with the update. max_grad_norm: to which gradients are clipped; 0: not at all.
+        shape: micro-batches of a step, rows of each, tokens of a row. ram: size of our RAM tier, or "" for a quarter
+            above the least that works. compute_dtype: of our side. is_pipelined: whether DeepSpeed overlaps state
+            reads and writes with the update. max_grad_norm: norm to which gradients are clipped; 0: no clipping.
             overrides: more tables of our config. rank, size: of one of several processes that train together.
-            meeting: where these meet: a file for ours, a port of this machine for DeepSpeed.
+            meeting: meeting place of these processes: a file for our side, a local port for DeepSpeed.
     """
 
     side: str
@@ -49,7 +49,7 @@ class Job:
     meeting: str = ""
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
-        """Return the micro-batches of every step. Always the same ones, so that the loss shows what updates do."""
+        """Return the micro-batches of every step, always the same, so that the loss shows the effect of updates."""
         num_micro_batches, rows, length = self.shape
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         generator = torch.Generator().manual_seed(1)
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a few steps took, as means of one: wall seconds, and seconds by part. ``loss`` is that of the last one."""
+    """Means over a few steps: wall seconds, and seconds by part. ``loss`` belongs to the last step."""
 
     total_s: float
     parts_s: Mapping[str, float]
@@ -74,13 +74,13 @@ class ComparedSide(Protocol):
         ...
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Take steps one after the other without a pause, each with its micro-batches."""
+        """Take steps without a pause between them, each with its micro-batches."""
         ...
 
 
 def main() -> None:
-    """Take as many steps as each line of standard input says, and answer each with a line of JSON, until it ends."""
-    # Libraries print to standard output: from here on that is the log, and only this program has the pipe.
+    """Take the number of steps in each line of standard input, and answer with a line of JSON, until the input ends."""
+    # Libraries print to standard output: redirect it to the log, so that only this program has the pipe.
     with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), RESULT_FD)
         values = json.loads(sys.argv[1])
@@ -111,6 +111,6 @@ def make_side(job: Job) -> ComparedSide:
 
 
 def drive_bytes() -> dict[str, int]:
-    """Return the bytes that this process has had read from and written to drives."""
+    """Return the bytes that drives have read and written for this process."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     return {name: int(fields[name]) for name in ("read_bytes", "write_bytes")}

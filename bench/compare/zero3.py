@@ -16,10 +16,10 @@ from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Jo
 SUB_GROUP_ELEMENTS = 20_000_000
 #: With pipelining a model of several sub-groups ends in an assertion below 12.
 NUM_STATE_BUFFERS = 12
-#: One parameter per buffer, whatever its size; this many are in use at once.
+#: One parameter per buffer, of any size; this many are in use at once.
 NUM_PARAMETER_BUFFERS = 24
-#: Elements reduced or fetched ahead at once. In a model smaller than 20 of these, a parameter that is on its way would
-#: be fetched again in the next step, which ends in an assertion.
+#: Elements reduced or fetched ahead at once. In a model smaller than 20 of these, DeepSpeed would fetch a parameter
+#: again in the next step while it is in flight, which ends in an assertion.
 BUCKET_ELEMENTS = 5_000_000
 
 
@@ -42,7 +42,7 @@ class Zero3Side:
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def about(self) -> dict[str, Any]:
-        """Return the size of the model and of the buffers that state passes through."""
+        """Return the size of the model and of the buffers for state."""
         return {"num_parameters": self._num_parameters, "state_memory": self._state_memory}
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
@@ -66,7 +66,7 @@ class Zero3Side:
 
 
 def state_memory(sizes: Sequence[int]) -> int:
-    """Return the bytes of RAM that state passes through, by the elements of each parameter; without gradients."""
+    """Return the bytes of RAM for state, from the elements of each parameter; without gradients."""
     return 4 * NUM_STATE_BUFFERS * max(SUB_GROUP_ELEMENTS, *sizes) + 2 * NUM_PARAMETER_BUFFERS * max(sizes)
 
 
@@ -78,7 +78,7 @@ def free_port() -> str:
 
 
 def _world(job: Job) -> dict[str, str]:
-    """Return the environment in which DeepSpeed finds the processes of a job, on this machine alone."""
+    """Return the environment for the processes of a job, all on this machine."""
     rank = str(job.rank)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(job.size), "MASTER_ADDR": "127.0.0.1"}
     settings = {"LOCAL_SIZE": str(job.size), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}

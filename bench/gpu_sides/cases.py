@@ -1,4 +1,4 @@
-"""The shapes and the parts of `gpu.py`: what is trained, in which pieces, and against whom."""
+"""The shapes and the parts of `gpu.py`: models, parts and compared sides."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 }
 QUICK_SHAPE = _qwen(64, 160, 2, 4, 2, 512)
 
-#: Sides of a part, ours first: what the others are held against.
+#: Sides of a part. Our side is first, and the others are compared with it.
 OURS, PLAIN, REFERENCE, ZERO3 = "ours", "plain", "megatrain", "zero3"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison, or one run of ours.
+    """One comparison, or one run of our side.
 
     Attributes:
-        shape: a key of ``SHAPES``. layers: fewer than the shape has; None: all of them.
-        rows, length: of a step; T is their product. micro_rows: rows of a micro-batch of ours.
-        num_steps: that are measured, after one that is not; 0: the first one is.
-        sides: who takes part. target: tokens/s of ours over those of the last side, at least. rate: tokens/s of ours
-            on one H200, at least.
-        share: hardware FLOP/s of ours over the rate of matrix products, at least.
-        uses_drive: ours has an NVMe tier. tables: more tables of our config.
+        shape: a key of ``SHAPES``. layers: fewer than the shape has, or None for all of them.
+        rows, length: of a step; T is their product. micro_rows: rows of our micro-batches.
+        num_steps: measured steps, after one warm-up step; 0: the first step is measured.
+        sides: sides that take part. target: least ratio of our tokens/s and the last side's. rate: our least tokens/s
+            on one H200.
+        share: least ratio of our hardware FLOP/s and the rate of matrix products.
+        uses_drive: whether our side has an NVMe tier. tables: more tables of our config.
     """
 
     shape: str
@@ -92,20 +92,20 @@ class Part:
 _AGAINST_REFERENCE = (OURS, REFERENCE)
 #: Defaults of a run on a GPU.
 _DEFAULT = {"model": {"use_liger_kernel": True}, "training": {"recompute": "auto"}}
-#: The operators of the sides that ours is compared with: every layer is recomputed, norms and MLPs are eager.
+#: The operators of the compared sides: every layer is recomputed, norms and MLPs are eager.
 _EQUAL_WORK = {"model": {"use_liger_kernel": False}, "training": {"recompute": "full"}}
 _LONG = {**_DEFAULT, "model": {"use_liger_kernel": True, "mlp_rows": 4096}}
 PARTS: Mapping[str, Part] = {
     "7b_64k": Part("7b", 64, 1024, 4, num_steps=2, rate=12_000, share=0.6, tables=_DEFAULT),
     "7b_4k": Part("7b", 4, 1024, 4, tables=_DEFAULT),
     "7b_16k": Part("7b", 16, 1024, 4, tables=_DEFAULT),
-    # 8 rows at a time: with 16, workspace pushes a few groups out of a GPU of 140 GB.
+    # 8 rows at a time: with 16, the workspace displaces a few groups from a GPU of 140 GB.
     "7b_64k_equal": Part("7b", 64, 1024, 8, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, tables=_EQUAL_WORK),
     "7b_4k_equal": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5, tables=_EQUAL_WORK),
     "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0, tables=_EQUAL_WORK),
     "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84, tables=_EQUAL_WORK),
     "14b": Part("14b", 16, 1024, 4, num_steps=2, tables=_DEFAULT),
-    # Gradients in bf16: with fp32 sums beside 12 bytes per parameter, 20 B parameters would need 350 GB.
+    # Gradients in bf16: with fp32 sums on top of 12 bytes per parameter, 20 B parameters would need 350 GB.
     "20b_nvme": Part(
         "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={**_DEFAULT, "precision": {"grad_dtype": "bfloat16"}}
     ),
@@ -115,7 +115,7 @@ PARTS: Mapping[str, Part] = {
     "long_512k": Part("7b", 1, 512 << 10, 1, num_steps=0, layers=6, uses_drive=True, tables=_LONG),
 }
 
-#: Changes of our config that a part can be tried with, by name: "7b_4k+eager" is ours alone, with that change.
+#: Changes of our config to try with a part, by name: "7b_4k+eager" runs only our side, with that change.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "any_kernel": {"full_determinism": False},
     "full_recompute": {"training": {"recompute": "full"}},
@@ -127,7 +127,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def part_named(name: str) -> Part:
-    """Return a part of ``PARTS``, or one with variants behind it, in which ours runs alone and claims nothing.
+    """Return a part of ``PARTS``. With variants in its name, only our side runs and claims nothing.
 
     Raises:
         KeyError: there is no such part, or no such variant.
@@ -141,7 +141,7 @@ def part_named(name: str) -> Part:
 
 
 def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables of a config with more keys; those of ``more`` count where both have one."""
+    """Return tables of a config with more keys; ``more`` overrides keys that both have."""
     found = dict(tables)
     for name, value in more.items():
         found[name] = {**found.get(name, {}), **value} if isinstance(value, Mapping) else value
@@ -149,7 +149,7 @@ def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def write_shape(folder: Path, part: Part, *, quick: bool) -> Path:
-    """Write the ``config.json`` of a part's model and nothing else; return the folder."""
+    """Write only the ``config.json`` of a part's model; return the folder."""
     values = dict(QUICK_SHAPE if quick else SHAPES[part.shape])
     if part.layers is not None:
         values["num_hidden_layers"] = part.layers

@@ -1,4 +1,4 @@
-"""What `gpu.py` hands to a side's process, and the weights and tokens that all sides start from."""
+"""Job of a side's process in `gpu.py`, and the weights and tokens that all sides start from."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatrain.converters.spec import build_graph
 from megatrain.optim.threads import default_num_threads
 
 SEED = 42
-#: Random numbers that all weights are cut from; a prime, so that rows of a matrix do not repeat.
+#: Size of the random numbers that all weights are cut from; a prime, so that rows of a matrix do not repeat.
 _NUM_RANDOM = 4_194_301
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a side shall do.
+    """Work of a side.
 
     Attributes:
         side: a name of `cases`. model: folder with ``config.json``. rows, length, micro_rows: of a step, see `Part`.
-        num_steps: that are measured. has_warm_up: whether one comes before them that is not. budget_s: seconds for
-            all of it; the step with which they would be over is the last one.
+        num_steps: measured steps. has_warm_up: whether an unmeasured step comes first. budget_s: seconds for all
+            steps. The step that would exceed them is the last one.
         device: "cuda" or "cpu". dtype: of the layers. scratch: folder of this side. result: file for its figures.
-        has_profile: whether one more step follows, which torch's profiler watches. profile: file for its trace, or "".
-        ram, drive: size of our RAM tier, "" for auto and "tight" for a quarter above the least that works; folder of
+        has_profile: whether one more step runs under torch's profiler. profile: file for its trace, or "".
+        ram, drive: size of our RAM tier: "" for auto, "tight" for a quarter above the least that works. Folder of
             our NVMe tier, or "". tables: more tables of our config. trace: file for the timeline of the last step.
-        megatrain: folder of the reference's checkout. layers_to_try: smaller numbers of layers, where it does not fit.
+        megatrain: folder of the reference's checkout. layers_to_try: smaller numbers of layers if it does not fit.
         matmul: side of the square matrices whose product is timed.
     """
 
@@ -62,7 +62,7 @@ class Job:
     matmul: int = 8192
 
     def to_json(self) -> str:
-        """Return the job as a word of a command line."""
+        """Return the job as an argument of a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -73,14 +73,14 @@ class Job:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What the layers compute in."""
+        """Compute dtype of the layers."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
     def tokens(self) -> Tensor:
-        """Return the ids of a step [rows, length], on the CPU: the same for all sides and steps, none of them padding.
+        """Return the ids of a step [rows, length], on the CPU: the same for all sides and steps, without padding.
 
-        That they are the same shows in the losses what updates do.
+        Equal tokens make the effect of updates visible in the losses.
         """
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         generator = torch.Generator().manual_seed(1)
@@ -93,11 +93,11 @@ class Job:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """What a side tells of one step.
+    """Figures of one step of a side.
 
     Attributes:
         loss: before the update. parts_s: seconds of its parts, by name.
-        num_drops: by tier, the buffers that it gave back to make room for those of other sizes.
+        num_drops: by tier, the buffers that it dropped for buffers of other sizes.
     """
 
     loss: float
@@ -119,10 +119,10 @@ def make_job(
     tables: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Job:
-    """Return the job of a side of a part; its model's config is written into ``folder``, which is made.
+    """Return the job of a side of a part. Makes ``folder`` and writes the model's config there.
 
     Args:
-        num_steps, layers: other ones than the part's. tables: more of our config. more: other fields of the job.
+        num_steps, layers: replace the part's values. tables: more of our config. more: other fields of the job.
     """
     folder.mkdir()
     if layers is not None:
@@ -158,7 +158,7 @@ def fill_weights(views: Mapping[str, Tensor]) -> None:
 def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
     """Fill ``out`` with elements of a parameter from ``start`` on: norms 1, biases 0, matrices normal, deviation 0.02.
 
-    Matrices are cut from one block of random numbers, each from another place: to draw 20 B numbers takes minutes.
+    Matrices are cut from one block of random numbers, each from another place: drawing 20 B numbers takes minutes.
     """
     if num_dimensions == 1:
         out.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -173,18 +173,18 @@ def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
 
 @functools.cache
 def _random_numbers() -> Tensor:
-    """Return the numbers twice over, so that a piece may begin anywhere."""
+    """Return the numbers twice, so that a piece may begin anywhere."""
     numbers = torch.randn(_NUM_RANDOM, generator=torch.Generator().manual_seed(SEED)) * 0.02
     return torch.cat([numbers, numbers])
 
 
 def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real: bool = True) -> nn.Module:
-    """Return the Hugging Face model of a folder with the random weights that ours starts from, rounded to ``dtype``.
+    """Return the Hugging Face model of a folder with our random initial weights, rounded to ``dtype``.
 
-    Needs memory for one unit in fp32 beside the model.
+    Needs memory for the model and one unit in fp32.
 
     Args:
-        is_real: False: all weights are the same number, which takes no time, to see whether a model of this size fits.
+        is_real: False if all weights are the same number, which takes no time, to see whether the size fits.
     """
     graph = build_graph(folder, attn_implementation="sdpa", dtype=dtype)
     model: nn.Module = graph.model

@@ -29,7 +29,7 @@ from megatrain.training.weights import RandomWeights
 
 
 class _SeededWeights(RandomWeights):
-    """The weights that all sides begin with."""
+    """Initial weights of all sides."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         for entry, first, last in entries_within(layout, start, start + out.numel()):
@@ -42,16 +42,16 @@ def _seeded(plan: Plan) -> _SeededWeights:
 
 
 class _Traced(Ours):
-    """Our engine with its timeline at hand."""
+    """Our engine with access to its timeline."""
 
     @property
     def timeline(self) -> Any:
-        """Spans of the steps during which it is on."""
+        """Spans of the steps while it is on."""
         return self._run.timeline
 
 
 class OursSide:
-    """Steps of ours. Each ends when nothing of it moves any more, which the next one could have overlapped."""
+    """Our steps. Each ends when nothing moves any more, although the next one could overlap that wait."""
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -94,9 +94,9 @@ class OursSide:
         }
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Take one step. The last one is on the timeline, whose host seconds of each phase are parts as well."""
+        """Take one step. The last one is on the timeline; the host seconds of its phases are also parts."""
         timeline = self._ours.timeline
-        # Bytes in use would be asked of all blocks at every op of a step that is measured.
+        # Otherwise every op of a measured step would ask all blocks for bytes in use.
         timeline.is_on, timeline.read_usage = is_last, None
         times = self._ours.step(self._batches, LEARNING_RATE)
         timeline.is_on = False
@@ -108,12 +108,12 @@ class OursSide:
         return StepSeen(times.loss, {**times.parts_s, **phases}, times.num_drops)
 
     def profile(self) -> dict[str, Any]:
-        """Take one more step, which torch's profiler watches; return the figures of its kernels and gaps."""
+        """Take one more step under torch's profiler; return the figures of its kernels and gaps."""
         trace = Path(self._job.profile or Path(self._job.scratch, "profile.json"))
         return profiled(lambda: self._ours.step(self._batches, LEARNING_RATE), trace, self._job.device)
 
     def finish(self) -> dict[str, Any]:
-        """Make the last update, and return bytes and peaks, planned and seen, and the paths that bytes took."""
+        """Make the last update, and return bytes and peaks, planned and measured, and the paths that bytes took."""
         self._ours.finish()
         if self._job.trace:
             self._ours.timeline.write(Path(self._job.trace))
@@ -130,9 +130,9 @@ class OursSide:
 
 
 def planned_peak(placement: Placement, tier: str) -> int:
-    """Return the most bytes that a plan has in a tier: homes, workspace, and the buffers that it has for copies.
+    """Return the most bytes that a plan has in a tier: homes, workspace, and buffers for copies.
 
-    These may be more than the ``peak_bytes`` that it needs at least.
+    They may exceed the ``peak_bytes`` that it needs at least.
     """
     homes = sum(placement.home_bytes[tier].values())
     buffers = sum(size * count for size, count in placement.buffers.get(tier, {}).items())
@@ -167,5 +167,5 @@ def _config(job: Job, ram: str) -> RunConfig:
     }
     tables = merged(tables, job.tables)
     shape = (job.rows // job.micro_rows, job.micro_rows, job.length)
-    no_text = folder / "config.json"  # the config names a file of text; these steps are given their tokens
+    no_text = folder / "config.json"  # the config needs a text file; these steps get their tokens directly
     return run_config(folder, no_text, shape, Path(job.scratch), device=job.device, seed=SEED, **tables)

@@ -1,4 +1,4 @@
-"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, as many layers as fit there."""
+"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, with the number of layers that fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class PlainSide:
-    """fp32 weights under autocast, every layer recomputed, fused AdamW; fewer layers where all of them do not fit."""
+    """fp32 weights under autocast, every layer recomputed, fused AdamW; fewer layers if not all fit."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -43,7 +43,7 @@ class PlainSide:
         )
 
     def _fits(self, folder: Path) -> bool:
-        """Return whether two steps go; the second has all of the optimizer's state. Leaves nothing behind."""
+        """Return whether two steps succeed; the second has all of the optimizer's state. Leaves nothing behind."""
         fits = True
         try:
             self._set_up(folder, is_real=False)
@@ -51,7 +51,7 @@ class PlainSide:
                 self.step(is_last=False)
         except torch.OutOfMemoryError:
             fits = False
-        # Only here, where the error and the frames that it holds are gone.
+        # Only here: the error and the frames that it holds are gone.
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_optimizer", None)
         gc.collect()
@@ -87,7 +87,7 @@ class PlainSide:
         return StepSeen(loss, {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Nothing is left to say."""
+        """Return no more figures."""
         return {}
 
     def _now(self) -> float:

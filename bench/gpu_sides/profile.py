@@ -31,16 +31,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Seconds in which nothing ran, and what began after them."""
+    """Seconds without any event, and the event after them."""
 
     seconds: float
     before: str
 
 
 def profiled(step: Callable[[], object], trace: Path, device: str) -> dict[str, Any]:
-    """Take a step while the profiler watches the device alone, so that the host is no slower; write torch's trace.
+    """Take a step while the profiler traces only the device, so that the host is no slower; write torch's trace.
 
-    Without a profiler of a device, torch counts the host's operators. Some of them run inside others.
+    Without a device to profile, torch traces the host's operators. Some of them run inside others.
 
     Returns:
         Name of a row -> (value, unit), for JSON.
@@ -90,7 +90,7 @@ def events(trace: Path, kinds: Sequence[str]) -> list[Event]:
 
 
 def busy_s(events: Iterable[Event]) -> float:
-    """Return the seconds in which at least one of some events goes on."""
+    """Return the seconds in which at least one of some events is in progress."""
     total_s, end_s = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start_s):
         total_s += max(0.0, event.end_s - max(event.start_s, end_s))
@@ -99,7 +99,7 @@ def busy_s(events: Iterable[Event]) -> float:
 
 
 def longest_gaps(events: Sequence[Event], count: int) -> list[Gap]:
-    """Return the longest stretches between events, given in order of their begin, in which none of them goes on."""
+    """Return the longest periods without any event in progress; events are ordered by their begin."""
     gaps, end_s = [], events[0].end_s
     for before, after in pairwise(events):
         end_s = max(end_s, before.end_s)

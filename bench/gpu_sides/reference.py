@@ -1,9 +1,9 @@
-"""The reference's side of a part of `gpu.py`: the MegaTrain code of a checkout beside ours.
+"""The reference's side of a part of `gpu.py`: the MegaTrain code of a checkout.
 
-Written for commit 919520f. Three things are done for it: attention gets no mask, as its single-GPU path hands the
-tokenizer's mask of ones and zeros to sdpa, which refuses that (rows here are full, so causal attention is what is
-wanted); the fused AdamW of torch stands in where DeepSpeed is not installed, which is faster than its own fallback; and
-its fork-prone data loader takes no part. Its weights and, unless DeepSpeed is there, its moments are bf16.
+Written for commit 919520f, with three changes. Attention gets no mask: its single-GPU path passes the tokenizer's mask
+of ones and zeros to sdpa, which refuses it. Rows here are full, so causal attention is right. Without DeepSpeed,
+torch's fused AdamW replaces it, which is faster than the reference's fallback. The data loader, which is prone to fork
+problems, is not used. Its weights are bf16, and its moments too, unless DeepSpeed is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReferenceSide:
         self._job = job
         self._tokens = job.tokens()
         self._mask = torch.ones_like(self._tokens)
-        model = seeded_model(job.model, dtype=job.torch_dtype, device="cpu").eval()  # its trainer is in eval mode too
+        model = seeded_model(job.model, dtype=job.torch_dtype, device="cpu").eval()  # its trainer also uses eval mode
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = config_class(
             model_name=job.model,
@@ -76,7 +76,7 @@ class ReferenceSide:
         return StepSeen(float(loss), {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Let go of its threads and memory."""
+        """Free its threads and memory."""
         self._model.cleanup()
         return {}
 
@@ -119,6 +119,6 @@ def _optimizer(parameters: list[Tensor]) -> tuple[str, Any]:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
         return "DeepSpeedCPUAdam, fp32 moments", DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
-    except Exception as error:  # not installed, or its operator does not compile: each in its own way
+    except Exception as error:  # not installed, or its operator does not compile: any error
         name = f"torch fused AdamW, bf16 moments (no DeepSpeedCPUAdam: {type(error).__name__})"
         return name, torch.optim.AdamW(parameters, fused=True, **options)

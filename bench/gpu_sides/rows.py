@@ -10,10 +10,10 @@ from typing import Any
 from bench.common import Report
 from bench.gpu_sides.cases import OURS, Part
 
-#: The first losses of two sides, from the same weights on the same tokens, in bf16 in different orders.
+#: Difference of the first losses of two sides, from equal weights and tokens, in bf16 in different orders.
 LOSS_TOLERANCE = 2e-2
 
-#: Tier -> what was seen of its memory, whole: tensors on the GPU, and what the machine gave out of its RAM.
+#: Tier -> its real memory peak: tensors on the GPU, and bytes that the machine allocated of its RAM.
 _REAL_PEAKS = {"gpu": "device_bytes", "ram": "host_bytes"}
 
 Result = Mapping[str, Any]
@@ -34,17 +34,17 @@ class Rows:
         self._report.row(f"{self._name}.{name}", value, unit, **claim)
 
     def skipped(self, side: str, reason: str) -> None:
-        """Say why a side took no part."""
+        """Print why a side took no part."""
         self.row(f"{side}.skipped", reason, "reason")
 
     def failed(self, side: str, reason: str, *, is_ours: bool) -> None:
-        """Say why a side ended early. A peer that fails is not our mistake, but must not go unsaid."""
+        """Print why a side ended early. A peer that fails is not our mistake, but must be reported."""
         self.row(f"{side}.failed", reason, "reason")
         if is_ours:
             self.row(f"{side}.runs", 0, "1", target=1, ok=False)
 
     def start(self, side: str, result: Result) -> None:
-        """Print what a side tells before its first step: size, optimizer, seconds of the start and of its parts."""
+        """Print the facts of a side before its first step: size, optimizer, seconds of the start and of its parts."""
         row = self.row
         row(f"{side}.parameters", result["num_parameters"], "1")
         if "num_layers" in result:
@@ -57,7 +57,7 @@ class Rows:
                 row(f"{side}.start.{part}_per_gb", seconds / (nbytes / 1e9), "s/GB")
 
     def side(self, side: str, result: Result, num_warm: int) -> None:
-        """Print what steps of every side tell: seconds and their parts, peaks, losses."""
+        """Print the figures of every side's steps: seconds and their parts, peaks, losses."""
         steps = measured(result, num_warm)
         row = self.row
         if result.get("num_steps_missing"):
@@ -78,7 +78,7 @@ class Rows:
             row(f"{side}.profile.{name}", value, unit)
 
     def ours(self, result: Result, num_warm: int) -> None:
-        """Print what only ours tells: FLOP/s, and what was planned beside what was seen."""
+        """Print the figures of our side only: FLOP/s, and planned and measured bytes."""
         steps = measured(result, num_warm)
         seconds = step_s(steps)
         rate = max(result["matmul_flops_per_s"])
@@ -113,7 +113,7 @@ class Rows:
             self._seen(result)
 
     def _updates(self, result: Result, num_warm: int) -> None:
-        """Print where parameters are updated, and how fast the host's kernels did it."""
+        """Print the device of the updates, and the speed of the host's kernels."""
         for place, number in result["num_updated"].items():
             self.row(f"ours.updated_on_{place}", number, "parameters")
         steps = [step for number, step in enumerate(result["steps"]) if number >= max(1, num_warm)]
@@ -126,7 +126,7 @@ class Rows:
         for link, planned in result["planned_moved"].items():
             moved = result["moved"][link]
             self.row(f"ours.{link}.per_step", result["traffic"][link], "bytes")
-            if result["num_steps_missing"]:  # what was fetched for them has moved as well
+            if result["num_steps_missing"]:  # fetches for them have also moved
                 self.row(f"ours.{link}.moved", moved, "bytes, of which some for steps that there was no time for")
             else:
                 self.row(f"ours.{link}.moved", moved, "bytes", target=planned, ok=moved == planned)
@@ -138,7 +138,7 @@ class Rows:
         self.row("ours.schedule_misses", misses, "accesses", target=0, ok=misses == 0)
 
     def compare(self, found: Mapping[str, Result], num_warm: int) -> None:
-        """Print ratios of tokens/s, and how far the first losses are apart."""
+        """Print ratios of tokens/s, and the differences of the first losses."""
         if OURS not in found:
             return
         ours, target = found[OURS], self._part.target
@@ -155,14 +155,14 @@ class Rows:
             self.row(f"ratio.ours/{side}", ratio, "x", target=target, ok=ok, timing=True)
             mine, theirs = ours["steps"][0]["loss"], other["steps"][0]["loss"]
             apart = abs(mine - theirs) / abs(theirs) if theirs else math.inf
-            if not math.isfinite(apart):  # nor is it a number of JSON
+            if not math.isfinite(apart):  # JSON cannot hold it either
                 self.row(f"loss.relative_to.{side}", None, f"not comparable: {mine} and {theirs}", target=0, ok=False)
                 continue
             self.row(f"loss.relative_to.{side}", apart, "1", target=LOSS_TOLERANCE, ok=apart <= LOSS_TOLERANCE)
 
 
 def measured(result: Result, num_warm: int) -> Sequence[Mapping[str, Any]]:
-    """Return the steps that count; where time ended before one did, the warm-up."""
+    """Return the measured steps, or the warm-up if time ended before one."""
     steps: Sequence[Mapping[str, Any]] = result["steps"]
     return steps[num_warm:] or steps
 

@@ -1,4 +1,4 @@
-"""One side of a part of `gpu.py` in a process of its own: set up, step, write down what was seen after each step."""
+"""One side of a part of `gpu.py` in a separate process: sets up, steps, and writes its figures after each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.gpu_sides.job import Job, StepSeen
 #: Seconds for products of square matrices.
 _MATMUL_S = 1.0
 _SAMPLE_S = 0.1
-#: Of a side's seconds; what is left is for its end.
+#: Share of a side's seconds for steps; the rest is for its end.
 _SHARE_FOR_STEPS = 0.9
 
 
@@ -43,12 +43,12 @@ class Side(Protocol):
         ...
 
     def finish(self) -> dict[str, Any]:
-        """Return what only the end of the run shows."""
+        """Return the figures that only exist at the end of the run."""
         ...
 
 
 def main() -> None:
-    """Run the job that the command line has, and keep its result file current."""
+    """Run the job on the command line, and keep its result file current."""
     begin_s, job = time.perf_counter(), Job.of(sys.argv[1])
     torch.set_num_threads(job.num_threads)
     result: dict[str, Any] = {"matmul_flops_per_s": [matmul_rate(job)]}
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _is_time_up(job: Job, begin_s: float, steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the next step shall be the last: after it there would be no time for another and for the end."""
+    """Return whether the next step must be the last, because another one and the end would exceed the time."""
     if not steps:
         return False
     longest_s = max(step["total_s"] for step in steps)
@@ -114,14 +114,14 @@ def make_side(job: Job) -> Side:
 
 
 def write(path: str, result: Mapping[str, Any]) -> None:
-    """Replace the result file at once, so that a process that is killed leaves a whole one."""
+    """Replace the result file atomically, so that a killed process leaves a whole one."""
     temporary = f"{path}.tmp"
     Path(temporary).write_text(json.dumps(result), encoding="utf-8")
     os.replace(temporary, path)
 
 
 def matmul_rate(job: Job) -> float:
-    """Return FLOP/s of large square matrix products in the layers' dtype; 0.0 where there is no room for them."""
+    """Return FLOP/s of large square matrix products in the layers' dtype, or 0.0 if they do not fit."""
     size = job.matmul
     try:
         left = torch.randn(size, size, device=job.device).to(job.torch_dtype)
@@ -138,7 +138,7 @@ def matmul_rate(job: Job) -> float:
     rate = 2 * size**3 * count / (now(job.device) - start_s)
     if job.device == "cuda":
         del left, right, out
-        torch.cuda.empty_cache()  # what torch keeps would be missing in the tier, whose size is what is free
+        torch.cuda.empty_cache()  # the tier takes the free memory, without the bytes that torch keeps
     return rate
 
 
@@ -153,16 +153,16 @@ def device_memory(device: str) -> dict[str, int]:
 
 
 def now(device: str) -> float:
-    """Return the seconds of a clock, when the device has done all of its work."""
+    """Return the seconds of a clock, after the device has done all of its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class HostMemory:
-    """The most RAM that was taken: by this process (VmHWM), and by the whole machine since the start.
+    """Peak RAM: of this process (VmHWM), and of the whole machine since the start.
 
-    Both, as page-locked memory of the driver does not show in the first. A context manager with a thread that samples.
+    Both, because page-locked memory of the driver is not in the first. A context manager with a sampling thread.
     """
 
     def __init__(self) -> None:
@@ -186,20 +186,20 @@ class HostMemory:
             self._least = min(self._least, psutil.virtual_memory().available)
 
     def restart(self) -> None:
-        """Forget the peaks so far: what follows is measured on its own."""
+        """Forget the peaks so far, so that the following work is measured alone."""
         self._least = psutil.virtual_memory().available
-        # The kernel starts VmHWM anew; where it may not be asked, the peak of the set-up counts too.
+        # Restarts the kernel's VmHWM. If that is refused, the peak includes the set-up.
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except OSError:
             return
 
     def taken_bytes(self) -> int:
-        """Return the most RAM that the machine gave out since this object was made, seen since ``restart``."""
+        """Return the most RAM that the machine allocated since this object was made, measured since ``restart``."""
         return max(0, self._before - self._least)
 
     def peak_rss(self) -> int:
-        """Return the process's own peak."""
+        """Return the peak of the process."""
         status = Path("/proc/self/status").read_text(encoding="ascii")
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         assert found is not None, status

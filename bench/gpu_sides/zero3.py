@@ -46,12 +46,12 @@ class Zero3Side:
         return StepSeen(loss, {"update": update_s})
 
     def finish(self) -> dict[str, Any]:
-        """Nothing is left to say."""
+        """Return no more figures."""
         return {}
 
 
 def _one_process(device: str) -> dict[str, str]:
-    """Return the environment in which DeepSpeed finds a world of one process without a network."""
+    """Return the environment for a world of one process without a network."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a side of `links.py` is: it moves the same bytes as the others, and says what that took."""
+"""Base of the sides of `links.py`: all move the same bytes, and report the seconds."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What every side does in one measurement of one block size.
+    """Work of every side in one measurement of one block size.
 
     Attributes:
-        block_nbytes: bytes of a block. num_blocks: blocks of a measurement: all are read, or all are written; "mixed"
-            reads the first half while it writes the second. folder: on the drive that is measured.
+        block_nbytes: bytes of a block. num_blocks: blocks of a measurement. All are read, or all are written; "mixed"
+            reads the first half while it writes the second. folder: folder on the measured drive.
     """
 
     block_nbytes: int
@@ -42,19 +42,19 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that one measurement moves, whatever the operation."""
+        """Return the bytes that one measurement moves, the same for all operations."""
         return self.block_nbytes * self.num_blocks
 
     @property
     def halves(self) -> tuple[range, range]:
-        """Return the blocks that "mixed" reads and those that it writes."""
+        """Return the blocks that "mixed" reads, and the blocks that it writes."""
         half = self.num_blocks // 2
         return range(half), range(half, self.num_blocks)
 
 
 @dataclass
 class Sample:
-    """One measurement: wall seconds, and processor seconds over all threads of whoever did the work."""
+    """One measurement: wall seconds, and processor seconds over all threads of the worker."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -68,7 +68,7 @@ class Side(ABC):
 
     @abstractmethod
     def measure(self, operation: str) -> Sample:
-        """Move ``Work.nbytes``; what is written has reached the drive (fdatasync) when it returns.
+        """Move ``Work.nbytes``. Written bytes have reached the drive (fdatasync) when it returns.
 
         Raises:
             SkippedError: it turned out that this side cannot run here.
@@ -81,7 +81,7 @@ class Side(ABC):
 
 @contextmanager
 def timed() -> Iterator[Sample]:
-    """Fill a sample with what the ``with`` block took in this process."""
+    """Fill a sample with the seconds of the ``with`` block in this process."""
     sample = Sample()
     start_s, start_cpu_s = time.perf_counter(), _cpu_s()
     yield sample
@@ -94,7 +94,7 @@ def _cpu_s() -> float:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Return once what was written to these files is on the drive."""
+    """Return once the written contents of these files are on the drive."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -104,7 +104,7 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 
 def drop_cached(paths: Iterable[Path]) -> None:
-    """Make the kernel forget the contents of files, so that reading them reaches the drive."""
+    """Drop the contents of files from the kernel's cache, so that reading them reaches the drive."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -124,7 +124,7 @@ def fill_randomly(tensor: Tensor) -> None:
 
 
 def make_random_file(path: Path, nbytes: int) -> None:
-    """Write a file of noise, in place from then on."""
+    """Write a file of noise, which is then overwritten in place."""
     noise = HostSlab(16 * MiB)
     fill_randomly(noise.tensor)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -140,7 +140,7 @@ def make_random_file(path: Path, nbytes: int) -> None:
 
 
 def require(code: str, timeout_s: float) -> None:
-    """Run Python code in a process of its own before it may run in this one: foreign code can hang or abort.
+    """Run Python code in a separate process before it may run in this one: foreign code can hang or abort.
 
     Raises:
         SkippedError: it did not exit with 0 in time; with the last line that it printed.
@@ -152,7 +152,7 @@ def require(code: str, timeout_s: float) -> None:
 
 @functools.cache
 def _failure(code: str, timeout_s: float) -> str:
-    """Return why the code does not run; nothing if it does."""
+    """Return why the code does not run, or "" if it does."""
     command = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)

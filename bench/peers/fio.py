@@ -1,4 +1,4 @@
-"""fio's sides of `links.py`: what a program that does nothing else gets out of the drive."""
+"""fio's sides of `links.py`: the rate of the drive for a program that does nothing else."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from bench.peers.base import MIXED, READ, WRITE, Sample, Side, SkippedError, Work
 from tiered.units import MiB
 
-#: Makes glibc touch memory when it is allocated: else fio's first reads would pay for the page faults.
+#: Makes glibc touch memory when it is allocated. Otherwise fio's first reads would include the page faults.
 TOUCHED = "glibc.malloc.perturb=1"
-#: Lets malloc use huge pages (glibc 2.35), as our slots do: that decides more than the engine or the queue depth.
+#: Lets malloc use huge pages (glibc 2.35), as our slots do. They matter more than the engine or the queue depth.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -45,14 +45,14 @@ VARIANTS = (
     Variant("libaio", 8, 8),
     Variant("libaio", 16, 4),
 )
-#: So many of them are enough for a quick look: the best one is among them.
+#: Number of variants for a quick look, which include the best one.
 NUM_QUICK_VARIANTS = 4
 
 
 class FioSide(Side):
-    """One variant of fio on a file that was written before. Rate and processor time are those of fio's own report.
+    """One variant of fio on a file that was written before. Rate and processor time come from fio's report.
 
-    Start-up, and the filling of its buffers, are so left out. ``end_fsync`` is part of the time that fio reports.
+    So they exclude start-up and the filling of its buffers. ``end_fsync`` is part of the time that fio reports.
     """
 
     def __init__(self, work: Work, variant: Variant, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sides of `links.py` that are libraries, each used as is best for it: kvikio, zarr, safetensors, DeepSpeed."""
+"""Sides of `links.py` that are libraries, each used in its best way: kvikio, zarr, safetensors, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiered.units import PAGE_BYTES, MiB
 
 #: Compiling DeepSpeed's operator at its first use takes minutes.
 COMPILE_TIMEOUT_S = 1200.0
-#: One that hangs (cuFile's driver can) is found out by this time.
+#: Limit for code that hangs, such as cuFile's driver.
 START_TIMEOUT_S = 60.0
 #: A future of kvikio keeps neither its file nor its memory alive: both need names.
 _KVIKIO_READS = """
@@ -42,7 +42,7 @@ _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIO
 
 
 class KvikioSide(Side):
-    """kvikio with what makes it fast (4 threads, 16 MiB tasks, O_DIRECT both ways) into memory like our slots."""
+    """kvikio with its fast settings (4 threads, 16 MiB tasks, O_DIRECT both ways) into memory like our slots."""
 
     name = "kvikio"
 
@@ -104,7 +104,7 @@ class ZarrSide(Side):
             dtype="uint8",
             compressors=None,
             filters=None,
-            config={"write_empty_chunks": True},  # else it looks through every chunk for a number that is not zero
+            config={"write_empty_chunks": True},  # else it searches every chunk for a number that is not zero
         )
         self._tensor = torch.empty(work.nbytes, dtype=torch.uint8)
         fill_randomly(self._tensor)
@@ -226,7 +226,7 @@ class DeepSpeedSide(Side):
 
 
 def _blocks(work: Work, operation: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the blocks to read and those to write."""
+    """Return the blocks to read and the blocks to write."""
     if operation == MIXED:
         return work.halves
     everything = range(work.num_blocks)

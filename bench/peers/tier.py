@@ -16,13 +16,13 @@ VERIFY_MODES = ("off", "resume", "always")
 
 
 class TierSide(Side):
-    """A store with room for all blocks in RAM; between measurements no copy is there, and nothing moves.
+    """A store with room for all blocks in RAM. Between measurements RAM has no copies, and nothing moves.
 
-    Reading ends when every block was leased in RAM, so with its bytes checked where ``verify`` says so. Writing
-    starts with dirty copies and ends after ``NvmeTier.sync``.
+    Reading ends when every block was leased in RAM, with its bytes checked as ``verify`` requires. Writing starts with
+    dirty copies and ends after ``NvmeTier.sync``.
 
     Attributes:
-        num_wrong: blocks that came back with other contents than were written last.
+        num_wrong: blocks whose contents differ from the last write.
     """
 
     def __init__(self, work: Work, verify: str) -> None:
@@ -62,7 +62,7 @@ class TierSide(Side):
 
     @property
     def huge_page_bytes(self) -> int:
-        """Return how many bytes of the RAM slots are on huge pages."""
+        """Return the bytes of the RAM slots on huge pages."""
         return self._ram.huge_page_bytes
 
     def measure(self, operation: str) -> Sample:
@@ -97,7 +97,7 @@ class TierSide(Side):
             self._nvme.sync()
 
     def _stamp(self, key: str) -> None:
-        """Make a dirty copy in RAM, told apart from all versions before by its first number."""
+        """Make a dirty copy in RAM, which differs from all earlier versions in its first number."""
         self._written += 1
         with self._store.acquire(key, "ram", "w") as lease:
             lease.tensor[0] = self._written
