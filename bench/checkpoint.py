@@ -4,9 +4,9 @@
     python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
     python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
 
-First it commits states of several sizes, cut into the same number of blocks (the smallest also into ten times as
-many). All blocks are at home on NVMe, or a tenth or all of them in RAM, or all on NVMe with a tenth changed in RAM and
-not written back. Each state is committed as it is, and again after every block on NVMe was rewritten. Then the real
+First it commits states of several sizes, cut into the same number of blocks (the smallest also into ten times that
+number). All blocks are at home on NVMe, or a tenth or all of them in RAM, or all on NVMe with a tenth changed in RAM
+and not written back. Each state is committed as it is, and again after every block on NVMe was rewritten. Then the real
 trainer runs, and steps during the write of a checkpoint are compared with other steps of the same run.
 
 Claims: a commit writes the bytes whose home is RAM and links the rest. The largest state on NVMe takes at most 1.5
@@ -255,7 +255,7 @@ class Stall(RunObserver):
     """A run of the trainer that saves every few steps; also the observer of that run.
 
     A cycle is the time from the end of one step that is followed by a save to the next such end. No checkpoint is
-    written during the last steps of a cycle. The cost of a save is the time of a cycle beyond that of undisturbed steps.
+    written during the last steps of a cycle. The cost of a save is the extra time of its cycle.
     """
 
     CYCLE = 8  # steps

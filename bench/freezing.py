@@ -5,8 +5,8 @@
 
 Three optimizers start from the same bf16 weights and take the same number of steps at a constant learning rate. They
 are torch's AdamW on fp32 masters, torch's AdamW on bf16 weights with bf16 state, and our AdamW on a bf16 and an int16
-half. Each computes its gradients with its weights rounded to bf16. The problem: a linear layer learns another one from noisy
-outputs, so gradients have a mean and a spread.
+half. Each computes its gradients with its weights rounded to bf16. The problem: a linear layer learns another one from
+noisy outputs, so gradients have a mean and a spread.
 
 Claims: our optimizer moves nearly every weight, and the sum of its updates points in the direction of the updates of
 fp32 masters. No row depends on time.

@@ -115,7 +115,7 @@ def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: i
 
 
 def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -> tuple[int, float, float]:
-    """Return the number of tokens that plain transformers scored, its seconds, and the largest difference from our scores."""
+    """Return the number of tokens that plain transformers scored, its seconds, and the largest difference of scores."""
     loader = scorer.make_loader()
     num_tokens, seconds, difference = 0, 0.0, 0.0
     size = scorer.plan.micro_batch_size

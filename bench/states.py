@@ -3,9 +3,9 @@
     python bench/states.py --json
     python bench/states.py --quick
 
-One small Llama is trained from the same random weights on the same batches of bytes of a book, once per optimizer.
-They are torch's AdamW, `TieredAdamW` with each `state_dtype`, and the others if installed. All keep fp32 weights, so that only
-moments differ.
+One small Llama is trained from the same random weights on the same batches of bytes of a book, once per optimizer. They
+are torch's AdamW, `TieredAdamW` with each `state_dtype`, and the others if installed. All keep fp32 weights, so that
+only moments differ.
 
 Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW. The distance from the weights of
 fp32 moments is with int8 at most 1.1 times the distance of the other 8-bit optimizers. No row depends on time.
