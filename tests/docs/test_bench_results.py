@@ -20,7 +20,7 @@ def test_lines_are_those_of_the_files() -> None:
     rows: list[dict[str, object]] = []
     quoted = 0
     for line in PAGE.splitlines():
-        if found := re.match(r"Of \[([\w.]+\.jsonl)\]", line):
+        if found := re.match(r"Rows of \[([\w.]+\.jsonl)\]", line):
             rows = [json.loads(each) for each in (FOLDER / found[1]).read_text(encoding="utf-8").splitlines()]
         elif line.startswith("    {"):
             quote = json.loads(line)
