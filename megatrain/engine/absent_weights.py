@@ -1,7 +1,7 @@
-"""Placeholders of weights that are not bound: they have shape, dtype and device, and no memory.
+"""Placeholders of unbound weights: they have shape, dtype and device, and no memory.
 
-Model code may ask for these at any time. A look at the values of a small weight, or at a few rows of a large one, is a
-visit of the weight's unit (`WeightLook`).
+Model code may read these attributes at any time. A read of a small weight's values, or of a few rows of a large weight,
+is a visit of the weight's unit (`WeightLook`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
 __all__ = ["METADATA_QUERIES", "AbsentWeight", "WeightLook", "absent_weight", "placeholder"]
 
 
-#: Tensor methods that need no values; ``embed`` answers the same of a parameter that is in the store.
+#: Tensor methods that need no values. ``embed`` answers them for a parameter in the store.
 METADATA_QUERIES = frozenset(
     {
         "size",
@@ -43,28 +43,29 @@ METADATA_QUERIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WeightLook:
-    """A call of a unit that is a look at one of its weights from outside of its module, in place of the unit's forward.
+    """Call of a unit that reads one of its weights from outside of its module, in place of the unit's forward.
 
-    Args of the call after it: the rows that are looked at, integers of any shape; none: all of the weight.
+    The next argument of the call has the rows to read, integers of any shape. Without it, all of the weight is read.
     """
 
     owner: str
 
 
-#: Elements that a look outside of a weight's own module may take: 4 MiB of fp32. They stay as long as the model's code
-#: wants them, in no tier.
+#: Most elements of a read outside of a weight's own module: 4 MiB of fp32. The copy is in no tier, and lives as long as
+#: the model's code holds it.
 _MOST_LOOKED_AT = 1 << 20
 
 
 class AbsentWeight(Tensor):
-    """Placeholder of a weight that is not bound: it has shape, dtype and device.
+    """Placeholder of an unbound weight: it has shape, dtype and device.
 
-    Model code may ask for these at any time; values are there only while the engine runs the unit. A look at a small
-    weight, or at a few rows of a large one, is a visit of the unit like any other: it is in the plan, its weights are
-    leased for it, and its gradient is added to those of the unit's other visits. What would take more is refused.
+    Model code may read these attributes at any time. Values exist only while the engine runs the unit. A read of a
+    small weight, or of a few rows of a large weight, is a visit of the unit like any other: it is in the plan, its
+    weights are leased for it, and its gradient is added to the gradients of the unit's other visits. Larger reads raise
+    an error.
 
     Attributes:
-        site: Index of the unit, and the full name of the parameter.
+        site: Index of the unit, and full name of the parameter.
     """
 
     site: tuple[int, str] | None = None
@@ -82,10 +83,10 @@ class AbsentWeight(Tensor):
         return _with_values(func, args, kwargs or {})
 
     def look(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
-        """Return some rows, or all of the weight, for the code of the model that called a function of torch.
+        """Return some rows, or all of the weight, for model code that called a function of torch.
 
         Raises:
-            UnsupportedModelError: that is too much, or the model's code does not run in a pass.
+            UnsupportedModelError: If the read is too large, or if the model's code runs outside of a pass.
         """
         num_elements = self.numel() if rows is None else rows.numel() * (self.numel() // len(self))
         if self.site is None or num_elements > _MOST_LOOKED_AT or not is_suspendable():
@@ -102,7 +103,7 @@ class AbsentWeight(Tensor):
 
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch with the values that it needs of absent weights."""
+    """Call a function of torch with the values that it needs in place of absent weights."""
     first = args[0] if args else None
     if isinstance(first, AbsentWeight):
         found = _rows_of(func, first, args[1:], kwargs)
@@ -119,13 +120,13 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _rows_of(
     func: Callable[..., Any], weight: AbsentWeight, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...]] | None:
-    """Return the rows that a function takes of a weight, and how they are indexed further; None: it takes others."""
+    """Return the rows that a function takes of a weight, and the rest of its index; None for other functions."""
     name, count = getattr(func, "__name__", ""), len(weight)
 
     def row(index: int) -> Tensor:
         if not -count <= index < count:
             raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
-        # Not `torch.tensor`: on a device that would be a copy that the host waits for.
+        # Not `torch.tensor`: on a device, its copy would synchronize the host.
         return torch.full((), index % count, dtype=torch.long, device=weight.device)
 
     if name == "__getitem__":

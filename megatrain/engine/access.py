@@ -1,8 +1,8 @@
-"""Blocks of a store as the running model asks for them.
+"""Access of the running model to the blocks of a store.
 
-`StoreAccess` goes through the tape with the model (`execution.py`). What comes between a leased block and what a visit
-sees is said by ``ShardingHooks``: nothing in a process that has everything (`leased.py`), the other ranks in one that
-has shards (`ranked.py`).
+`StoreAccess` advances on the tape with the model (`execution.py`). ``ShardingHooks`` turn leased blocks into the
+tensors of a visit: without communication in a single process (`leased.py`), with the other ranks if blocks are shards
+(`ranked.py`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MODEL_PHASES = frozenset({"forward", "head", "backward"})
 
 
 class StoreAccess:
-    """The ``BlockAccess`` of a model that runs from the blocks of a store.
+    """``BlockAccess`` of a model that runs from the blocks of a store.
 
-    Used by one thread, the one that runs the step.
+    Used by one thread, which runs the step.
 
     Attributes:
         updates_ahead: Whether a step can queue its own updates before the host knows their factor.
@@ -75,28 +75,28 @@ class StoreAccess:
         is_alone = isinstance(collectives, Alone)
         self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
         self._has_updated_ahead = False
-        self._pending: PendingUpdate | None = None  # what the tape's updates are made with
+        self._pending: PendingUpdate | None = None  # the input of the tape's updates
         self._reused = [traced.reused for traced in model.trace.visits]
         self._shapes: dict[str, torch.Size] = {}
 
     @property
     def background(self) -> BackgroundUpdates:
-        """Runs updates beside the layers. The caller of ``start_step`` leaves it when the step is over."""
+        """Updates that run concurrently with the layers. The caller of ``start_step`` exits this after the step."""
         return self._execution.background
 
     @property
     def squared_norms(self) -> Mapping[str, float | torch.Tensor]:
-        """Layout -> squared norm of its gradient; numbers once the results of ``agree`` are read."""
+        """Layout -> squared norm of its gradient; plain numbers after the results of ``agree`` are read."""
         return self._gradients.squared_norms
 
     @property
     def with_gradient(self) -> Mapping[str, set[str]]:
-        """Layout -> parameters that got a gradient in this step."""
+        """Layout -> parameters with a gradient in this step."""
         return self._gradients.with_gradient
 
     @property
     def window_bytes(self) -> int:
-        """The most that full copies of weights, sums of gradients and what was received took together."""
+        """Peak bytes of full copies of weights, sums of gradients and received data together."""
         return self._sharding.window_bytes
 
     # -- the tape ----------------------------------------------------------------------------------------------
@@ -113,33 +113,33 @@ class StoreAccess:
         """Begin a step.
 
         Args:
-            step: Counted from 0; numbers the ticks as the schedule does.
-            pending: The update that the step before left, where updates are deferred.
-            immediate: The update of this step, where they are not.
+            step: Number of the step from 0, which numbers the ticks like the schedule.
+            pending: Deferred update of the previous step.
+            immediate: Update of this step, if updates are not deferred.
             scales: Judges the layers' gradients in an immediate update.
-            num_tokens: Tokens of the step; None: they reach all experts.
+            num_tokens: Tokens of the step; None if they reach all experts.
         """
-        # First of all: a step that failed may have left work on a device, and memory that this one is to have.
+        # This comes first: a failed step may have left work on a device, and memory that this step needs.
         self._sharding.start_step()
         if self._program.updates.are_deferred and pending is None and not self._has_updated_ahead:
-            self.finish()  # pinned for updates that will not come: the plan of this step has no room for them
+            self.finish()  # evict copies pinned for updates that will not come: the plan has no memory for them
         self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
             self._sharding.weights.hold_back(num_tokens)
         self._gradients.start_step(scales)
-        # An immediate update reads `with_gradient` while the backward fills it, each layout after its last gradient.
+        # An immediate update reads `with_gradient` while the backward fills it: each layout after its last gradient.
         self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)
 
     def run_updates(self, pending: PendingUpdate) -> None:
-        """Make the updates that a step left, without beginning another one."""
+        """Make the updates of a finished step without starting another step."""
         with self.background:
             self._execution.start(pending.step + 1, updates=True, passes=False)
             self._pending = pending
             self.end_step()
 
     def update_ahead(self, pending: PendingUpdate) -> None:
-        """Queue the updates of the step that has just ended; only with ``updates_ahead``."""
+        """Queue the updates of the step that has just ended. Requires ``updates_ahead``."""
         assert self.updates_ahead
         self._execution.start_updates_ahead()
         self._pending, self._has_updated_ahead = pending, True
@@ -151,9 +151,8 @@ class StoreAccess:
         self._execution.finish()
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Go to the op of a visit, running those before it that the model does not announce."""
-        # Before the next op is taken: what is dropped is that of the op which is still the present one, and a gather
-        # that comes next may have its memory.
+        """Advance to the op of a visit, and run the ops before it that the model does not announce."""
+        # This precedes the next op: it drops tensors of the present op, whose memory the next gather may reuse.
         self._sharding.after_visit()
         while (op := self._execution.next_op()) is not None and op.phase not in _MODEL_PHASES:
             self._run(op)
@@ -162,7 +161,7 @@ class StoreAccess:
         self._sharding.before_visit(op)
 
     def end_step(self) -> None:
-        """Make the updates that come last; every other op must have run."""
+        """Make the updates at the end of the step. All other ops must have run."""
         self._sharding.end_visits()
         while (op := self._execution.next_op()) is not None:
             assert op.phase not in _MODEL_PHASES, f"the step ended before {op}"
@@ -182,7 +181,7 @@ class StoreAccess:
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Return what reads the results of the step, of all ranks; see ``ShardingHooks``."""
+        """Return a function that reads the results of the step, of all ranks; see ``ShardingHooks``."""
         return self._sharding.agree(layouts, terms, figures)
 
     # -- weights and gradients ---------------------------------------------------------------------------------
@@ -192,16 +191,16 @@ class StoreAccess:
         return self._sharding.weights.of_visit(self._layouts_of(unit), visit)
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
-        """Leave the unit's weights where they are: no token goes to it."""
+        """Skip the unit's weights, because no token is routed to it."""
         self._sharding.weights.skip(self._layouts_of(unit), visit)
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Have nothing fetched for visits that will leave their weights where they are, and the weights of others."""
+        """Fetch no weights for idle visits, unless other visits need these weights."""
         self._sharding.weights.note_idle(visits, idle)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
-        """Yield the accumulators of this use site; sum all sites of a layout when its last one is complete."""
+        """Yield the accumulators of this use site. The last site of a layout sums all sites."""
         place = self._sharding.gradients
         layouts = [layout for layout in self._layouts_of(unit) if layout.trainable]
         by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
@@ -212,9 +211,9 @@ class StoreAccess:
             passing[layout.entries[0].name] = PassingGradient(place, self._gradients, layout, visit, keys)
         with place.held(held, visit) as sums:
             sink = UseSiteGradients(sums if held else None, passing)
-            del sums  # closed with their memory, which nothing here is to keep
+            del sums  # closing frees its memory, so that no reference may remain here
             yield sink
-            # Parts before what is held: the tape leases them within the visit, whose leases end with it.
+            # Parts close before held sums: the tape leases parts within the visit, and the visit's leases end with it.
             sink.close()
             del sink
 
@@ -236,7 +235,7 @@ class StoreAccess:
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Yield what `put_activation` copied, same shape and bits; its contents are dead after its own visit."""
+        """Yield the copy of `put_activation`: same shape and bits. Its contents are dead after its own visit."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._execution.lease([key]) as tensors:
@@ -244,16 +243,16 @@ class StoreAccess:
 
     @contextmanager
     def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
-        """Lease the block of saved results: to write in a forward, to read in its backward, dead afterwards."""
+        """Lease the block of saved results: written in the forward, read in its backward, dead afterwards."""
         key = results_key(visit, micro_batch)
-        if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
+        if key not in self._program.blocks:  # micro-batches that run one at a time share one set of blocks
             key = results_key(visit, 0)
         with self._execution.lease([key]) as tensors:
             yield tensors[key]
 
     @contextmanager
     def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
-        """Lease the block of what a generation's cache holds of a visit and a micro-batch, if it holds anything."""
+        """Lease the block of a visit's and micro-batch's key-value cache, or yield None without such a block."""
         key = cache_key(visit, micro_batch)
         if key not in self._program.blocks:
             yield None

@@ -1,7 +1,7 @@
 """Arguments and results of a unit call, split into structure and tensors so that the call can be repeated.
 
-From the structure, fresh containers are built for every run. Tensors are de-duplicated by identity. Key-value caches
-are dropped: training has no use for them, and a recompute would append to them a second time.
+Every run gets fresh containers, built from the structure. Tensors are de-duplicated by identity. Key-value caches are
+dropped: training does not use them, and a recompute would append to them a second time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["CapturedArguments", "CapturedResult", "RebuiltArguments", "has_diffe
 
 
 def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], Any | None] | None = None) -> Any:
-    """Rebuild lists, tuples and mappings with `leaf` applied to everything else.
+    """Rebuild lists, tuples and mappings, and apply `leaf` to everything else.
 
     Args:
         leaf: Maps every value that is not a list, tuple or mapping.
-        container: Maps a list or mapping, or returns None to have it rebuilt.
+        container: Replaces a list or mapping, or returns None to have it rebuilt.
     """
     if isinstance(value, _CONTAINERS):
         if container is not None and (ready := container(value)) is not None:
@@ -34,7 +34,7 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
             return {key: tree_map(item, leaf, container) for key, item in value.items()}
         if type(value) is list:
             return [tree_map(item, leaf, container) for item in value]
-        rebuilt = copy.copy(value)  # e.g. a ModelOutput: keep the class and what else it carries
+        rebuilt = copy.copy(value)  # e.g. a ModelOutput: keep the class and its other attributes
         items = enumerate(value) if isinstance(value, list) else value.items()
         for key, item in list(items):
             rebuilt[key] = tree_map(item, leaf, container)
@@ -50,28 +50,28 @@ _CONTAINERS = (list, dict, UserDict)  # transformers shares keys and values betw
 
 @dataclass(frozen=True, slots=True)
 class _TensorAt:
-    """Stands for tensor number `index` of a captured call."""
+    """Reference to tensor number `index` of a captured call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _OutputAt:
-    """Stands for differentiable output number `index` of a unit."""
+    """Reference to differentiable output number `index` of a unit."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _ContainerAt:
-    """Stands for container number `index` of a captured call."""
+    """Reference to container number `index` of a captured call."""
 
     index: int
 
 
 @dataclass
 class RebuiltArguments:
-    """Fresh arguments for one run of a unit, with shallow copies of their containers from before it."""
+    """Fresh arguments for one run of a unit, with shallow copies of their containers as they were before the run."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -96,7 +96,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Builds containers for one run. A class: closures that call each other are a cycle that keeps tensors alive."""
+    """Builder of containers for one run. A class, because closures that call each other form a cycle of references."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
@@ -123,10 +123,10 @@ class CapturedArguments:
 
     Attributes:
         tensors: The tensors in the arguments, each once; offloaded ones become None.
-        activations: Numbers of the tensors that are activations: hidden states, and all that require grad.
+        activations: Numbers of the tensors that are activations: hidden states, and all tensors that require grad.
 
-    Raises:
-        UnsupportedModelError: an argument is an object of unknown kind that carries differentiable tensors.
+        Raises:
+            UnsupportedModelError: If an argument is an object of unknown kind that has differentiable tensors.
     """
 
     def __init__(self, unit_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -199,7 +199,7 @@ class CapturedArguments:
         return RebuiltArguments(args, kwargs, containers, index)
 
     def forget_contents(self) -> None:
-        """Drop the contents of the caller's containers; structure and tensors stay for `rebuild`."""
+        """Drop the contents of the caller's containers. Structure and tensors stay for `rebuild`."""
         self.originals = [copy.copy(original) for original in self.originals]
         for original in self.originals:
             original.clear()
@@ -209,7 +209,7 @@ class CapturedResult:
     """Result of one run of a unit: return value, changed containers, and records of output recorders.
 
     Attributes:
-        outputs: The differentiable tensors in it, each once, attached to the unit's graph.
+        outputs: The differentiable tensors of the result, each once, attached to the unit's graph.
     """
 
     def __init__(self, value: Any, rebuilt: RebuiltArguments, records: Mapping[str, list[Any]]) -> None:
@@ -255,7 +255,7 @@ class CapturedResult:
         originals: Sequence[Any],
         collector: dict[str, list[Any]] | None,
     ) -> Any:
-        """Return the unit's value in outer tensors, and update the caller's containers and recorders likewise.
+        """Return the unit's value in outer tensors, and update the caller's containers and recorders with them.
 
         Args:
             outputs: Outer tensors in the order of `self.outputs`.

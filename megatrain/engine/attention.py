@@ -1,7 +1,7 @@
 """FLOPs and hidden workspace of torch's fused attention kernels, from the shapes of a call.
 
-torch's own FLOP formulas, up to release 2.11, refuse fewer heads of keys than of queries. It has none for workspace:
-kernels allocate it themselves, which fake tensors do not see.
+torch's own FLOP formulas, up to release 2.11, raise an error if keys have fewer heads than queries. Its formulas do not
+cover workspace: kernels allocate it themselves, invisibly to fake tensors.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
 #: Flash attention rounds rows and widths up to multiples of its blocks.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
-#: Widths of heads for which both packages, FA3 and FA4, have deterministic kernels, their smallest block of rows, and
-#: the most splits of keys.
+#: Head widths for which both packages, FA3 and FA4, have deterministic kernels; their smallest block of rows; and their
+#: maximum number of splits of keys.
 _PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
-#: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest need
-#: workspace for the gradients of keys and values, which otherwise stay in registers.
+#: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest block
+#: need workspace for the gradients of keys and values. Narrower heads keep these gradients in registers.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
-#: They split keys among thread blocks up to this many, unless they must be deterministic.
+#: The kernels split keys among up to this many thread blocks, unless they must be deterministic.
 _EFFICIENT_SPLITS = 200
 _FLOAT_NBYTES = 4
-#: Of an H100 or H200, for plans that are made without a GPU.
+#: Multiprocessors of an H100 or H200, for plans that are made without a GPU.
 _NUM_MULTIPROCESSORS = 132
 
 
@@ -56,16 +56,16 @@ class AttentionCall:
     """One call of a fused attention operator.
 
     Attributes:
-        num_queries: query tokens of all sequences.
-        num_keys: key tokens of all sequences.
-        longest_keys: key tokens of the longest sequence.
-        width: numbers of one head of queries or keys.
-        value_width: numbers of one head of values.
-        itemsize: bytes per element of the queries.
-        is_ragged: whether sequences of several lengths are concatenated into one.
-        num_copied_bytes: bytes of the inputs that the kernel first copies into another layout.
-        is_causal: whether the kernel leaves out the keys after each query.
-        has_dropout: whether it draws which scores to leave out.
+        num_queries: Query tokens of all sequences.
+        num_keys: Key tokens of all sequences.
+        longest_keys: Key tokens of the longest sequence.
+        width: Width of one head of queries or keys.
+        value_width: Width of one head of values.
+        itemsize: Bytes per element of the queries.
+        is_ragged: Whether sequences of several lengths are concatenated into one.
+        num_copied_bytes: Bytes of the inputs that the kernel first copies into another layout.
+        is_causal: Whether the kernel skips the keys after each query.
+        has_dropout: Whether the kernel drops random scores.
     """
 
     backend: Backend
@@ -86,7 +86,7 @@ class AttentionCall:
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
-        """Return the attention call that a call of a torch operator is; None: it is none."""
+        """Return the attention call of a torch operator; None for other operators."""
         name = getattr(getattr(func, "_overloadpacket", None), "__name__", "")
         base = name.removesuffix("_backward").removesuffix("_forward")
         if base not in _OPERATORS:
@@ -123,10 +123,10 @@ class AttentionCall:
 
     @property
     def num_flops(self) -> int:
-        """FLOPs of all pairs of tokens, as kernels are rated, whatever a causal mask leaves out.
+        """FLOPs of all pairs of tokens, without regard to a causal mask, as kernels are rated.
 
         Forward: scores, and their product with the values. Backward: the scores again, and one product each for the
-        gradients of scores, values, queries and keys. Ragged sequences count as if all were the longest.
+        gradients of scores, values, queries and keys. All ragged sequences count as long as the longest one.
         """
         pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
@@ -135,21 +135,21 @@ class AttentionCall:
 
     @property
     def work(self) -> Work:
-        """Its work; a kernel leaves out half of all pairs where it knows that its mask is causal."""
+        """Work of the call. If the kernel knows that its mask is causal, it skips half of all pairs."""
         flops = self.num_flops
         return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
         """Return the bytes of workspace that the kernel allocates on a CUDA device.
 
-        A forward's is next to nothing where rows are long enough to occupy the GPU, and counts as 0. Results for many
-        short sequences come in several calls and are copied together: each is at most half of all.
+        The workspace of a forward counts as 0: it is negligible if rows are long enough to occupy the GPU. Results for
+        many short sequences come in several calls and are copied together: each call has at most half of the results.
 
         Args:
-            is_deterministic: whether it must sum in the same order at every run.
+            is_deterministic: Whether sums must have the same order in every run.
 
         Raises:
-            UnsupportedModelError: these kernels cannot compute the call.
+            UnsupportedModelError: If these kernels cannot compute the call.
         """
         if device.type != "cuda":
             return 0
@@ -161,15 +161,15 @@ class AttentionCall:
             return self.num_copied_bytes + self._efficient_nbytes(is_deterministic)
         if self.backend == "flash":
             return self.num_copied_bytes + self._flash_nbytes(_num_multiprocessors(device) if is_deterministic else 0)
-        # cuDNN's is not documented; its backward needs the same parts.
+        # cuDNN does not document its workspace; its backward needs the same parts.
         return self._flash_nbytes(0) if self.backend == "cudnn" else 0
 
     def _package_nbytes(self, flash: FlashKernels, is_deterministic: bool) -> int:
-        """Upper bound of the workspace of FA3 and FA4, whose blocks depend on the architecture and the mask.
+        """Return an upper bound of the workspace of FA3 and FA4, whose blocks depend on the architecture and the mask.
 
-        Backward: gradients of queries in fp32, two sums per row, gradients of keys and values in fp32 where several
-        heads of queries share them, and counters that order the additions. Forward: partial results of split keys,
-        where blocks of queries do not occupy the GPU and the order of sums is free.
+        Backward: fp32 gradients of queries, two sums per row, counters that order the additions, and, if several heads
+        of queries share keys, fp32 gradients of keys and values. Forward: partial results of split keys, if blocks of
+        queries do not occupy the GPU and sums may have any order.
         """
         if self.width not in _PACKAGE_WIDTHS or self.value_width != self.width or self.has_dropout:
             raise UnsupportedModelError(
@@ -188,7 +188,7 @@ class AttentionCall:
             splits = min(_PACKAGE_SPLITS, -(-self.longest_keys // _PACKAGE_BLOCK))
             return copied + splits * queries * self.num_heads * (self.value_width + 1) * _FLOAT_NBYTES
         numbers = queries * self.num_heads * (self.width + 2)
-        counted = self.longest_keys  # FA4 gets no longest sequence from torch, and takes all tokens for it
+        counted = self.longest_keys  # FA4 gets no longest sequence from torch, and assumes the number of all tokens
         if self.is_ragged and flash == "FA4":
             counted = max(self.num_queries, self.num_keys)
         counters = self.num_rows * (counted // _PACKAGE_BLOCK + 4)
@@ -199,13 +199,13 @@ class AttentionCall:
         return self.num_copied_bytes + copied + numbers * _FLOAT_NBYTES
 
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
-        """Gradients of queries in fp32, once per split; sums per row; gradients of keys and values of all heads.
+        """Return the bytes of fp32 query gradients per split, sums per row, and key and value gradients per head.
 
-        Sequences of several lengths are taken to be as long as they are or, where that takes more, to be as short as
-        the engine has them in one call (`Documents.groups`).
+        Ragged sequences count with their own lengths or, if that takes more, as the shortest ones that the engine puts
+        into one call (`Documents.groups`).
 
         Args:
-            num_multiprocessors: multiprocessors that a deterministic kernel splits keys among; 0: it is none.
+            num_multiprocessors: Multiprocessors among which a deterministic kernel splits keys; 0 for other kernels.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)
@@ -229,11 +229,11 @@ class AttentionCall:
         return (queries * self.width + keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
-        """Gradients of queries in fp32, in whole blocks; sums per row; gradients that do not stay in registers."""
+        """Return the bytes of fp32 query gradients in whole blocks, row sums, and gradients outside of registers."""
         block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         numbers = rows * round_up(self.width, block) + rows
-        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; gradients are summed in the results
+        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; results accumulate the gradients
             numbers += rows * self.value_width
         elif max(self.width, self.value_width) > block:
             splits = 1
@@ -244,7 +244,7 @@ class AttentionCall:
 
 
 def _copied_bytes(tensor: Tensor, heads_axis: int) -> int:
-    """Return the bytes of a copy with tokens before heads; 0 where the tensor has that layout."""
+    """Return the bytes of a copy with tokens before heads; 0 if the tensor already has that layout."""
     ordered = tensor.transpose(1, 2) if heads_axis == 1 else tensor
     return 0 if ordered.is_contiguous() else tensor.numel() * tensor.element_size()
 

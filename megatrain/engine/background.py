@@ -1,4 +1,4 @@
-"""Updates on the host that run on a thread of their own while a device computes layers."""
+"""Updates on the host that run on a separate thread while a device computes layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["BackgroundUpdates"]
 
 
 class BackgroundUpdates:
-    """Runs updates on a thread of its own, one after the other in the order they were started. Used by one thread.
+    """Thread that runs updates one after the other, in the order in which they were started. Used by one thread.
 
-    Whoever is about to use a block of an update waits for it first, and gets its error. As a context manager: when it
-    is left, no update runs any more. After an error they end as well, since whoever catches it may free their memory.
+    Before a thread uses a block of an update, it waits for the update and gets its error. On exit of the context, no
+    update runs any more. Updates also end after an error, because the code that catches it may free their memory.
     """
 
     def __init__(self) -> None:
@@ -23,22 +23,22 @@ class BackgroundUpdates:
         self._running: deque[tuple[frozenset[str], Future[None]]] = deque()
 
     def start(self, keys: Iterable[str], update: Callable[[], None]) -> None:
-        """Run an update when those before it have ended.
+        """Run an update after the updates before it have ended.
 
         Args:
-            update: ends their leases as well.
+            update: Makes the update and ends its leases.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="updates")
         self._running.append((frozenset(keys), self._executor.submit(update)))
 
     def wait_for(self, keys: Collection[str]) -> None:
-        """Wait until no update uses any of these blocks. Raises the first error of an update."""
+        """Wait until no update uses any of these blocks. Raise the first error of an update."""
         uses = [number for number, (used, _) in enumerate(self._running, 1) if not used.isdisjoint(keys)]
         self._end(uses[-1] if uses else 0)
 
     def wait(self) -> None:
-        """Wait for all updates. Raises the first error of one."""
+        """Wait for all updates. Raise the first error of an update."""
         self._end(len(self._running))
 
     def _end(self, count: int) -> None:

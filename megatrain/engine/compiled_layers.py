@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerCompiler", "naming_failures"]
 
-#: Compiled variants of one class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.
+#: Compiled variants per class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.
 _MOST_KINDS = 64
 _LONGEST_REASON = 300
 
 
 class LayerCompiler:
-    """Compiles the forwards of layers. The first call of each variant takes seconds to minutes.
+    """Compiler of the forwards of layers. The first call of each variant takes seconds to minutes.
 
-    Forward and recompute run the same compiled code, under grad mode both, so they compute the same bits.
+    Forward and recompute run the same compiled code, both under grad mode, so they compute the same bits.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -38,12 +38,12 @@ class LayerCompiler:
     def forward_of(self, unit: Unit) -> Callable[..., Any]:
         """Return the compiled forward of a layer.
 
-        It raises ``UnsupportedModelError`` where it cannot be compiled as one graph.
+        It raises ``UnsupportedModelError`` if it cannot be compiled as one graph.
         """
         module = unit.module
         compiled = self._by_class.get(type(module))
         if compiled is None:
-            # One graph or an error: after a graph break, code would silently run eagerly.
+            # `fullgraph` raises an error: after a graph break, code would silently run eagerly.
             compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
             self._by_class[type(module)] = compiled
 
@@ -62,7 +62,7 @@ class LayerCompiler:
 
 @contextmanager
 def naming_failures(unit: Unit) -> Iterator[None]:
-    """Name the layer in errors of `torch.compile`: in a forward, and in a backward, compiled when it first runs."""
+    """Name the layer in errors of `torch.compile`, in a forward and in the first run of a backward."""
     import torch._dynamo as dynamo
 
     failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)

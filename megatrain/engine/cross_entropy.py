@@ -1,7 +1,7 @@
-"""Cross entropy: the loss that the core has, with smoothed labels and a z-loss, from logits part by part.
+"""Cross entropy: the built-in loss, with smoothed labels and a z-loss, from logits in parts.
 
-It needs of a row's logits their maximum, the sum of their exponentials, and the one of the label. These come from one
-pass over the parts of the vocabulary; then the gradient of every part is known by itself.
+A row's loss needs the maximum of its logits, the sum of their exponentials, and the logit of the label. One pass over
+the parts of the vocabulary computes these. Then the gradient of each part is independent of the other parts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["PLAIN", "CrossEntropy", "RunningSoftmax", "column_of", "replaced_los
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Loss, MicroBatchLoss):
-    """Cross entropy of every token with a label, mean over all of the step.
+    """Cross entropy of every token with a label, averaged over the step.
 
     Attributes:
-        label_smoothing_factor: Share of every target that is spread evenly over the vocabulary; 0: none.
-        z_loss: ``z_loss * log(sum of the exponentials of the logits)**2``, mean over the tokens with a label, is added
-            to the loss, which keeps logits from drifting (PaLM, arXiv 2204.02311); 0: none.
+        label_smoothing_factor: Share of every target that is spread evenly over the vocabulary; 0 for no smoothing.
+        z_loss: Factor of a term of the loss, ``log(sum of the exponentials of the logits)**2``, averaged over the
+            tokens with a label. It keeps logits from drifting (PaLM, arXiv 2204.02311). 0 for no z-loss.
     """
 
     label_smoothing_factor: float = 0.0
@@ -43,45 +43,45 @@ class CrossEntropy(Loss, MicroBatchLoss):
 
     @property
     def refusal(self) -> str:
-        """Smoothing and z-loss change the loss function, which a model that has its own does not call."""
+        """Reason to refuse a model with its own loss function, which would ignore smoothing and z-loss."""
         for name in ("label_smoothing_factor", "z_loss"):
             if getattr(self, name):
                 return f"with which training.{name} cannot be used"
         return ""
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Have the model's own forward, which computes the loss of whole logits, smooth the labels."""
+        """Smooth the labels in the model's own forward, which computes the loss from whole logits."""
         factor = self.label_smoothing_factor
         return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
 
     def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
-        """Return the loss itself: it needs to know no more of a micro-batch than its labels."""
+        """Return the loss itself, which needs only the labels of a micro-batch."""
         return self
 
     def of_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows; None: the model's own function computes it, smoothed as it is applied."""
+        """Return the loss of some rows; None if the model's own function computes it, smoothed by ``applied``."""
         if not in_parts and not self.z_loss:
             return None
         return RunningSoftmax(labels, vocab_size, num_items, self.label_smoothing_factor, self.z_loss)
 
 
-#: Cross entropy alone: what evaluations say, and what is trained where nothing else is asked for.
+#: Plain cross entropy: the loss of evaluations, and the default loss of training.
 PLAIN = CrossEntropy()
 
 
 class RunningSoftmax:
-    """Cross entropy of some rows whose logits come part by part: their loss after all parts, then each part's gradient.
+    """Cross entropy of some rows whose logits come in parts: first the loss after all parts, then each part's gradient.
 
     Everything is computed in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``;
     with smoothing, ``smoothing`` of each target is spread evenly over the vocabulary; with a z-loss,
     ``z_loss * logsumexp(logits)**2`` is added for each row.
 
     Args:
-        labels: [rows], each a word.
-        smoothing: 0: none.
-        z_loss: 0: none.
+        labels: Vocabulary indexes of the labels, [rows].
+        smoothing: Smoothed share of each target; 0 for no smoothing.
+        z_loss: Factor of the z-loss; 0 for no z-loss.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class RunningSoftmax:
         self._smoothing, self._z_loss = smoothing, z_loss
         zeros = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
         self._largest = torch.full_like(zeros, -torch.inf)
-        self._sum = zeros  # of exponentials, less the largest logit so far
+        self._sum = zeros  # of exponentials, relative to the largest logit so far
         self._of_label = torch.zeros_like(zeros)
         self._total = torch.zeros_like(zeros) if smoothing else None  # of the logits
         self._weights: Tensor | None = None
-        self._log_sums: Tensor | None = None  # of all logits that were taken in; kept, as each part asks for it
+        self._log_sums: Tensor | None = None  # over all added logits; kept, because each part needs it
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
         self._log_sums = None
         if device_kernels.are_for(logits):
             device_kernels.take_in_logits(
@@ -126,7 +126,7 @@ class RunningSoftmax:
         return self._of_label - self._log_sum()
 
     def weigh(self, weights: Tensor) -> None:
-        """Have each row's gradient be that of ``-log softmax(logits)[label]`` times a weight [rows]."""
+        """Multiply each row's gradient of ``-log softmax(logits)[label]`` by a weight [rows]."""
         self._weights = weights
 
     def loss(self) -> Tensor:
@@ -141,7 +141,7 @@ class RunningSoftmax:
         return losses.sum() / self._num_items
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
+        """Return the gradient of the loss by a part's logits, in their dtype, after all parts were added."""
         if device_kernels.are_for(logits):
             return device_kernels.gradient_of_logits(
                 logits,
@@ -161,7 +161,7 @@ class RunningSoftmax:
         if self._smoothing:
             found.sub_(self._smoothing / self._vocab_size)
         at, is_here = column_of(self._labels, start, found.shape[1])
-        # Scattered, not added: each row has one place, so the order of writes does not matter on any device.
+        # Scattered, not added: each row has one column, so the order of writes has no effect on any device.
         found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
         if self._weights is not None:
             return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
@@ -180,7 +180,7 @@ def column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Ten
 
 
 def _smoothed(factor: float) -> Callable[..., Tensor]:
-    """Return a loss of shifted labels: ``(1 - factor)`` of theirs, ``factor`` of the mean over the vocabulary."""
+    """Return a loss of shifted labels: ``1 - factor`` times their loss plus ``factor`` times the vocabulary's mean."""
 
     def loss(
         logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any

@@ -1,7 +1,7 @@
-"""Numbers that cross between host and compute device in a step, with one host sync at its end.
+"""Copies of scalars and inputs between host and compute device, with one host sync at the end of a step.
 
-`Staging` copies inputs to the device through pinned memory, `read_numbers` reads all scalars of a step at once, and
-`HostMirror` answers a model that reads values of its integer inputs (does the mask have padding?) from host copies.
+`Staging` copies inputs to the device through pinned memory. `read_numbers` reads all scalars of a step at once. If a
+model reads values of its integer inputs (does the mask have padding?), `HostMirror` answers from host copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MicroBatches:
     """Copies the micro-batches of a pass to the compute device.
 
     Attributes:
-        mirror: Host mirror of the copied tensors; None where reads from the device cost nothing.
+        mirror: Host mirror of the copied tensors; None if reads from the device do not synchronize the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,16 +52,17 @@ class MicroBatches:
         labelled: Mapping[int, LabelledRows],
         read_by_loss: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
     ) -> tuple[dict[int, dict[str, Any]], dict[int, LabelledRows], dict[int, dict[str, Tensor]]]:
-        """Return micro-batches, their rows with a label, and what the loss reads, on the compute device. No host sync.
+        """Return micro-batches, their labelled rows, and the inputs of the loss, on the compute device. No host sync.
 
         Args:
-            micro_batches: By number, on the host. All of a pass at once: a second call waits for the copies of the
+            micro_batches: Host tensors of all micro-batches of a pass, by number. A second call waits for the copies of
+            the
                 first.
-            labelled: By the same numbers, positions with a label and their labels.
-            read_by_loss: By the same numbers, what ``Loss.read`` returned; without it, nothing.
+            labelled: Positions with a label and their labels, by number.
+            read_by_loss: Results of ``Loss.read``, by number; empty without inputs of the loss.
 
         Returns:
-            The same, by number; of a micro-batch what its model reads.
+            The same by number, on the device. Micro-batches have only the inputs of the model.
         """
         host = {
             (number, key): value
@@ -84,7 +85,7 @@ class MicroBatches:
         return batches, rows, read
 
     def forget(self) -> None:
-        """Drop the host copies: the pass is over."""
+        """Drop the host copies at the end of the pass."""
         if self.mirror is not None:
             self.mirror.forget()
 
@@ -93,10 +94,10 @@ class Staging:
     """Pinned memory through which the micro-batches of a step are copied to the device. Used by one thread.
 
     It grows to the largest step, to a power of two of at least 1 MiB, so that rows of changing length seldom allocate.
-    A few bytes per token, outside of the RAM tier like the micro-batches themselves.
+    It takes a few bytes per token, outside of the RAM tier, like the micro-batches themselves.
 
     Args:
-        make_slab: Returns pinned memory of at least that many bytes.
+        make_slab: Returns pinned memory of at least this many bytes.
     """
 
     def __init__(self, device: torch.device, make_slab: Callable[[int], HostSlab] | None = None) -> None:
@@ -109,10 +110,10 @@ class Staging:
     def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         """Return the tensors on the compute device, valid for work queued on the current stream. No host sync.
 
-        The next call reuses the slab and waits for these copies first; the end of a step has synced with them long ago.
+        The next call reuses the slab and first waits for these copies. Usually the end of a step has synced with them.
 
         Args:
-            tensors: On the host; not referenced afterwards.
+            tensors: Host tensors, not referenced afterwards.
         """
         if not self._is_staged:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
@@ -150,7 +151,7 @@ def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
 
 
 def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
-    """Return a tensor's copy on the host, from a device, and the event after which it is there. No host sync."""
+    """Return a host copy of a device tensor, and the event that marks its arrival. No host sync."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
@@ -160,7 +161,7 @@ def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
 
 
 class ArrivingNumbers:
-    """Scalars in double precision on their way to the host, those on a device with one copy; no host sync yet.
+    """Double-precision scalars on their way to the host. Device scalars share one copy. No host sync yet.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
@@ -178,7 +179,7 @@ class ArrivingNumbers:
             self._stacked, self._arrived = sent_to_host(self._stacked)
 
     def read(self) -> list[float]:
-        """Return the numbers when they are there: on a device the only host sync."""
+        """Wait for the numbers and return them: the only host sync if a tensor is on a device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found = iter(() if self._stacked is None else self._stacked.tolist())
@@ -186,7 +187,7 @@ class ArrivingNumbers:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars in double precision; those on a device with one copy and one host sync.
+    """Return scalars in double precision. Device scalars take one copy and one host sync.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
@@ -194,8 +195,8 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     return ArrivingNumbers(values).read()
 
 
-#: Operations that the mirror repeats on the host: functions of their arguments alone, exact on integers. The result of
-#: any other operation is not mirrored, and reading it syncs.
+#: Operations that the mirror repeats on the host: functions of their arguments alone, exact on integers. Results of
+#: other operations are not mirrored, and reading them syncs.
 _EXACT_NAMES = """
     __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
     __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
@@ -211,16 +212,16 @@ _NOT_MIRRORED = object()
 
 
 class HostMirror(TorchFunctionMode):
-    """Host mirror of integer tensors: avoids host syncs where a model's own code reads their values.
+    """Host mirror of integer tensors, which avoids host syncs if a model's own code reads their values.
 
-    While it is entered, torch functions of mirrored tensors also run on their host copies, and reads are answered from
-    those. Results larger than the largest input (masks of [B, 1, S, S]) are not mirrored, nor are tensors that were
-    changed in place. What is not mirrored is read from the device, with a sync: the same values either way.
+    While the mirror is active, torch functions of mirrored tensors also run on their host copies, and reads return
+    values of these copies. Two kinds of tensors are not mirrored: results larger than the largest input (masks of [B,
+    1, S, S]), and tensors changed in place. Reads of these sync with the device. The values are the same either way.
 
-    Used by one thread; entered and left at every switch between a model's forward and the engine.
+    Used by one thread. Entered and left at every switch between a model's forward and the engine.
 
     Attributes:
-        num_answers: Reads that were answered from the host.
+        num_answers: Number of reads that were answered from the host.
     """
 
     def __init__(self) -> None:
@@ -231,7 +232,7 @@ class HostMirror(TorchFunctionMode):
         self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # on the device
 
     def know(self, tensor: Tensor, host: Tensor) -> None:
-        """Mirror a device tensor by a host tensor with the same contents, which must not change from now on."""
+        """Mirror a device tensor by a host tensor with the same contents, which must not change afterwards."""
         if not _is_exact(tensor):
             return
         self._max_elements = max(self._max_elements, host.numel())
@@ -267,7 +268,7 @@ class HostMirror(TorchFunctionMode):
         if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
             return
         if any(result is arg for arg in args):
-            return  # a no-op, as `to` may be
+            return  # a no-op, such as a `to` that changes nothing
         if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_of(arg) for arg in args]
@@ -280,7 +281,7 @@ class HostMirror(TorchFunctionMode):
             self._known[result] = (func(*host_args, **host_kwargs), result._version)
 
     def _with_lists_on(self, device: torch.device, index: Any) -> Any:
-        """Return an index with its lists as device tensors, made once: torch would copy each list, and sync."""
+        """Return an index with its lists as cached device tensors: torch would copy each list, and sync."""
         if not isinstance(index, tuple):
             return index
         return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
@@ -293,7 +294,7 @@ class HostMirror(TorchFunctionMode):
         return self._lists[key]
 
     def _host_of(self, value: Any) -> Any:
-        """Return an argument for the host's copy of an operation, or `_NOT_MIRRORED`."""
+        """Return an argument for the host's run of an operation, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
             if value not in self._known:
                 return _NOT_MIRRORED
@@ -304,7 +305,7 @@ class HostMirror(TorchFunctionMode):
         if isinstance(value, tuple | list):
             return self._host_of_items(value)
         if isinstance(value, str):
-            return "cpu"  # the only strings that these operations take are names of devices
+            return "cpu"  # strings in these operations are always names of devices
         if isinstance(value, slice) and any(isinstance(part, Tensor) for part in (value.start, value.stop, value.step)):
             return _NOT_MIRRORED
         return value
@@ -328,7 +329,7 @@ def _is_exact(tensor: Tensor) -> bool:
 
 
 def _read(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
-    """Return the result of `func` on the host tensor; through numpy, so that tests can count reads of tensors."""
+    """Return the result of `func` on the host tensor. It reads through numpy, so that tests can count tensor reads."""
     values = host.numpy()
     if name == "tolist":
         return values.tolist()

@@ -1,4 +1,4 @@
-"""Visits of experts to which no token goes: their weights stay where they are."""
+"""Visits of experts without a token. Their weights are not fetched."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["RoutedWeights"]
 
 
 class RoutedWeights:
-    """Leases the weights of a unit for a visit, unless no token of any micro-batch goes to the unit.
+    """Lease of a unit's weights for a visit, skipped if no token of any micro-batch is routed to the unit.
 
     Args:
-        access: Leases the weights, and is told which visits are idle.
+        access: Leases the weights, and receives the list of idle visits.
 
     Attributes:
-        is_idle: Whether no token goes to the unit; known once ``note_calls`` has run.
+        is_idle: Whether no token is routed to the unit; valid after ``note_calls``.
     """
 
     def __init__(self, bound: BoundUnit, visit: int, access: WeightAccess) -> None:
@@ -31,10 +31,10 @@ class RoutedWeights:
         self.is_idle = False
 
     def note_calls(self, calls: Sequence[UnitCall]) -> None:
-        """Find out whether the unit is idle; at the first part of a module, announce all idle parts.
+        """Determine whether the unit is idle. The first part of a module announces all idle parts.
 
         Args:
-            calls: The calls that wait at the unit. The visits of the module's other parts follow this one.
+            calls: Calls that wait at the unit. The visits of the module's other parts follow this one.
         """
         own = self._bound.unit.part
         if own is None or not calls:
@@ -48,10 +48,10 @@ class RoutedWeights:
 
     @contextmanager
     def leased(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield the weights by owner's name; of an idle unit zeros, in the memory of one element.
+        """Yield the weights by owner's name; for an idle unit, zeros in the memory of one element each.
 
-        The forward and backward of an idle unit run all the same, on zeros: its result is the same, and the same
-        parameters have gradients.
+        Forward and backward of an idle unit still run, on zeros, so that its result and the set of parameters with a
+        gradient stay the same.
         """
         if self.is_idle:
             self._access.skip_weights(self._bound.unit, self._visit)

@@ -1,8 +1,8 @@
-"""Runs whose inputs are saved in blocks: the backward runs the unit again, and so gets its graph.
+"""Runs with inputs saved in blocks: the backward runs the unit again to rebuild its graph.
 
-The engine's activation checkpointing, unit by unit. A first run saves nothing for autograd. In addition to its inputs a
-visit may save results of attention, or of products as well (`saved_results.py`): its second run takes these instead of
-computing them. What no gradient needs is never computed again (`unneeded.py`).
+This is activation checkpointing, unit by unit: a first run saves nothing for autograd. A visit may also save results of
+attention, or of attention and products (`saved_results.py`), which its recompute reads instead of computing them. The
+recompute always skips products that no gradient needs (`unneeded.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["AbsentMicroBatches", "InputSaving", "SavedInputs"]
 
 
 class InputSaving:
-    """Saves the inputs of each run of a visit.
+    """Strategy that saves the inputs of each run of a visit.
 
     Args:
-        saved_results: Makes the results that a run saves; None: it saves none.
-        unneeded: Owner's names of the weights whose products the second run leaves out.
+        saved_results: Makes the object that saves results of a run; None if runs save no results.
+        unneeded: Owner's names of the weights whose products the recompute skips.
     """
 
     runs_again = True
@@ -56,7 +56,7 @@ class InputSaving:
     ) -> tuple[CapturedResult, SavedInputs]:
         """Save the inputs and run the unit, without a graph for a backward."""
         shares = run.bound.unit.shares_inputs
-        # Before the run: a unit may change its input in place.
+        # This precedes the run, because a unit may change its input in place.
         places = [self._put(forward, index, each, shares=shares) for index, each in enumerate(run.activations)]
         tensors = run.with_activations(run.leaves())
         results = None if self._saved_results is None else self._saved_results()
@@ -66,11 +66,11 @@ class InputSaving:
                 stack.enter_context(results.saving(room, self.matrices(run, needed=True)))
             result = run.compute(tensors, self.random, keep_graph=False)
         for i in run.captured.activations:
-            run.captured.tensors[i] = None  # they come back from their blocks
+            run.captured.tensors[i] = None  # the backward reads them from their blocks
         return result, SavedInputs(self, run, places, results, len(result.outputs))
 
     def _put(self, forward: SuspendedForward, index: int, stream: Tensor, *, shares: bool) -> tuple[int, int]:
-        """Save an input, unless an earlier unit saved the same tensor; return the visit that did, and its index."""
+        """Save an input, unless an earlier unit saved the same tensor. Return the saving visit and input index."""
         place = forward.place_of(stream) if shares else None
         if place is not None:
             self.access.reuse_activation(self.visit, forward.micro_batch, index, place)
@@ -81,7 +81,7 @@ class InputSaving:
         return self.visit, index
 
     def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:
-        """Return the owner's name, by id, of each bound weight whose products the second run needs, or does not."""
+        """Return the owner's name, by id, of each bound weight whose products the recompute needs, or skips."""
         if not (self._unneeded or needed):
             return {}
         owners = run.bound.matrices()
@@ -89,11 +89,11 @@ class InputSaving:
 
 
 class SavedInputs(KeptRun):
-    """The inputs of one run, saved until its backward. The rest of the model never sees outputs of the second run.
+    """Inputs of one run, saved until its backward. The rest of the model never receives outputs of the recompute.
 
     Args:
         places: Visit and index of the block of each activation.
-        results: Results that the first run saved; None: it saved none.
+        results: Results that the first run saved; None if it saved none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SavedInputs(KeptRun):
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Yield the graph of a second run; inputs and results are dead afterwards."""
+        """Yield the graph of the recompute. Inputs and results are dead afterwards."""
         keeping, run = self._keeping, self._run
         with self._leased() as (inputs, room):
             streams = [
@@ -119,7 +119,7 @@ class SavedInputs(KeptRun):
             with ExitStack() as answering:
                 if left_out := keeping.matrices(
                     run, needed=False
-                ):  # compiled layers, which have none, would be compiled again
+                ):  # an empty context would make compiled layers compile again
                     answering.enter_context(without_values(left_out))
                 if self._results is not None and room is not None:
                     answering.enter_context(self._results.answering(room, keeping.matrices(run, needed=True)))
@@ -130,7 +130,7 @@ class SavedInputs(KeptRun):
             yield UnitGraph(outputs, [stream for stream in streams if stream.requires_grad], weights)
 
     def skip(self) -> None:
-        """Lease inputs and results, unused: what moves depends on the model alone, never on data."""
+        """Lease inputs and results unused, because traffic depends on the model alone, never on data."""
         with self._leased():
             pass
 
@@ -150,14 +150,14 @@ class SavedInputs(KeptRun):
 
 
 class AbsentMicroBatches:
-    """The planned blocks of micro-batches that leave a unit out: a model may run a part of it for some rows alone.
+    """Planned blocks of micro-batches that skip a unit: a model may run a part of it for some rows only.
 
-    What moves in a step depends on the model alone, never on data. So these blocks are leased all the same, in the
-    order of the plan: prefetch brings one after the other, into memory for one.
+    The traffic of a step depends on the model alone, never on data. So these blocks are leased like the others, in the
+    order of the plan. Prefetch brings them one after the other, into memory for one.
 
     Args:
-        planned: Micro-batch and index of each planned activation, in order; index None: saved results.
-        anchor: A scalar on the compute device.
+        planned: Micro-batch and index of each planned activation, in order; the index None means saved results.
+        anchor: Scalar on the compute device.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class AbsentMicroBatches:
         self._to_put, self._to_take = deque(planned), deque[tuple[int, int | None]]()
 
     def put(self, before: float = math.inf) -> None:
-        """Lease the blocks of the micro-batches before one, as the forward would."""
+        """Lease the blocks of the micro-batches up to ``before``, as the forward would."""
         if not torch.is_grad_enabled():
             return
         while self._to_put and self._to_put[0][0] < before:
@@ -180,7 +180,7 @@ class AbsentMicroBatches:
                 self._access.put_activation(self._visit, micro_batch, index, self._anchor.detach()[None][:0])
 
     def take(self, before: float = math.inf) -> None:
-        """Lease the blocks of the micro-batches before one, as the backward would."""
+        """Lease the blocks of the micro-batches up to ``before``, as the backward would."""
         while self._to_take and self._to_take[0][0] < before:
             micro_batch, index = self._to_take.popleft()
             if index is None:

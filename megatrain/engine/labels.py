@@ -1,4 +1,4 @@
-"""Which tokens are trained: the labels of a micro-batch, shifted to the places that they are predicted at."""
+"""Labels of a micro-batch, shifted to the positions that predict them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 
 __all__ = ["LabelledRows", "count_labels", "labelled_rows", "shifted_labels", "without_labels"]
 
-#: Positions of the rows of a micro-batch that have a label, and their labels.
+#: Positions with a label among the rows of a micro-batch, and their labels.
 LabelledRows = tuple[Tensor, Tensor]
 
 
@@ -23,7 +23,7 @@ def shifted_labels(labels: Tensor) -> Tensor:
 
 
 def count_labels(shifted: Tensor) -> int:
-    """Return the number of positions with a label, on the host: `numpy` refuses a tensor on a device."""
+    """Return the number of positions with a label, on the host: `numpy` does not accept device tensors."""
     return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
 
 
@@ -31,7 +31,7 @@ def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions [N] with a label, and their labels [N].
 
     Args:
-        shifted: [B * S], on the host.
+        shifted: Shifted labels [B * S], on the host.
     """
     labels = shifted.numpy()
     rows = np.flatnonzero(labels != IGNORED_LABEL)

@@ -1,4 +1,4 @@
-"""The hooks of the executor, and those of one process: weights are views of leased blocks, gradients sums in them."""
+"""Hooks of the executor, and their variant for one process: weights are views of leased blocks, gradients sums."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 __all__ = ["CountedTotal", "OneProcess", "ShardingHooks", "WeightPlace"]
 
-#: Name, total and count of a part of a mean: a total on a device has not been read yet.
+#: Name, total and count of a part of a mean. A total on a device is not read yet.
 CountedTotal = tuple[str, torch.Tensor | float, int]
 
 
 class WeightPlace(Protocol):
-    """How leased blocks become the tensors that a visit sees."""
+    """Conversion of leased blocks to the tensors of a visit."""
 
     def of_visit(
         self, layouts: Sequence[UnitLayout], visit: int, /
     ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of some layouts by full name, as long as the visit runs."""
+        """Yield the parameters of some layouts by full name, while the visit runs."""
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
-        """Leave weights where they are, in place of ``of_visit``: no token goes to the unit."""
+        """Skip weights, in place of ``of_visit``, because no token is routed to the unit."""
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
-        """Note of visits, the present one and later, which will leave their weights where they are."""
+        """Announce which visits, from the present one on, will skip their weights."""
 
     def hold_back(self, num_tokens: int, /) -> None:
-        """Note how many tokens a step has that begins: experts that more likely get none are not fetched ahead."""
+        """Start a step of ``num_tokens`` tokens: do not prefetch experts that probably get no token."""
 
 
 class ShardingHooks:
-    """What stands between the blocks of this process and the running model, at every place where ranks would differ.
+    """Hooks between the blocks of this process and the running model, at every place where several ranks differ.
 
     Attributes:
-        gradients: Where gradients are summed.
+        gradients: Memory in which gradients are summed.
     """
 
     weights: WeightPlace
@@ -57,30 +57,30 @@ class ShardingHooks:
 
     @property
     def window_bytes(self) -> int:
-        """The most that full copies of weights, sums of gradients and what was received took together."""
+        """Peak bytes of full copies of weights, sums of gradients and received data together."""
         return 0
 
     def start_step(self) -> None:
-        """Forget what a step before left, which may have failed."""
+        """Drop the state of a previous step, which may have failed."""
 
     def before_visit(self, op: Op) -> None:
-        """Get ready for a visit, whose op has begun."""
+        """Prepare a visit, whose op has begun."""
 
     def after_visit(self) -> None:
-        """Drop what the visit of the present op had; the next op has not begun."""
+        """Drop the tensors of the present op's visit. The next op has not begun."""
 
     def end_visits(self) -> None:
-        """Drop what the last visit had; exchanges and updates may follow."""
+        """Drop the tensors of the last visit. Exchanges and updates may follow."""
 
     def end_step(self) -> None:
-        """Drop what is left, after the last op."""
+        """Drop all remaining tensors after the last op."""
 
     def run(self, op: Op) -> None:
         """Run an op that serves a visit."""
         raise AssertionError(f"a process alone has no {op}")
 
     def before_update(self, layout: UnitLayout) -> None:
-        """Make known what an update in the backward depends on: the norm of its layout, and what got a gradient."""
+        """Share the input of an update in the backward: the norm of its layout, and the parameters with a gradient."""
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
@@ -88,19 +88,19 @@ class ShardingHooks:
         """Send the results of a step to the host, of all ranks.
 
         Args:
-            layouts: Those whose gradients are complete; once read their norms are numbers.
+            layouts: Layouts with complete gradients. Reading the results turns their norms into numbers.
             terms: Scalars whose sum is the loss of this process.
             figures: Totals of preferences of this process.
 
         Returns:
-            A function, called once, that waits for the results. It returns the terms, and the figures with their
-            totals as numbers, in the order of micro-batches.
+            A function, to be called once, that waits for the results. It returns the terms, and the figures with totals
+            as numbers, in the order of micro-batches.
         """
         raise NotImplementedError
 
 
 class OneProcess(ShardingHooks):
-    """The hooks of a process that has everything: nothing comes from elsewhere, and leases end by themselves."""
+    """Hooks of a single process, which holds everything: no communication, and leases end by themselves."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._step_gradients = gradients
@@ -108,13 +108,13 @@ class OneProcess(ShardingHooks):
         self.gradients = LeasedGradients(execution, gradients)
 
     def end_visits(self) -> None:
-        """Give the room of decoded weights back: updates need it."""
+        """Free the memory of decoded weights for the updates."""
         self.weights.free()
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Send the results of a step to the host, read with one host sync; see ``ShardingHooks``."""
+        """Send the results of a step to the host, to be read with one host sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
         squares = [squared_norms[layout.name] for layout in layouts]
         arriving = ArrivingNumbers([*terms, *(total for _, total, _ in figures), *squares])
@@ -130,7 +130,7 @@ class OneProcess(ShardingHooks):
 
 
 class LeasedWeights:
-    """Weights as views of leased blocks, or of what is decoded from these; a ``WeightPlace``."""
+    """Weights as views of leased blocks, or decoded from leased blocks; a ``WeightPlace``."""
 
     def __init__(self, execution: TapeExecution) -> None:
         self._execution = execution
@@ -145,16 +145,16 @@ class LeasedWeights:
         self._decoded = DecodedWeights(decoded_bytes(model.graph, model.trace, model.program))
 
     def free(self) -> None:
-        """Give the room of decoded weights back until the next visit."""
+        """Free the memory of decoded weights until the next visit."""
         self._decoded.free()
 
     @contextmanager
     def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield parameters: views of leased blocks, or of what is decoded from these; see ``WeightPlace``."""
+        """Yield parameters as views of leased blocks, or decoded from leased blocks; see ``WeightPlace``."""
         program, lease = self._program, self._execution.lease
         passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
         held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
-        # Decoded inside of the leases: the room is a stack, and a block may go when nothing is decoded from it.
+        # Decoded inside of the leases: decode memory is a stack, and decoding must end before a block may be evicted.
         with lease(held) as blocks, ExitStack() as decoded:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
@@ -172,10 +172,10 @@ class LeasedWeights:
     def _decoded_weights(
         self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of a layout whose blocks do not hold them as they are.
+        """Yield the parameters of a layout with encoded blocks.
 
         Args:
-            blocks: What is leased already, by key: all blocks of the layout, or none.
+            blocks: Leased blocks by key: all blocks of the layout, or none.
         """
         program, keys = self._program, self._program.weight_keys(layout)
         name, is_cut = layout.entries[0].name, layout.name in program.cuts.weights
@@ -198,7 +198,7 @@ class LeasedWeights:
 
     @contextmanager
     def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the weights of some leased blocks of a layout, one after the other in one flat tensor."""
+        """Decode some leased blocks of a layout. Yield their weights one after the other in one flat tensor."""
         program, encoding = self._program, self._program.encodings[layout.name]
         lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
         device, stop = next(iter(leased.values())).device, 0
@@ -210,11 +210,11 @@ class LeasedWeights:
             yield weights[:stop]
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Leave weights where they are; see ``WeightPlace``."""
+        """Skip weights; see ``WeightPlace``."""
         self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Have nothing fetched for visits that will leave their weights where they are, and the weights of others."""
+        """Fetch no weights for idle visits, unless other visits need these weights."""
         now = self._execution.present.tick
         unused: list[tuple[int, str]] = []
         used: list[tuple[int, str]] = []
@@ -228,11 +228,11 @@ class LeasedWeights:
         self._execution.pass_over(unused, but_not=used)
 
     def hold_back(self, num_tokens: int) -> None:
-        """Have no weights fetched ahead, before their layer is reached, of experts that more likely get no token."""
+        """Prefetch no weights, before their layer is reached, of experts that probably get no token."""
         if not self._chances:
             return
         unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
-        for first in (0, len(self._program.ticks)):  # what comes in the next step is fetched ahead as well
+        for first in (0, len(self._program.ticks)):  # prefetch reaches into the next step
             self._execution.pass_over(
                 [
                     (first + tick, key)
@@ -249,7 +249,7 @@ class LeasedWeights:
 
 
 class LeasedGradients:
-    """Gradients that are summed in their blocks, or beside these where blocks are not fp32; a ``GradientPlace``."""
+    """Gradients summed in their blocks, or in fp32 copies if blocks are not fp32; a ``GradientPlace``."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._execution, self._gradients = execution, gradients
@@ -279,14 +279,14 @@ class LeasedGradients:
             accumulator = LaneAccumulator(self._gradients.lanes, first, room)
             yield accumulator
             accumulator.close()
-            del accumulator, first  # with the sums that are no blocks
-            # Still inside the leases: this writes the blocks, and the norm reads them while they are here.
+            del accumulator, first  # frees the sums outside of blocks
+            # This is inside the leases, because it writes the blocks, and the norm reads them.
             for layout in layouts:
                 keys = own[layout.name]
                 self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
 
     def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | InPieces]:
-        """Return the views of parameters in the memory of gradients, by layout and part."""
+        """Return the views of parameters in gradient memory, by layout and part."""
         targets: dict[str, torch.Tensor | InPieces] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
@@ -304,16 +304,16 @@ class LeasedGradients:
         keys: Sequence[str],
         added: set[str],
     ) -> None:
-        """Bring the sums of a use site into their blocks; those of all use sites, if this one comes last."""
+        """Copy the sums of a use site into their blocks. The last use site to run sums all sites."""
         name = layout.name
         self._gradients.note_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
-        if self._execution.use(keys[0]).mode == "w":  # the blocks came without contents
+        if self._execution.use(keys[0]).mode == "w":  # the blocks were leased without contents
             zero_gaps(totals, self._program.parts_of(layout), layout, self._gradients.filled_at(name, visit))
         for total, block in zip(totals, blocks, strict=True):
             if total is not block:
                 block.copy_(total)
         totals.clear()
-        # The backward reaches the first use site last: now the sums of all of them are complete.
+        # The backward reaches the first use site last, so the sums of all sites are now complete.
         if visit == self._gradients.uses[name][0]:
             self._sum_uses(layout, blocks)
 
@@ -323,7 +323,7 @@ class LeasedGradients:
         uses = self._gradients.uses[name]
         others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
         if others and not self._execution.uses(others[0][0]):
-            return  # micro-batches one at a time, and this is not the last one
+            return  # micro-batches run one at a time, and this is not the last one
         if not others:
             self._gradients.add_all_to_norm(name, blocks)
         for part, block in enumerate(blocks if others else ()):
@@ -338,13 +338,13 @@ class LeasedGradients:
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
-        """Yield the leased block, or a sum beside it; see ``GradientPlace``."""
+        """Yield the leased block, or an fp32 copy; see ``GradientPlace``."""
         uses, mode = self._gradients.uses[layout.name], self._execution.use(key).mode
         others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
         is_summed = visit == uses[0] and all(map(self._execution.uses, others))
         with self._execution.lease([key, *(others if is_summed else ())]) as tensors:
             total = fp32_sum(tensors[key], mode)
-            if mode == "w":  # the block came without contents
+            if mode == "w":  # the block was leased without contents
                 total.zero_()
             yield [total]
             if total is not tensors[key]:
@@ -355,5 +355,5 @@ class LeasedGradients:
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield what makes memory that nobody counts: the plan does; see ``GradientPlace``."""
+        """Yield an allocator of sums, which the plan counts; see ``GradientPlace``."""
         yield torch.empty_like

@@ -1,4 +1,4 @@
-"""The training objective: a loss, and noise on the embeddings."""
+"""Training objective: a loss, and noise on the embeddings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Objective"]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What training steps minimise, and how they disturb their inputs; evaluations use plain cross entropy.
+    """Loss of training steps, and noise on their inputs. Evaluations use plain cross entropy.
 
     Attributes:
-        loss: What is minimised. All but plain cross entropy need a chunked head.
+        loss: Minimised loss. All losses except plain cross entropy need a chunked head.
         neftune_noise_alpha: Uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a row
-            x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
+            x width); 0 for no noise. The micro-batch's random stream generates it, as for dropout.
     """
 
     loss: Loss = PLAIN
@@ -35,7 +35,7 @@ class Objective:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
-        """Have the model's own forward compute this objective inside the ``with`` block."""
+        """Make the model's own forward compute this objective inside the ``with`` block."""
         with self.loss.applied(model):
             if not self.neftune_noise_alpha:
                 yield
@@ -48,7 +48,7 @@ class Objective:
 
 
 def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Return a forward hook that adds noise; a recompute draws the same noise, from the same random state."""
+    """Return a forward hook that adds noise. A recompute draws the same noise, from the same random state."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))  # as transformers

@@ -1,7 +1,7 @@
 """Weights whose parts pass: one part is leased at a time, so a unit never has the whole matrix.
 
-`F.embedding` of such a weight looks rows up in its parts. Where one part is leased at a time, the rows for all
-micro-batches are looked up before the first of them runs, so that each part comes once.
+`F.embedding` of such a weight looks up rows in its parts. If one part is leased at a time, the rows of all
+micro-batches are looked up before the first micro-batch runs, so that each part comes once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["PartedWeight", "RowLookUps", "lease_passing_parts"]
 
 
 class RowLookUps:
-    """The rows that runs of a unit take of its weights whose parts pass.
+    """Rows that runs of a unit take of its passing weights.
 
     Attributes:
-        turn: The run that takes rows, by the position of its call among those whose rows were looked up.
+        turn: Run that takes rows now, by the position of its call in the look-up.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RowLookUps:
 
     @contextmanager
     def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Look rows up, inside, in those of the bound weights whose parts pass."""
+        """Look up rows of those bound weights whose parts pass, inside the context."""
         self._weights = [leaf for leaf in leaves if isinstance(leaf, PartedWeight) and leaf.parts.passes]
         try:
             yield
@@ -46,10 +46,10 @@ class RowLookUps:
             self._weights = []
 
     def look_up(self, calls: Sequence[UnitCall], begin: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
-        """Look up the rows that calls of the unit will take, each part once.
+        """Look up the rows that calls of the unit will take. Each part is leased once.
 
         Args:
-            begin: Begins to run a call; the run is left at its look-up.
+            begin: Starts to run a call. The run is aborted at its look-up.
 
         Returns:
             The indexes of the rows, by weight and call.
@@ -67,7 +67,7 @@ class RowLookUps:
         return wanted
 
     def look_up_again(self, wanted: Sequence[Sequence[Tensor]]) -> None:
-        """Look up rows for second runs.
+        """Look up rows for the recompute.
 
         Args:
             wanted: Indexes that ``look_up`` returned.
@@ -77,7 +77,7 @@ class RowLookUps:
 
 
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
-    """Lease each part of the weights whose parts pass, unused: what moves does not depend on data."""
+    """Lease each part of the passing weights unused, because traffic does not depend on data."""
     for weight in weights.values():
         if not isinstance(weight, Tensor) and weight.passes:
             for number in range(len(weight.rows)):
@@ -86,13 +86,13 @@ def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
 
 
 class PartedWeight(AbsentWeight):
-    """Stands for a matrix whose rows are in several blocks. Its `F.embedding` looks rows up there; others are refused.
+    """Stand-in for a matrix with rows in several blocks. `F.embedding` looks up rows there; other uses are refused.
 
-    Where all blocks are there, that is done at once. Where one is leased at a time, rows for all micro-batches are
+    If all blocks are leased, the look-up is immediate. If one block is leased at a time, rows of all micro-batches are
     looked up beforehand (``RowLookUps``), so that each block comes once.
 
     Attributes:
-        target: Takes the gradient; None: the weight is not trained.
+        target: Receiver of the gradient; None if the weight is not trained.
     """
 
     parts: MatrixParts
@@ -125,7 +125,7 @@ class PartedWeight(AbsentWeight):
 
 
 class _RowsWanted(BaseException):
-    """Leaves a unit's forward at the look-up of rows. Not an `Exception`, so that no model code catches it."""
+    """Signal that aborts a unit's forward at the look-up of rows. No `Exception`, so model code does not catch it."""
 
     def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
         self.weight, self.indexes = weight, indexes
@@ -133,13 +133,13 @@ class _RowsWanted(BaseException):
 
 
 def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
-    """`F.embedding` without options that change the weight or scale its gradient: the trace found none."""
+    """Compute `F.embedding` without options that change the weight or scale its gradient: the trace found none."""
     rows: Tensor | None
     if weight.parts.passes:
         if not weight._found:
             raise _RowsWanted(weight, indexes)
         turn = weight._look_ups.turn
-        rows, weight._found[turn] = weight._found[turn], None  # whoever gets it may change it in place
+        rows, weight._found[turn] = weight._found[turn], None  # the model may change the rows in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
     else:
         (rows,) = _rows_in_parts(weight, [indexes])
@@ -148,12 +148,12 @@ def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int 
     return looked_up(indexes, rows, weight, padding_idx, weight.target)
 
 
-#: What a look-up on a device takes beside its result.
+#: Temporary memory of a look-up on a device, in addition to its result.
 _LOOK_UP_NBYTES = 16 << 20
 
 
 def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows of a matrix, for several tensors of indexes; each part is leased once."""
+    """Return the rows of a matrix for several index tensors. Each part is leased once."""
     width, parts = weight.parts.shape[1], weight.parts
     made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]
     num_found = 0
@@ -170,14 +170,14 @@ def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tenso
                     num_found += len(at)
                     out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
                     continue
-                # Masked, not chosen: the host need not know which rows are here.
+                # Masked, not selected: the host need not know which rows are in this part.
                 step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
                 for start in range(0, len(flat), step):
                     place = out.view(-1, width)[start : start + step]
                     at = (flat[start : start + step] - held.start).clamp_(0, len(held) - 1)
                     found = rows.index_select(0, at).to(out.dtype)
                     torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
-    # On a device rows of indexes that are none stay NaN, which stops the step.
+    # On a device, rows of invalid indexes stay NaN, which stops the step.
     if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in wanted):
         raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
     return made

@@ -1,8 +1,8 @@
 """Weights and gradients as pieces: a matrix whose blocks are leased one after the other, or all at once.
 
-A weight is bound as one tensor where its only block is there, or as ``LeasedParts``, which lease a part when it is
-asked for. Its gradient goes to ``UseSiteGradients``: to a sum that is held for the visit, or to that of the part that
-is there (``PassingGradient``). What comes between a block and a piece is said by the hooks of `leased.py`.
+A weight is bound as one tensor if its only block is leased. Otherwise it is ``LeasedParts``, which lease a part on
+request. Its gradient goes to ``UseSiteGradients``: to a sum that the visit holds, or to the sum of the leased part
+(``PassingGradient``). The hooks of `leased.py` convert between blocks and pieces.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ __all__ = [
 
 
 class GradientPlace(Protocol):
-    """Where gradients of a visit are summed, and what becomes of the sums: they are blocks, or go to other ranks."""
+    """Memory in which gradients of a visit are summed. The sums are blocks, or are sent to other ranks."""
 
     def held(self, layouts: Sequence[UnitLayout], visit: int, /) -> AbstractContextManager[LaneAccumulator]:
-        """Yield the sums of some layouts at a use site; afterwards they are where they belong."""
+        """Yield the sums of some layouts at a use site. On exit they are stored or sent."""
 
     def part(
         self, layout: UnitLayout, visit: int, number: int, key: str, /
     ) -> AbstractContextManager[list[torch.Tensor]]:
-        """Yield memory for the fp32 sums of one part of a gradient; afterwards the block has that of all use sites.
+        """Yield memory for the fp32 sums of one part of a gradient. On exit the block has the sum of all use sites.
 
-        There is a sum for each node of the tree of lanes that is left to this process; of all lanes it is one. The
-        first is zeroed, or continued; the others are zeroed.
+        There is one sum for each node of the tree of lanes that this process keeps; one sum if it has all lanes. The
+        first sum is zeroed, or continued. The others are zeroed.
         """
 
     def open_sums(self) -> AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield what makes memory for open sums of lanes that are not left in the end, each like a given one."""
+        """Yield an allocator of partial sums, each shaped like a given tensor."""
 
 
 class DecodedWeights:
-    """Room for the weights that a visit makes of what their blocks hold. Used by one thread.
+    """Memory in which a visit decodes weights from their blocks. Used by one thread.
 
-    It is one buffer for a whole step: from layer to layer the allocator of a device would be asked for large pieces of
-    changing sizes between small ones, and take more than there is planned for.
+    It is one buffer for a whole step. Requests of large, varying sizes between small ones would fragment a device's
+    allocator, which would take more memory than planned.
 
     Args:
-        nbytes: room for the visit that decodes most.
+        nbytes: Memory of the visit that decodes most.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -68,7 +68,7 @@ class DecodedWeights:
 
     @contextmanager
     def room(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Yield room for weights, uint8 [nbytes]. Last in, first out."""
+        """Yield memory for weights, uint8 [nbytes]. Last in, first out."""
         if self._buffer is None:
             self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         before, self._taken = self._taken, self._taken + nbytes
@@ -79,17 +79,17 @@ class DecodedWeights:
             self._taken = before
 
     def free(self) -> None:
-        """Give the room back until the next visit."""
+        """Free the buffer until the next visit."""
         assert not self._taken, "weights are in use"
         self._buffer = None
 
 
 class LeasedParts:
-    """A weight that is cut; ``MatrixParts``.
+    """Cut weight; a ``MatrixParts``.
 
     Args:
-        held: Blocks that are leased already, by key: all of the parts or none.
-        lease: Leases blocks by their keys, where none is.
+        held: Leased blocks by key: of all parts, or empty.
+        lease: Leases blocks by their keys, if ``held`` is empty.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ def rows_of_parts(layout: UnitLayout) -> list[range]:
 
 
 def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return a part's rows; a block may end with padding."""
+    """Return a part's rows without the block's padding."""
     return block[: shape[0] * shape[1]].view(shape)
 
 
 class PassingGradient:
-    """The gradient of one matrix at one use site, whose parts are leased one after the other."""
+    """Gradient of one matrix at one use site, whose parts are leased one after the other."""
 
     def __init__(
         self, place: GradientPlace, gradients: StepGradients, layout: UnitLayout, visit: int, keys: Sequence[str]
@@ -138,24 +138,24 @@ class PassingGradient:
         self.rows = rows_of_parts(layout)
         self._micro_batch = 0
         self._recorded: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
-        # That is leased, and the memory of its sums: the first zeroed or continued, the others zeroed.
+        # Rows of the leased part, and the memory of its sums: the first is zeroed or continued, the others are zeroed.
         self._part: tuple[range, list[torch.Tensor]] | None = None
         self._open: LaneAccumulator | None = None
         self._num_closed = 0
 
     def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch."""
+        """Advance to a micro-batch."""
         self._micro_batch = micro_batch
         if self._open is not None:
             self._open.at(micro_batch)
 
     def record(self, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None) -> None:
-        """Keep rows that are added when their parts are there."""
+        """Keep rows, to be added when their parts are leased."""
         self._recorded.append((self._micro_batch, indexes, rows, ignored))
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
-        """Lease a part for what is added inside."""
+        """Lease a part, to which gradients are added inside the context."""
         rows = self.rows[number]
         with self._place.part(self._layout, self._visit, number, self._keys[number]) as sums:
             self._part = rows, [_matrix(each, (len(rows), self._entry.shape[-1])) for each in sums]
@@ -168,7 +168,7 @@ class PassingGradient:
 
     @contextmanager
     def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
-        """Sum gradients of some rows of the part that is there, for all micro-batches."""
+        """Sum gradients of some rows of the leased part, for all micro-batches."""
         assert self._part is not None, f"no part of {self._entry.name} is there"
         held, matrices = self._part
         places = [matrix[start - held.start : stop - held.start] for matrix in matrices]
@@ -181,7 +181,7 @@ class PassingGradient:
         with self._place.open_sums() as make:
 
             def room() -> GradientAccumulator:
-                # Open sums are numbered: those that are left in the end are the first ones.
+                # Open sums are numbered: the final ones come first.
                 place = next(left, None)
                 return sums(make(places[0]) if place is None else place, set())
 
@@ -193,16 +193,16 @@ class PassingGradient:
                 self._open = None
         for place, (_, own) in zip(places, found, strict=True):
             if own is not None and not own.added:
-                place.zero_()  # it was that of other lanes, which were added to those before
+                place.zero_()  # it held the sum of other lanes, which was added to a previous sum
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
-        """Accumulate a product in rows of the part that is there."""
+        """Accumulate a product in rows of the leased part."""
         assert self._open is not None, f"no part of {self._entry.name} is there"
         self._open.add_product(self._entry.name, left, right, first_row)
         self._gradients.note_filled(self._layout.name, self._visit, [self._entry.name])
 
     def close(self) -> None:
-        """Lease the parts that were not, adding the rows that were recorded; take the norm."""
+        """Lease the remaining parts, add the recorded rows to them, and take the norm."""
         if not self._num_closed:
             for number, held in enumerate(self.rows):
                 with self.part(number), self.some_rows(held.start, held.stop) as sums:
@@ -216,25 +216,25 @@ class PassingGradient:
 
 
 class UseSiteGradients:
-    """The gradients of a use site, held or passing part by part; the ``GradientSink`` of a visit.
+    """Gradients of a use site, held or passing part by part; the ``GradientSink`` of a visit.
 
     Args:
-        held: Sums of those that are there for the whole visit; None: all pass.
-        passing: Parameter -> its gradient, part by part; nothing: the usual case.
+        held: Sums that are leased for the whole visit; None if all gradients pass.
+        passing: Parameter -> its gradient, part by part; usually empty.
     """
 
     def __init__(self, held: LaneAccumulator | None, passing: Mapping[str, PassingGradient]) -> None:
         self._held, self._passing = held, passing
 
     def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch."""
+        """Advance to a micro-batch."""
         if self._held is not None:
             self._held.at(micro_batch)
         for gradient in self._passing.values():
             gradient.at(micro_batch)
 
     def rows_of_parts(self, name: str) -> Sequence[range]:
-        """Return the rows of each part; nothing for what is held."""
+        """Return the rows of each part; empty for a held gradient."""
         return self._passing[name].rows if name in self._passing else ()
 
     def part(self, name: str, number: int) -> AbstractContextManager[None]:
@@ -243,7 +243,7 @@ class UseSiteGradients:
 
     @contextmanager
     def rows(self, name: str, start: int, stop: int) -> Iterator[None]:
-        """Accumulate in these rows of the part that is leased."""
+        """Accumulate in these rows of the leased part."""
         with self._passing[name].some_rows(start, stop):
             yield
 
@@ -254,7 +254,7 @@ class UseSiteGradients:
         self._held.add(name, gradient)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
-        """Accumulate a product, in the part that is there."""
+        """Accumulate a product, in the leased part if parts pass."""
         if name in self._passing:
             self._passing[name].add_product(left, right, first_row)
         else:
@@ -262,7 +262,7 @@ class UseSiteGradients:
             self._held.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
-        """Accumulate rows, or keep them until their parts are there."""
+        """Accumulate rows, or keep them until their parts are leased."""
         if name in self._passing:
             self._passing[name].record(indexes, rows, ignored)
         else:
@@ -270,13 +270,13 @@ class UseSiteGradients:
             self._held.add_rows(name, indexes, rows, ignored)
 
     def close(self) -> None:
-        """Fill the parts that are left."""
+        """Fill the remaining parts."""
         for gradient in self._passing.values():
             gradient.close()
 
 
 def fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """Return the fp32 tensor that a use site's gradients are summed in: the block itself if it is fp32."""
+    """Return the fp32 tensor in which a use site's gradients are summed: the block itself if it is fp32."""
     if gradient.dtype == torch.float32:
         return gradient
     assert mode == "w", "a sum that was rounded cannot be continued"
@@ -289,7 +289,7 @@ def fp32_like(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: UnitLayout, filled: set[str]) -> None:
-    """Zero what no gradient was copied into: padding between entries, and entries without a gradient."""
+    """Zero elements without a gradient: padding between entries, and entries without a gradient."""
     position = 0
     ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
     for start, stop in (*ends, (layout.num_elements, layout.num_elements)):

@@ -1,17 +1,17 @@
-"""The program of one training step: its blocks, and its ticks in order, each with the blocks that it uses.
+"""Program of one training step: its blocks and its ticks in order, with the blocks that each tick uses.
 
 Every unit call of a forward is a *visit*. A step has one tick per visit forward, one for the head, one per visit
 backward, and one per group of weights to update:
 
     update 0, forward 0, update 1, forward 1, ..., head, ..., backward 1, backward 0
 
-Where several ranks train together, blocks are shards (`ranks/shards.py`), and ticks of a visit have others beside them:
+With several ranks, blocks are shards (`ranks/shards.py`), and gather and exchange ticks surround the visits:
 
     update 0, gather 0, forward 0, ..., gather 0, backward 0, exchange 0
 
-A trace (`trace.py`) tells which units a model visits and what each visit saves for its backward; `ProgramBuilder` makes
-the program of it. The planner counts bytes with the program and finds a home for every block; `tape.compile_step` turns
-both into the leases of a step; the engine asks for them through `BlockAccess` while the model runs.
+A trace (`trace.py`) lists the units that a model visits and the tensors that each visit saves for its backward.
+`ProgramBuilder` turns it into the program. The planner counts bytes with the program and finds a home for every block.
+`tape.compile_step` turns both into the leases of a step. The running model requests them through `BlockAccess`.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class VisitMemory:
-    """Bytes of one visit that are in no block, of one micro-batch, on the compute device.
+    """Bytes of one visit and one micro-batch on the compute device that are in no block.
 
     Attributes:
-        held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
-            tables.
-        stays_nbytes: Of these, what is there until the backward: masks, tables, ids, and what autograd saves of the
-            model's own code between visits. In layer order every micro-batch holds this, and the rest twice: its own
-            and the next visit's.
-        forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
-        backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
-        graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
-            and weights cast to other dtypes; not the weights themselves, nor what visits share.
+        held_nbytes: Live bytes when the visit begins: hidden states, masks, tables; no weights or gradient
+            accumulators.
+        stays_nbytes: Bytes of `held_nbytes` that live until the backward (masks, tables, ids, autograd's saved tensors
+            between visits). In layer order each micro-batch holds these once, and the rest twice: for this visit and
+            the next.
+        forward_nbytes: Peak on top of `held_nbytes` while the unit runs, and the model's own code up to the next visit.
+        backward_nbytes: Peak of recompute and backward on top of `held_nbytes`, with the gradients of the parameters.
+        graph_nbytes: Size of the forward's graph if it is kept for the backward: autograd's saved tensors, the inputs,
+            and weights cast to other dtypes; without the weights themselves and tensors shared by visits.
     """
 
     held_nbytes: int
@@ -117,17 +117,16 @@ class TracedVisit:
 
     Attributes:
         is_head: Whether it runs in the head phase, piece by piece.
-        has_backward: Whether the backward recomputes the unit. False where nothing trained comes before its output, and
-            where the loss does not depend on it: the visit is announced then, but no weights are leased.
+        has_backward: Whether the backward recomputes the unit. False if nothing up to its output is trained, or if the
+            loss does not depend on it: the visit is then announced without a lease of weights.
         saved: `(shape, dtype)` of every activation that is offloaded until the backward.
-        reused: (visit, index) of the activation of an earlier visit, by index of one that is the same tensor: there is
-            one block for both.
-        chance_of_no_token: That a token goes to none of a mixture's experts here, if it goes to any as likely.
-        backward: Work of recompute and backward, as they are run. Both are none for visits of the head.
-        by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
-            of its gradient.
+        reused: Input index -> (visit, index) of an earlier visit's activation that is the same tensor. Both share one
+            block.
+        chance_of_no_token: Probability that no token is routed to these experts, assuming uniform routing.
+        backward: Work of recompute and backward, as executed. Visits of the head have no work here.
+        by_part: Owner's names of the parameters whose weight and gradient the visit can take part by part.
         attention: Results of its attention kernels that may be saved for the recompute.
-        results: Those of attention, and of its products that are needed.
+        results: Results of attention and of needed products that may be saved for the recompute.
     """
 
     unit: int
@@ -146,12 +145,12 @@ class TracedVisit:
 
     @property
     def is_run_again(self) -> bool:
-        """Whether its backward runs it a second time, unless its graph is kept."""
+        """Whether the backward runs the unit a second time, unless its graph is kept."""
         return self.has_backward and not self.is_head
 
     @property
     def recompute(self) -> Work:
-        """Work of the second run, which is in that of the backward; none where there is none."""
+        """Work of the recompute, which `backward` includes; `NO_WORK` without a recompute."""
         return self.forward - self.unneeded.work if self.is_run_again else NO_WORK
 
 
@@ -160,18 +159,18 @@ class VisitTrace:
     """The visits of one forward in order, the head's last.
 
     Attributes:
-        head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
+        head_nbytes: Peak of the head phase of one micro-batch on top of the held bytes: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
-        head_columns: Words of the vocabulary at a time; 0: all.
-        head_part_nbytes: Size of the graph of a part's logits, if it is kept for the second pass. Of one part it is in
-            ``head_nbytes``.
-        guesses: Values that the trace made up, where and why, a sentence each: counts are estimates then.
-        uncounted: Operators without a FLOP formula, and why; byte counts do not depend on it.
+        head_columns: Columns of the vocabulary at a time; 0 for the whole vocabulary.
+        head_part_nbytes: Size of the graph of one part's logits, if it is kept for the second pass. ``head_nbytes``
+            includes one such graph.
+        guesses: Values that the trace invented, with place and reason, one sentence each. With any guess, counts are
+            estimates.
+        uncounted: Operators without a FLOP formula, and why. Byte counts do not depend on them.
         head: Work of the head phase, forward and backward, with a label for every token, each logit computed once.
-        logits_flops: Floating-point operations of the logits; the second pass computes those again that were not
-            kept.
-        dense_masks: What takes masks of [S, S]: memory is quadratic in the length of rows then.
+        logits_flops: FLOPs of computing all logits once. The second pass recomputes the logits that were not kept.
+        dense_masks: Modules that receive masks of [S, S]. With any, memory is quadratic in the length of rows.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -189,17 +188,17 @@ class VisitTrace:
 
     @property
     def exact(self) -> bool:
-        """Whether byte counts are exact: no value was made up."""
+        """Whether byte counts are exact, because no value was guessed."""
         return not self.guesses
 
 
-#: The phases that the running model announces; the others stand between these.
+#: Phases that the running model announces. Ticks of other phases come between them.
 ModelPhase = Literal["forward", "head", "backward"]
 Phase = Literal["forward", "head", "backward", "update", "gather", "exchange"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
 
-#: (tick, key) of a use -> tick of the block's next use, until which the copy stays pinned. A tick that is not later is
-#: one of the next step.
+#: (tick, key) of a use -> tick of the block's next use; the copy stays pinned until then. A tick that is not later
+#: belongs to the next step.
 Stays = Mapping[tuple[int, str], int]
 
 #: (key, mode) of blocks that are leased together.
@@ -207,22 +206,23 @@ Group = tuple[tuple[str, Mode], ...]
 
 _DECODED_ALIGNMENT_BYTES = 64
 
-#: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
+#: Kinds of blocks whose contents outlive a step. Checkpoints hold these.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 
-#: Order in which kinds are shown, and preferred for the faster tier where they save equally many bytes.
+#: Order in which kinds are shown, and preferred for the faster tier if they save the same number of bytes.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """A block of the run: a flat tensor of ``num_elements`` of ``dtype``.
+    """Block of the run: a flat tensor of ``num_elements`` of ``dtype``.
 
     Attributes:
-        part_of: key that all parts together would have; empty: it is no part.
-        in_folder: it is never written, and the model's folder has its contents: no checkpoint needs to hold it.
-        in_place: and it can be read from there each time that it is used: its home may be the folder.
-        num_packed: The elements that a block of packed bytes is decoded to; 0: the block has no packed bytes.
+        part_of: Common key of all parts; empty if the block is no part.
+        in_folder: Whether the block is never written and the model's folder has its contents, so that checkpoints omit
+            it.
+        in_place: Whether each use can also read it from the folder, so that the folder may be its home.
+        num_packed: Number of elements that a block of packed bytes decodes to; 0 without packed bytes.
     """
 
     key: str
@@ -236,7 +236,7 @@ class BlockPlan:
 
     @property
     def whole(self) -> str:
-        """The key that all parts together have."""
+        """Common key of all parts."""
         return self.part_of or self.key
 
     @property
@@ -245,12 +245,12 @@ class BlockPlan:
 
     @property
     def num_numbers(self) -> int:
-        """The elements that it holds, or stands for."""
+        """Number of elements that the block holds or decodes to."""
         return self.num_packed or self.num_elements
 
     @property
     def is_saved(self) -> bool:
-        """Whether a checkpoint holds it."""
+        """Whether checkpoints hold the block."""
         return self.kind in DURABLE_KINDS and not self.in_folder
 
 
@@ -259,14 +259,14 @@ class Tick:
     """One position in a step, with the blocks that it uses.
 
     Attributes:
-        phase: all use the compute tier but update, which uses the one that ``StepProgram.tier_of`` names.
-        visit: index of the layout for ``update``; ordinal of the unit call for the others.
+        phase: All phases use the compute tier except ``update``, which uses ``StepProgram.tier_of``.
+        visit: Index of the layout for ``update``; ordinal of the unit call for other phases.
         held: (key, mode) of blocks leased together for the whole tick.
-        passing: groups of (key, mode) leased one after the other within it, the blocks of a group together: an
-            activation of a micro-batch, or one part of a layout's state and gradient.
-        spent: keys whose contents are dead after the tick: discarded, never written back.
-        serves: For ``gather`` and ``exchange``: the phase of the visit's tick that it brings weights to, or takes
-            gradients from. With several ranks, parts that pass are gathered and exchanged within the visit's own tick.
+        passing: Groups of (key, mode), leased one group after the other within the tick. A group is an activation of a
+            micro-batch, or one part of a layout's state and gradient.
+        spent: Keys whose contents are dead after the tick: these are discarded, never written back.
+        serves: For ``gather`` and ``exchange``: phase of the visit that gets the weights or provides the gradients.
+            With several ranks, passing parts are gathered and exchanged within the visit's own tick.
     """
 
     phase: Phase
@@ -287,9 +287,10 @@ class Cuts:
     """How layouts are cut into blocks.
 
     Attributes:
-        parts: Layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
-        weights: Layouts whose weight is a block for each part, too: all visits that use it can take it so.
-        passing: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
+        parts: Layout -> element ranges of the blocks of its state and gradients, if it has several.
+        weights: Layouts whose weight also has one block per part: all visits can take parts, or ranks have shards of
+            parts.
+        passing: (visit, layout) of gradients and cut weights whose parts are leased one after the other.
     """
 
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
@@ -299,15 +300,15 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What a step keeps of its forward, so that the backward need not compute it again. It changes no bits.
+    """Forward results that a step keeps so that the backward recomputes less. The bits of the step stay the same.
 
-    A visit is in one of the first three sets, or in none.
+    A visit is in at most one of the first three sets.
 
     Attributes:
-        kept_graphs: Visits whose graphs are kept for the backward; their inputs are no blocks.
-        saved_attention: Visits whose attention results are blocks, for their recompute.
-        saved_results: Visits of which those of products are as well.
-        kept_parts: Parts of the vocabulary whose logits the head keeps for its second pass.
+        kept_graphs: Visits whose graphs are kept for the backward. Their inputs have no blocks.
+        saved_attention: Visits whose attention results have blocks, for their recompute.
+        saved_results: Visits whose attention and product results have blocks.
+        kept_parts: Number of vocabulary parts whose logits the head keeps for its second pass.
     """
 
     kept_graphs: frozenset[int] = frozenset()
@@ -323,27 +324,26 @@ class Recompute:
 
     @property
     def saving(self) -> frozenset[int]:
-        """Visits that have a block of results."""
+        """Visits with a block of results."""
         return self.saved_attention | self.saved_results
 
 
-#: The backward computes everything again.
+#: The backward recomputes everything.
 KEEP_NOTHING = Recompute()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdates:
-    """When and where weights are updated, and what that moves beside their blocks. Layouts are named by their index.
+    """Time and tier of weight updates, and their traffic outside of blocks. Layouts are named by index.
 
     Attributes:
-        are_deferred: Whether the norm of the whole step decides about its updates: the next step makes them.
-        in_compute_tier: Whether the optimizer can update blocks there.
-        beside_device: Where a device computes, the host updates a layer while the next one is computed. Takes one more
-            layer's gradients where updates are not deferred.
-        streamed: Layouts that are updated in the compute tier wherever their blocks live: these are fetched for it,
-            part by part, and written back.
-        sent_elements: Layout -> elements of its matrices, which an update in RAM sends to the compute device
-            and back, in bf16.
+        are_deferred: Whether the next step makes the updates, because they depend on the norm of the whole step.
+        in_compute_tier: Whether the optimizer can update blocks in the compute tier.
+        beside_device: Whether the host updates a layer while a device computes the next one. If updates are not
+            deferred, this needs memory for one more layer's gradients.
+        streamed: Layouts updated in the compute tier wherever their blocks live: the update fetches blocks part by part
+            and writes them back.
+        sent_elements: Layout -> matrix elements that an update in RAM sends to the compute device and back, in bf16.
     """
 
     are_deferred: bool = True
@@ -355,12 +355,12 @@ class GroupUpdates:
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Where weights come from that are not trained.
+    """Sources of weights that are not trained.
 
     Attributes:
-        in_folder: Whether the model's folder has them: no checkpoint needs to hold them.
-        in_place: Names of layouts that may stay there: each use reads them.
-        encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with.
+        in_folder: Whether the model's folder has them, so that checkpoints omit them.
+        in_place: Names of layouts that may stay in the folder, where each use reads them.
+        encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself.
     """
 
     in_folder: bool = False
@@ -372,16 +372,17 @@ class FrozenWeights:
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
 
-    Deferred ``update`` ticks finish the step before: clipping needs the global norm, which is known only after the
-    whole backward, so each group is updated in the next step, just before the forward that first reads its weights.
-    The first step lacks these ticks; after the last one only they are left. Updates that are not deferred follow the
-    backward that completes their gradient.
+    Deferred ``update`` ticks finish the previous step. Clipping needs the global norm, which is known only after the
+    whole
+    backward. So the next step updates each group just before the forward that first reads its weights. The first step
+    lacks these ticks; after the last step only they remain. Updates that are not deferred follow the backward that
+    completes their gradient.
 
     Attributes:
-        cuts: Which layouts are blocks of parts, and which parts pass one by one.
-        encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with: it is decoded
-            in the compute tier for each visit.
-        occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
+        cuts: Layouts that are cut into parts, and parts that pass one by one.
+        encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself. Each visit decodes it
+            in the compute tier.
+        occupants: (tick, key) -> gradient that a shared block holds in that tick (``sharing.py``).
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -395,62 +396,62 @@ class StepProgram:
     occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the ranges of elements that a layout's state and gradients are blocks of, or shards of them."""
+        """Return the element ranges that the blocks of a layout's state and gradients hold, or hold shards of."""
         return self.cuts.parts.get(layout.name) or (range(layout.num_elements),)
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the elements that each block of a layout's state, and of its gradients, holds."""
+        """Return the elements in each block of a layout's state and gradients."""
         return [self.sharding.shards.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
-        """Return the keys of a weight, of its parts if it is cut; or of what is read in its place."""
+        """Return the keys of the blocks that a weight is read from: its own, its parts', or its encoding's."""
         encoding = self.encodings.get(layout.name)
         if encoding is not None and encoding.keys:
             return list(encoding.keys)
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the ranges of elements that a layout's weight is blocks of, or shards of them."""
+        """Return the element ranges that the blocks of a layout's weight hold, or hold shards of."""
         encoding = self.encodings.get(layout.name)
         is_cut = layout.name in self.cuts.weights or (encoding is not None and bool(encoding.keys))
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
 
     def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
-        """Return the room that a visit decodes a weight into; 0: its blocks hold the weight itself."""
+        """Return the bytes of a weight that a visit decodes; 0 if its blocks hold the weight itself."""
         encoding = self.encodings.get(layout.name)
-        if encoding is None or not self.sharding.shards.are_whole:  # shards are decoded on the way into full copies
+        if encoding is None or not self.sharding.shards.are_whole:  # shards are decoded into full copies
             return 0
         keys, is_cut = self.weight_keys(layout), layout.name in self.cuts.weights
         if encoding.dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or is_cut):
             return 0
         sizes = [len(part) * encoding.dtype.itemsize for part in self.weight_parts_of(layout)]
         nbytes = max(sizes) if self.passes_weight(visit, layout.name) else sum(sizes)
-        return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # weights lie one beside the other
+        return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # decoded weights are adjacent
 
     def gathered_dtype(self, key: str) -> torch.dtype:
-        """Return the dtype in which a block is gathered: averages are rounded before."""
+        """Return the dtype in which a block is gathered: averages are rounded first."""
         block = self.blocks[key]
         return block.dtype if block.kind == "weights" else self.encodings[layout_of_key(block.whole)].dtype
 
     def gathered_bytes(self, key: str) -> int:
-        """Return what a rank sends of a block to each of the others."""
+        """Return the bytes of a block that a rank sends to each other rank."""
         return self.blocks[key].num_elements * self.gathered_dtype(key).itemsize
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the elements that each block of a layout's weight holds."""
+        """Return the elements in each block of a layout's weight."""
         return [self.sharding.shards.owned(part) for part in self.weight_parts_of(layout)]
 
     def full_elements(self, layout: UnitLayout) -> int:
-        """Return the length of a full copy of a layout's weight, or gradient: what its last shards add included."""
+        """Return the elements of a full copy of a layout's weight or gradient, with the padding of its last shards."""
         return max(self.sharding.shards.gathered(part).stop for part in self.parts_of(layout))
 
     def links_between_ranks(self) -> list[str]:
-        """Return the links that bytes move on to other ranks, and from them."""
+        """Return the links to and from other ranks."""
         lanes = self.sharding.lanes
         return peer_links(self.compute_tier, lanes.size, lanes.num_hosts)
 
     def bytes_beside_blocks(self, number: int) -> dict[str, int]:
-        """Return what a tick, by position, moves beside blocks: link -> bytes.
+        """Return the bytes that a tick, by position, moves outside of blocks, by link.
 
         An update sends directions of matrices to the compute device and back; other ticks gather and exchange.
         """
@@ -460,25 +461,25 @@ class StepProgram:
         return moved if self.sharding.shards.are_whole else moved | self._collective_bytes(number)
 
     def _collective_bytes(self, number: int) -> dict[str, int]:
-        """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
+        """Return the bytes that a tick, by position, sends to and receives from other ranks, by link."""
         tick = self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
         if tick.phase == "update":
             return moved
         gathered = [key for key, _ in tick.uses if self.is_gathered(key)]
         self._count_collectives(moved, sum(map(self.gathered_bytes, gathered)), is_gather=True)
-        # Sums are in fp32, whatever dtype gradients rest in.
+        # Sums are sent in fp32, whatever the dtype of stored gradients.
         exchanged = [self.contents(number, key) for key, mode in tick.uses if mode != "r"]
         elements = sum(block.num_elements for block in exchanged if block.kind == "gradients")
         self._count_collectives(moved, 4 * elements, is_gather=False)
         return moved
 
     def is_gathered(self, key: str) -> bool:
-        """Return whether ticks other than updates read a block as a weight: ranks gather it."""
+        """Return whether ticks other than updates read a block as a weight, so that ranks gather it."""
         return self.blocks[key].kind in DURABLE_KINDS
 
     def _count_collectives(self, moved: dict[str, int], shard: int, *, is_gather: bool) -> None:
-        """Add what gathers, or exchanges, of shards of so many bytes send and receive."""
+        """Add the bytes that gathers, or exchanges, of shards of ``shard`` bytes send and receive."""
         lanes, rank = self.sharding.lanes, self.sharding.shards.rank
         own = 1 if is_gather else len(lanes.sums_of_rank(rank))
         received = lanes.size - 1 if is_gather else lanes.num_sums - own
@@ -487,7 +488,7 @@ class StepProgram:
         moved[f"{place}->{self.compute_tier}"] += received * shard
 
     def passes_weight(self, visit: int, layout: str) -> bool:
-        """Return whether the parts of a weight are leased one after the other in a visit."""
+        """Return whether a visit leases the parts of a weight one after the other."""
         return layout in self.cuts.weights and (visit, layout) in self.cuts.passing
 
     def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
@@ -499,10 +500,10 @@ class StepProgram:
         return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
 
     def contents(self, tick: int, key: str) -> BlockPlan:
-        """Return what a block holds in a tick: itself, or the gradient whose turn it is.
+        """Return the contents of a block in a tick: the block itself, or a gradient that shares it.
 
         Args:
-            tick: that uses the block, by position.
+            tick: Position of a tick that uses the block.
         """
         return self.occupants.get((tick, key)) or self.blocks[key]
 
@@ -510,8 +511,8 @@ class StepProgram:
         """Return the ticks of a step in order, by position.
 
         Args:
-            updates: include the deferred updates, which finish the step before.
-            passes: include its own ticks: forward, head, backward.
+            updates: Whether to include the deferred updates, which finish the previous step.
+            passes: Whether to include all other ticks.
         """
         return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
@@ -521,8 +522,7 @@ class StepProgram:
     def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
         """Return the tier of a tick's leases.
 
-        An update runs in the compute tier if weights and state are at home there, or if the plan streams it; else in
-        RAM.
+        An update runs in the compute tier if weights and state live there, or if the plan streams it; otherwise in RAM.
         """
         if tick.phase != "update":
             return self.compute_tier
@@ -530,7 +530,7 @@ class StepProgram:
             return "ram"
         if tick.visit in self.updates.streamed:
             return self.compute_tier
-        # The weight first: plans ask this often, and of a layer of many parts it mostly settles it.
+        # The weight first: plans call this often, and for a layer of many parts the weight usually decides.
         groups = chain((tick.held,), tick.passing)
         is_there = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_there else "ram"
@@ -543,7 +543,7 @@ class StepProgram:
                 yield Access(number, key, tier, mode)
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
-        """Return the schedule of ``num_steps`` steps from ``first_step`` on, and of the updates that end them."""
+        """Return the schedule of ``num_steps`` steps from ``first_step`` on, with the updates that end them."""
         # Reads at home move nothing. Writes at home count: the prefetcher must not fetch a copy elsewhere before them.
         streamed = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
@@ -553,38 +553,39 @@ class StepProgram:
 
 
 class WeightAccess(Protocol):
-    """Weights of a pass, as the running model asks for them: in the order of the program. Used by one thread."""
+    """Weights of a pass, requested by the running model in program order. Used by one thread."""
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Go to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
+        """Advance to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
 
-        A visit that the loss does not depend on is announced too, and what was planned for its backward is leased
-        unused, so that the order of ticks, and what moves, depends on the model alone, never on data.
+        A visit that the loss does not depend on is announced like the others. Its planned leases are taken unused, so
+        that
+        the order of ticks and the traffic depend on the model alone, never on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
         """Lease a unit's weights: owner's full parameter name -> tensor in the compute dtype on the compute device.
 
-        A weight that is cut comes as its parts.
+        A cut weight comes as its parts.
         """
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
-        """Leave a unit's weights where they are, in place of ``weights``: no token of the step goes to it.
+        """Skip a unit's weights, in place of ``weights``, because no token of the step is routed to it.
 
-        What was planned to move is the most that may move then.
+        The planned traffic is then an upper bound.
         """
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Note of visits, the present one and later, which will leave their weights where they are; and backward.
+        """Announce which visits, from the present one on, will skip their weights in forward and backward.
 
         Args:
-            visits: Those of all experts of a layer.
-            idle: those to which no token goes.
+            visits: Visits of all experts of a layer.
+            idle: Visits without a token.
         """
 
 
 class BlockAccess(WeightAccess, Protocol):
-    """Blocks of one step, as the running model asks for them.
+    """Blocks of one step, requested by the running model.
 
     A unit that is called twice in a forward has two visits, and each visit is a use site with its own accumulators.
     """
@@ -593,18 +594,18 @@ class BlockAccess(WeightAccess, Protocol):
         """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
-        """Copy an activation into its block; the caller's tensor is not referenced afterwards."""
+        """Copy an activation into its block. The caller's tensor is not referenced afterwards."""
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Note that an activation is one of an earlier visit, (visit, index), whose block is leased in its place."""
+        """Record that an activation is an earlier visit's, (visit, index), whose block is leased in its place."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation: the same shape, dtype and bits. Its contents are dead once its own visit had it."""
+        """Lease an activation: same shape, dtype and bits. Its contents are dead after its own visit's lease."""
 
     def results_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
-        """Lease the bytes of saved results, uint8 [N]: in the forward to write, in the backward to read once.
+        """Lease the bytes of saved results, uint8 [N]: to write in the forward, to read once in the backward.
 
-        For visits that save results only (``Recompute``). Comes after the activations of the micro-batch.
+        Only for visits that save results (``Recompute``). Follows the activations of the micro-batch.
         """
 
 
@@ -613,7 +614,7 @@ class MatrixParts(Protocol):
 
     Attributes:
         shape: [rows, columns] of the matrix.
-        passes: whether one part is leased at a time, each once in a tick; else all are there.
+        passes: Whether one part is leased at a time, each once per tick; otherwise all parts are available.
     """
 
     @property
@@ -633,34 +634,34 @@ class GradientSink(Protocol):
     """fp32 gradient accumulators of one use site."""
 
     def at(self, micro_batch: int, /) -> None:
-        """Go on to a micro-batch, by its number in this process: what is accumulated next is its gradient.
+        """Advance to a micro-batch, by its number in this process: what is accumulated next is its gradient.
 
-        Micro-batches come in order; inside of ``rows`` from the first one on, once more.
+        Micro-batches come in order. Each ``rows`` context starts again at the first one.
         """
 
     def rows_of_parts(self, name: str, /) -> Sequence[range]:
-        """Return the rows of the parts that are to be filled one after the other, inside of ``part``; else nothing."""
+        """Return the rows of the parts to fill one after the other, inside of ``part``; empty if parts do not pass."""
         return ()
 
     def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
-        """Lease a part of a parameter's accumulator. Each is leased once, the head's in reverse."""
+        """Lease a part of a parameter's accumulator. Each part is leased once, the head's in reverse."""
         raise AssertionError(f"{name} is there, whole")
 
     def rows(self, name: str, start: int, stop: int, /) -> AbstractContextManager[None]:
-        """Accumulate products in these rows of the part that is leased, for all micro-batches."""
+        """Accumulate products in these rows of the leased part, for all micro-batches."""
         raise AssertionError(f"{name} is there, whole")
 
     def add(self, name: str, gradient: Tensor, /) -> None:
-        """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
+        """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape). A step's first is copied."""
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0, /) -> None:
         """Accumulate the product of two matrices, in rows of a matrix from ``first_row`` on.
 
-        Where these are not all of its rows, the products of a pass cover them all.
+        If these are not all of its rows, the products of a pass together cover them all.
         """
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None, /) -> None:
-        """Accumulate rows of a matrix, one after the other; not those whose index is ``ignored``."""
+        """Accumulate rows of a matrix, one after the other, except rows whose index is ``ignored``."""
 
 
 def activations_of(program: StepProgram) -> dict[int, set[str]]:
@@ -674,10 +675,10 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
 
 
 def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
-    """Return the program in which these visits keep their graphs: no activations are written or read for them."""
+    """Return the program in which these visits keep their graphs, and neither write nor read activations."""
     dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
 
-    def is_input(group: Group) -> bool:  # its own, or one of an earlier visit
+    def is_input(group: Group) -> bool:  # the visit's own, or an earlier visit's
         return any(program.blocks[key].kind == "activations" for key, _ in group)
 
     ticks = tuple(
@@ -705,11 +706,11 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
 def saving_results(
     program: StepProgram, trace: VisitTrace, visits: frozenset[int], *, with_products: bool = False
 ) -> StepProgram:
-    """Return the program in which these visits save results: one block of bytes for each micro-batch.
+    """Return the program in which these visits save results, in one block of bytes per micro-batch.
 
     Args:
-        visits: that have such results, save none, and whose graphs are not kept.
-        with_products: Results of products as well as attention's.
+        visits: Visits with such results that save none yet and whose graphs are not kept.
+        with_products: Whether to save results of products in addition to attention results.
     """
     blocks, ticks = dict(program.blocks), list(program.ticks)
     for number, tick in enumerate(ticks):
@@ -729,10 +730,10 @@ def saving_results(
 
 
 def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
-    """Return the tick of a visit with the blocks of results behind each micro-batch's inputs.
+    """Return the tick of a visit with the block of results after each micro-batch's inputs.
 
     Args:
-        num_written: inputs of a micro-batch that the forward keeps here, and not with an earlier visit.
+        num_written: Inputs of a micro-batch that this forward writes; an earlier visit has the others.
     """
     groups: list[Group] = []
     num_groups = num_written if tick.phase == "forward" else 1
@@ -742,7 +743,7 @@ def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
         key = results_key(tick.visit, slot)
         if tick.phase == "forward":
             groups += [*inputs, ((key, "w"),)]
-        else:  # inputs and results are there together while the unit runs again
+        else:  # the recompute needs inputs and results at the same time
             groups.append((*(use for group in inputs for use in group), (key, "r")))
     others = tick.passing[len(slots) * num_groups :]
     spent = {results_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
@@ -750,11 +751,10 @@ def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
-    """Return the program of one evaluation pass: forward and head of a step, with the weights as its only blocks.
+    """Return the program of one evaluation pass: forward and head, with the weights as its only blocks.
 
-    Or with what is read in their place: of a program of such passes it is the same.
-
-    Each unit's weights are leased once, for all micro-batches of the pass.
+    Blocks of an encoding may replace a weight. Each unit's weights are leased once, for all micro-batches of the pass.
+    The program of such passes is returned unchanged.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
     read = {key for encoding in program.encodings.values() for key in encoding.keys}
@@ -771,9 +771,10 @@ def evaluation_program(program: StepProgram) -> StepProgram:
 
 
 def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
-    """Return the program of passes that read averages where a layout has some, each rounded when it is there.
+    """Return the program of passes that read a layout's average, if it has one, and round it on arrival.
 
-    A block of an average takes the place of one of the weight; of a weight that is not cut, as its state is, all do.
+    A block of the average replaces each block of the weight. All blocks of a cut average replace a weight that is not
+    cut.
     """
     encodings, read = dict(program.encodings), dict[str, Group]()
     for layout in graph.layouts.values():
@@ -797,16 +798,16 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
 
 
 class ProgramBuilder:
-    """Builds the program of a step from a model's units and the trace of their visits.
+    """Builder of a step's program from a model's units and the trace of their visits.
 
     Args:
-        trace: Visits of one forward, with what each saves for its backward.
+        trace: Visits of one forward, and the tensors that each saves for its backward.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        optimizer: Updates the weights: kinds of state are its own. None: nothing is trained, or updated.
-        grad_dtype: Precision of gradients at rest.
-        updates: When and where groups are updated; what that moves beside blocks is found here.
-        frozen: Where weights come from that are not trained.
-        sharding: What this rank has of the step; several ranks need the order ``layer``.
+        optimizer: Source of the kinds of state; None if nothing is trained.
+        grad_dtype: Dtype of stored gradients.
+        updates: Time and tier of updates. The builder adds their traffic outside of blocks.
+        frozen: Sources of weights that are not trained.
+        sharding: This rank's share of the step. Several ranks need the order ``layer``.
     """
 
     def __init__(
@@ -834,7 +835,7 @@ class ProgramBuilder:
         self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
         self._uses = uses_of_layouts(graph, trace)
 
-        # Whoever needs a whole parameter at once has whole blocks.
+        # Kinds of state that are not elementwise need whole parameters, and so whole blocks.
         def is_elementwise(layout: UnitLayout) -> bool:
             return all(kind.is_like_weight(layout) for kind in state_kinds)
 
@@ -844,14 +845,14 @@ class ProgramBuilder:
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
         self._updates = self._with_moves(updates or GroupUpdates(), optimizer, is_elementwise)
-        # A shard of each part: then a rank's blocks of weight, state and gradient have the same elements.
+        # Each part is sharded, so that a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
             name
             for name in self._parts
             if not self._shards.are_whole or all(self._takes_parts(visit, name) for visit in self._uses[name])
         )
-        # Where a device computes meanwhile, the host updates beside it: the weights of the next forward, or, during
-        # the backward, those of the visit before the one that the device is at.
+        # While a device computes, the host updates weights for the next forward or, during the backward, for the visit
+        # whose backward has just ended.
         self._lead = int(compute_tier != "ram" and self._updates.beside_device)
         self._passing: frozenset[tuple[int, str]] = frozenset()
 
@@ -859,8 +860,8 @@ class ProgramBuilder:
         """Return the program.
 
         Args:
-            passing_parts: Lease the parts of a gradient, and of a weight that is cut, one after the other where that is
-                possible. It changes no bits; the head makes more logits a second time.
+            passing_parts: Whether to lease the parts of a gradient, and of a cut weight, one after the other where
+                possible. The bits stay the same; the head computes more logits a second time.
         """
         self._passing = frozenset(
             (visit, layout)
@@ -882,14 +883,14 @@ class ProgramBuilder:
     def _with_moves(
         self, updates: GroupUpdates, optimizer: Optimizer | None, is_elementwise: Callable[[UnitLayout], bool]
     ) -> GroupUpdates:
-        """Return the updates with what those of matrices move beside their blocks."""
+        """Return the updates with the traffic of matrix updates outside of blocks."""
         trained = {
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
         assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards are not enough"
         if not isinstance(optimizer, MatrixOptimizer) or self._compute_tier == "ram":
             return updates
-        # Matrices go to the compute device and come back in an update.
+        # An update sends matrices to the compute device and back.
         sent = {index: matrix_elements(optimizer, layout) for index, layout in trained.items()}
         return replace(updates, sent_elements=sent)
 
@@ -942,11 +943,11 @@ class ProgramBuilder:
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
     def _is_trained(self, layout: UnitLayout) -> bool:
-        """Return whether a layout has gradients and state: it is not frozen, and the model calls its module."""
+        """Return whether a layout has gradients and state: it is trainable, and the model calls its module."""
         return layout.trainable and bool(self._uses[layout.name])
 
     def _slot_of(self, micro_batch: int) -> int:
-        """Return the number of a micro-batch's activation blocks: one set for all where they run one at a time."""
+        """Return the number of a micro-batch's activation blocks; one set for all if they run one at a time."""
         return micro_batch if self._order == "layer" else 0
 
     # -- ticks -------------------------------------------------------------------------------------------------
@@ -966,9 +967,9 @@ class ProgramBuilder:
             yield from ticks
 
     def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield ticks that hold nothing, after those that gather weights, before those that exchange gradients.
+        """Yield the ticks without held blocks, with gather ticks before and exchange ticks after them.
 
-        What passes in a tick still does: activations, and parts, which are gathered and exchanged within it.
+        Passing blocks stay in the ticks: activations, and parts, which are gathered and exchanged within the tick.
         """
         weights = [_of_kind("weight", tick.held) for tick in ticks]
         for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
@@ -980,7 +981,7 @@ class ProgramBuilder:
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
 
     def _exchanged(self, gradients: Group) -> Iterator[Group]:
-        """Yield each accumulator of a use site; the first site's with those of others, which are added to it."""
+        """Yield each accumulator of a use site; the first site's together with the others, which are added to it."""
         others: dict[str, Group] = {}
         for name, uses in self._uses.items():
             keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
@@ -989,12 +990,12 @@ class ProgramBuilder:
             yield ((key, mode), *others.get(key, ()))
 
     def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the last pass, and the updates after those that complete their gradients."""
+        """Yield the ticks of the last pass, with updates after the ticks that complete their gradients."""
         waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
         for tick in ticks:
             yield tick
             filled = {key for key, mode in tick.uses if mode != "r"}
-            # A shared layout has several use sites; backward reaches the first one last and sums the others there.
+            # A shared layout has several use sites; backward reaches the first one last and adds the others there.
             updates = [
                 self._update(index, layout)
                 for index, layout in enumerate(self._graph.layouts.values())
@@ -1006,7 +1007,7 @@ class ProgramBuilder:
             yield from updates
 
     def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the first pass, each after the updates of the weights that it, or the next, uses first."""
+        """Yield the ticks of the first pass, each after the updates of weights that it, or the next one, uses first."""
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
@@ -1027,7 +1028,7 @@ class ProgramBuilder:
         if head:
             held = [item for visit in head for item in self._weights(visit)]
             weights = [item for visit in head for item in self._passing_weights(visit)]
-            if weights:  # a part comes twice: for the loss, and for the gradients
+            if weights:  # each part comes twice: for the loss, and for the gradients
                 yield Tick("head", head[0], tuple(dict(held).items()), tuple(weights))
             held += [item for visit in head for item in self._gradients(visit, is_first=is_first)]
             summed = self._passing_gradients(head, is_first=is_first, is_last=is_last)
@@ -1050,7 +1051,7 @@ class ProgramBuilder:
 
     @staticmethod
     def _spent(passing: Iterable[Group]) -> frozenset[str]:
-        """Return what is dead once it has been read: activations, and gradients that were added to others."""
+        """Return the keys that are dead after they are read: activations, and gradients that were added to others."""
         return frozenset(key for group in passing for key, mode in group if mode == "r")
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
@@ -1079,7 +1080,7 @@ class ProgramBuilder:
         )
 
     def _passing_weights(self, visit: int) -> tuple[Group, ...]:
-        """Return the parts of weights that a visit takes one after the other."""
+        """Return the parts of weights that a visit leases one after the other."""
         names = [name for name in self._layouts_of(visit) if self._passes_weight(visit, name)]
         return tuple(((key, "r"),) for name in names for key in self._weight_keys(name))
 
@@ -1100,9 +1101,9 @@ class ProgramBuilder:
         )
 
     def _passing_gradients(self, visits: Sequence[int], *, is_first: bool, is_last: bool) -> tuple[Group, ...]:
-        """Return the accumulators that pass, part by part: those that are added to others, and the visits' own.
+        """Return the accumulators that pass part by part: the visits' own, and those to be added to other accumulators.
 
-        The first use site, which backward fills last, takes those of all others.
+        Backward fills the first use site last, and adds all other sites to it.
         """
         groups: list[Group] = []
         for visit in visits:
@@ -1117,7 +1118,7 @@ class ProgramBuilder:
                         ((key, "w" if is_first else "rw"), *group)
                         for key, group in zip(own, summed or [()] * len(own), strict=True)
                     ]
-                    if self._trace.visits[visit].is_head:  # its second pass goes back
+                    if self._trace.visits[visit].is_head:  # its second pass runs in reverse
                         summed.reverse()
                 groups += summed
         return tuple(groups)
@@ -1135,9 +1136,9 @@ class ProgramBuilder:
         return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
-        """Return the activations that a visit writes, or reads: among these are others' that are the same tensors.
+        """Return the activations that a visit writes, or reads. A reused tensor is read from an earlier visit's block.
 
-        Each is written as it is computed; what a micro-batch reads is there together while the unit runs again.
+        Each is written when it is computed. The recompute of a micro-batch reads all of its activations together.
         """
         traced = self._trace.visits[visit]
         places = [
@@ -1151,7 +1152,7 @@ class ProgramBuilder:
         return tuple(((key, mode),) for own in keys for key in own)
 
     def _reused(self, visit: int, group: Sequence[int]) -> frozenset[str]:
-        """Return the activations that a visit reads and that others, earlier in the forward, will need as well."""
+        """Return the activations that a visit reads and that visits earlier in the forward still need."""
         places = self._trace.visits[visit].reused.values()
         return frozenset(activation_key(at, self._slot_of(m), index) for m in group for at, index in places)
 
@@ -1160,11 +1161,11 @@ class ProgramBuilder:
 
 
 def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
-    """Yield for each tick of a pass the ticks that come before it and gather weights.
+    """Yield for each tick of a pass the gather ticks that precede it.
 
     Args:
         ticks: Forward, head and backward of the running model, in order.
-        ahead: how many ticks before it is needed a weight is gathered.
+        ahead: Number of ticks between a gather and the tick that needs the weight.
     """
     waiting = deque(
         Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)
@@ -1179,12 +1180,12 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
 
 
 def _of_kind(kind: str, group: Group) -> Group:
-    """Return the blocks of a group that are of a kind: ``weight`` or ``grad``."""
+    """Return the blocks of one kind in a group: ``weight`` or ``grad``."""
     return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
 
 
 def _is_added_to_held(group: Group) -> bool:
-    """Return whether a group is of other use sites' gradients alone, which are added to one that a tick holds."""
+    """Return whether all gradients of a group are other use sites', which are added to one that a tick holds."""
     gradients = _of_kind("grad", group)
     return bool(gradients) and all(mode == "r" for _, mode in gradients)
 
@@ -1200,7 +1201,7 @@ def layouts_of_unit(graph: ModelGraph, unit: int) -> tuple[str, ...]:
 
 
 def uses_of_layouts(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]]:
-    """Return for every layout the visits that use it, in forward order: its use sites."""
+    """Return the use sites of every layout: the visits that use it, in forward order."""
     uses: dict[str, list[int]] = {name: [] for name in graph.layouts}
     for visit, traced in enumerate(trace.visits):
         for name in layouts_of_unit(graph, traced.unit):
@@ -1217,12 +1218,12 @@ def weight_block(
     in_folder: bool,
     in_place: bool,
 ) -> BlockPlan:
-    """Return the block of a layout's weights where it is one.
+    """Return the block of a layout's weight, if it is one block.
 
     Args:
-        num_elements: How many of them the block holds: all, or a rank's shard.
-        encoding: How the block holds the weights; None: as they are.
-        in_place: it can be read from the folder, if it is there.
+        num_elements: Number of elements in the block: all, or a rank's shard.
+        encoding: Encoding of the weight; None if the block holds the weight itself.
+        in_place: Whether it can be read from the folder, if the folder has it.
     """
     return BlockPlan(
         weight_key(layout.name),
@@ -1236,7 +1237,7 @@ def weight_block(
 
 
 def decoded_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return what the weights take, at most, that one visit decodes; the head's visits are one."""
+    """Return the most bytes of weights that one visit decodes. The head's visits count as one."""
 
     def of_visit(visit: int, unit: int) -> int:
         return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in layouts_of_unit(graph, unit))
@@ -1251,7 +1252,7 @@ def weight_key(layout: str) -> str:
 
 
 def layout_of_key(key: str) -> str:
-    """Return the layout of a block of its weight, state or gradients, given the key of all parts together."""
+    """Return the layout of a block of its weight, state or gradients, given the common key of all parts."""
     return key.rpartition("/")[0]
 
 
@@ -1264,19 +1265,19 @@ def gradient_key(layout: str, use: int) -> str:
 
 
 def part_keys(key: str, num_parts: int) -> list[str]:
-    """Return the keys of the parts of what has ``key`` as a whole: the key itself, if it is not cut."""
+    """Return the keys of the parts of ``key``, or the key itself if there is one part."""
     return [key] if num_parts == 1 else [f"{key}.{part}" for part in range(num_parts)]
 
 
 def stored_keys(key: str, stored: Container[str]) -> list[str]:
-    """Return the keys of ``key``'s parts among stored blocks, in order; none where there is no such block."""
+    """Return the keys of ``key``'s parts among stored blocks, in order; empty if there is no such block."""
     if key in stored:
         return [key]
     return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
 
 
 def kind_of_key(key: str) -> str:
-    """Return what a block is, without its part: ``weight``, ``low``, ``m``, ``grad`` ..."""
+    """Return the kind of a block, without its part: ``weight``, ``low``, ``m``, ``grad`` ..."""
     return key.rpartition("/")[2].partition(".")[0]
 
 
