@@ -1,7 +1,7 @@
-"""What Triton's kernels compute of a step on a GPU, where Triton is installed.
+"""Triton kernels of a step on a GPU with Triton.
 
-Without it torch's operators compute it, with more memory and many more launches. A kernel that is given fake
-tensors makes what it would return, and nothing else: a plan counts the memory.
+Without Triton, torch's operators compute the same with more memory and many more launches. For fake tensors, a function
+only allocates its result, so that a plan counts the memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 _BLOCK_COLUMNS = 1024
-#: Logits of a row whose exponentials are summed at once, by 8 warps.
+#: Logits of a row whose exponentials are summed at once, and their warps.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
-#: Rows of a program of `group_rows`, and with how many others it compares them at once. More take all registers.
+#: Rows of a program of `group_rows`, and rows that it compares them with at once. More rows exceed the registers.
 _BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
-#: Bytes that a thread of a GPU loads and stores at once at most.
+#: Most bytes that a GPU thread loads and stores at once.
 _VECTOR_BYTES = 16
 
 
@@ -43,24 +43,24 @@ def reads_sync_host(device: torch.device) -> bool:
 
 
 def are_for(tensor: Tensor) -> bool:
-    """Return whether there are kernels for tensors on the device of this one."""
+    """Return whether there are kernels for tensors on this tensor's device."""
     return stands_for_gpu(tensor) or (tensor.is_cuda and _kernels_or_none() is not None)
 
 
 def stands_for_gpu(tensor: Tensor) -> bool:
-    """Return whether this is a fake tensor of the CPU in a plan for the GPU of another machine."""
+    """Return whether this is a fake CPU tensor in a plan for the GPU of another machine."""
     return _fakes_are_of_gpu and isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
-    """Trace what a GPU with Triton does, on a machine that may have none: with fake tensors of the CPU.
+    """Trace the work of a GPU with Triton, with fake CPU tensors on a machine that may have neither.
 
-    Else a plan would count the operators that the CPU needs in place of these kernels, of products that add to fp32,
-    and of attention over documents. For the process: the greenlets of a trace have contexts of their own.
+    Otherwise a plan would count the operators that replace these kernels, products that add to fp32, and attention
+    over documents on the CPU. The setting is process-wide, because the greenlets of a trace have separate contexts.
 
     Args:
-        enabled: False: fake tensors stand for what they say.
+        enabled: Whether fake CPU tensors represent GPU tensors.
     """
     global _fakes_are_of_gpu
     before, _fakes_are_of_gpu = _fakes_are_of_gpu, enabled
@@ -88,10 +88,10 @@ def _kernels() -> ModuleType:
 
 
 def row_groups(indexes: Tensor) -> Tensor:
-    """Return what `add_rows` needs to know of indexes [K]: [3, K] int32, on their device.
+    """Return the row order that `add_rows` needs for indexes [K]: [3, K] int32, on their device.
 
-    Rows in the order of their indexes, see `triton_kernels.group_rows`. It is found on the device: the host need not
-    know the indexes, which a model may have changed.
+    Rows are in the order of their indexes, see `triton_kernels.group_rows`. The device computes it, so that the host
+    need not know the indexes, which a model may have changed.
     """
     indexes = indexes.contiguous()
     groups = torch.empty(3, len(indexes), dtype=torch.int32, device=indexes.device)
@@ -113,10 +113,10 @@ def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: 
 
     Args:
         place: [len(held), N] fp32, of contiguous rows.
-        held: which rows of the matrix these are; rows with another index are left out.
-        rows: any float dtype.
-        groups: What ``row_groups`` says of the rows' indexes.
-        ignored: rows with this index are left out, too.
+        held: Range of the matrix's rows in ``place``; rows with an index outside are skipped.
+        rows: Rows to add, any float dtype.
+        groups: Result of ``row_groups`` for the rows' indexes.
+        ignored: Index whose rows are also skipped.
     """
     assert place.dtype == torch.float32 and place.stride(1) == 1, (place.dtype, place.stride())
     num_rows, num_columns = rows.shape
@@ -143,10 +143,10 @@ def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None
     """Look up rows of a part of a matrix.
 
     Args:
-        found: [K, N], contiguous; rows of other parts stay as they are.
-        held: Which rows of the matrix are here.
-        rows: [len(held), N], these rows, any float dtype.
-        indexes: [K], of the rows wanted.
+        found: [K, N], contiguous. Rows of other parts do not change.
+        held: Range of the matrix's rows in this part.
+        rows: [len(held), N], rows of this part, any float dtype.
+        indexes: [K], indexes of the wanted rows.
     """
     assert found.is_contiguous() and rows.stride(1) == 1, (found.stride(), rows.stride())
     num_rows, num_columns = found.shape
@@ -176,16 +176,16 @@ def take_in_logits(
     of_label: Tensor,
     totals: Tensor | None,
 ) -> None:
-    """Go on with cross entropy by the logits of some words, see `triton_kernels.take_in_logits`.
+    """Add the logits of a part of the vocabulary to a cross entropy, see `triton_kernels.take_in_logits`.
 
     Args:
         logits: [rows, columns], any float dtype.
-        labels: [rows] int64, each a word.
-        start: First word.
-        largest: [rows] fp32; -inf before the first word.
-        exponentials: [rows] fp32; 0.
+        labels: [rows] int64, indexes into the vocabulary.
+        start: Vocabulary index of the first column.
+        largest: [rows] fp32; initially -inf.
+        exponentials: [rows] fp32; initially 0.
         of_label: [rows] fp32.
-        totals: [rows] fp32; 0.
+        totals: [rows] fp32; initially 0.
     """
     logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape
@@ -219,16 +219,16 @@ def gradient_of_logits(
     share: float,
     at_label: float,
 ) -> Tensor:
-    """Return the gradient of cross entropy by the logits of some words, in their dtype.
+    """Return the gradient of cross entropy by the logits of a part of the vocabulary, in their dtype.
 
     Args:
         logits: [rows, columns], any float dtype.
-        labels: [rows] int64, each a word.
-        start: First word.
+        labels: [rows] int64, indexes into the vocabulary.
+        start: Vocabulary index of the first column.
         log_sums: [rows] fp32, log of the sum of the exponentials of all logits.
-        weights: [rows] fp32, of the rows; None: 1 / num_items each.
+        weights: [rows] fp32; None for 1 / num_items each.
         z_loss: Factor of the square of ``log_sums`` in the loss.
-        share: Of the target, for every word.
+        share: Share of the target for each column.
     """
     logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape
@@ -256,7 +256,7 @@ def gradient_of_logits(
 
 
 def _unit_of(*matrices: Tensor) -> int:
-    """Return the elements of 16 bytes where they divide the columns, else 1: see `triton_kernels`."""
+    """Return the number of elements in 16 bytes if it divides the columns, else 1: see `triton_kernels`."""
     unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
     return 1 if matrices[0].shape[1] % unit else unit
 
@@ -268,9 +268,9 @@ def _has_vectors(matrix: Tensor) -> bool:
 
 
 def _with_vectors(logits: Tensor) -> Tensor:
-    """Return logits whose columns follow each other, copied where their rows begin anywhere.
+    """Return logits with adjacent columns and aligned rows, copied if necessary.
 
-    The order of a sum then depends on the number of columns alone, and on no address.
+    So the order of a sum depends on the number of columns alone, not on an address.
     """
     if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _has_vectors(logits)):
         return logits
@@ -278,7 +278,7 @@ def _with_vectors(logits: Tensor) -> Tensor:
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for a CUDA device, and weights and logits of a dtype: some seconds, once on a machine."""
+    """Compile the kernels for a CUDA device and a dtype of weights and logits: some seconds, once per machine."""
     zeros = torch.zeros(1, device=device)
     if not are_for(zeros):
         return

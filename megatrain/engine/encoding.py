@@ -1,9 +1,9 @@
-"""How blocks hold a weight where they do not hold the numbers that layers compute with.
+"""Encodings: forms of a weight in its blocks that differ from the numbers that layers compute with.
 
-Most weights lie in their blocks as they are (of bf16 weights the high halves of their masters). For others
-`StepProgram.encodings` has an `Encoding`: which blocks are read in a visit, and what makes the weight of them in the
-compute tier, where it lives for that visit alone. So tiers and links carry the stored form, and no code of the engine
-knows which forms there are: packed bytes of quantized folders are `megatrain/models/packed.py`.
+Most blocks hold their weights themselves (bf16 weights are the high halves of their masters). For other weights,
+`StepProgram.encodings` has an `Encoding`: the blocks that a visit reads, and the function that makes the weight from
+them in the compute tier, for that visit only. So tiers and links carry the stored form, and the engine does not depend
+on any form. `megatrain/models/packed.py` has the packed bytes of quantized folders.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ __all__ = ["AveragedWeight", "Encoding", "decoding_bytes"]
 
 
 class Encoding(Protocol):
-    """How blocks hold the weight of one layout. A value: equal encodings read equal blocks alike."""
+    """Encoding of one layout's weight in blocks. A value: equal encodings read equal blocks in the same way."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """Blocks that are read in the place of the weight's own, one for each part of its state; none: its own one."""
+        """Blocks read in place of the weight's own, one for each part of its state; empty for its own block."""
 
     @property
     def nbytes(self) -> int:
-        """Size of these blocks together, of all ranks."""
+        """Size of these blocks together, over all ranks."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that layers compute in."""
+        """Dtype that layers compute in."""
 
     def decode(self, block: Tensor, weights: Tensor) -> None:
-        """Write the weights that a leased block holds. Kernels are queued, and nothing waits for them.
+        """Write the weights of a leased block. Kernels are queued without synchronization.
 
-        What lies between parameters may be left as it is.
+        Gaps between parameters need not be written.
 
         Args:
-            block: Whole, on the compute device.
-            weights: Flat, of ``dtype``, on the same device, as long as what the block stands for; written.
+            block: Whole block, on the compute device.
+            weights: Flat output, of ``dtype``, on the same device, as long as the decoded block.
         """
 
     def decoding_bytes(self, device: torch.device) -> int:
-        """Return what ``decode`` allocates at once beside block and weights."""
+        """Return the peak bytes that ``decode`` allocates in addition to block and weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragedWeight:
-    """Averages that the optimizer keeps of a weight in fp32, read in its place and rounded for each visit.
+    """fp32 averages of a weight from the optimizer, read in place of the weight and rounded for each visit.
 
     Attributes:
         keys: Blocks of the averages, one for each part of the layout's state.
-        nbytes: Size of these blocks together, of all ranks.
+        nbytes: Size of these blocks together, over all ranks.
     """
 
     keys: tuple[str, ...]
@@ -69,5 +69,5 @@ class AveragedWeight:
 
 
 def decoding_bytes(encodings: Iterable[Encoding], device: torch.device) -> int:
-    """Return what decoding takes at once beside blocks and weights: weights are decoded one after the other."""
+    """Return the peak bytes of decoding in addition to blocks and weights. Weights are decoded one after the other."""
     return max((encoding.decoding_bytes(device) for encoding in encodings), default=0)

@@ -1,4 +1,4 @@
-"""Settings of the process that computes, and failures of its device: deterministic kernels, errors."""
+"""Settings of the computing process, for deterministic kernels, and errors of its device."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = [
 ]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Read by transformers at each call of the package flash-attn, whose backward otherwise adds in the order of arrival.
+#: transformers reads it at each call of the package flash-attn, whose backward otherwise adds in the order of arrival.
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
-#: Settings under which cuBLAS sums in the same order at every run; torch accepts no others.
+#: Settings with which cuBLAS sums in the same order in every run. torch accepts no others.
 _REPEATABLE = (":4096:8", ":16:8")
 
 
 class DeterminismError(RuntimeError):
-    """The process cannot become deterministic any more: why, and what to do."""
+    """The process can no longer become deterministic. The text has the cause and the remedy."""
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, model_type: str, *, enabled: bool = True) -> Iterator[None]:
-    """Run with deterministic kernels; by default some sum with atomics, in the order of arrival.
+    """Run with deterministic kernels. By default some kernels sum with atomics, in the order of arrival.
 
-    Does nothing on the CPU. torch reads cuBLAS's setting once, at the first matrix product on a GPU; importing
-    ``megatrain`` sets it, so that import must come first.
+    Does nothing on the CPU. torch reads cuBLAS's setting once, at the first matrix product on a GPU. The import of
+    ``megatrain`` sets it, so it must precede that product.
 
     Args:
-        model_type: class of the model, for the error about an operation without such a kernel.
-        enabled: False does nothing.
+        model_type: Class of the model, for the error about an operation without a deterministic kernel.
+        enabled: Whether to change anything.
 
     Raises:
-        UnsupportedModelError: the model uses an operation that has no deterministic kernel.
-        DeterminismError: cuBLAS was set up before, without its setting.
+        UnsupportedModelError: If the model uses an operation that has no deterministic kernel.
+        DeterminismError: If cuBLAS was initialized without its setting.
     """
     if device.type == "cpu" or not enabled:
         yield
@@ -55,7 +55,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     os.environ[_FLASH_ATTENTION] = "1"
-    deterministic.fill_uninitialized_memory = False  # would fill every new tensor, and all are written anyway
+    deterministic.fill_uninitialized_memory = False  # True would fill every new tensor, though all are written
     try:
         yield
     except RuntimeError as error:
@@ -77,14 +77,14 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
 
 @contextmanager
 def cublas_setting_read(device: torch.device) -> Iterator[None]:
-    """Have torch read cuBLAS's setting, and keep it out of the environment inside, where products need less time so.
+    """Make torch read cuBLAS's setting, and remove it from the environment inside, which makes products faster.
 
-    To be entered inside ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting
-    once, but parses it again at every product, with regular expressions: 36 us of the host instead of 4
-    (docs/log.md). The setting is the size of the workspace that torch passes to cuBLAS with each product: sums
-    have one order with any size, and all products of a run have the same one. Without the setting it is torch's own
-    size. The workspace of the first product is freed, because torch would pass it on with the new size. A smaller
-    size that a user asks for stays. Later versions of torch parse the setting once, and nothing is done.
+    Enter it inside ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting once, but
+    parses it again at every product, with regular expressions: 36 us of the host instead of 4 (docs/log.md). The
+    setting is the size of the workspace that torch passes to cuBLAS with each product. Sums have one order with any
+    size, and all products of a run use the same size: without the setting, torch's default. The workspace of the first
+    product is freed, because torch would pass it on with the new size. A smaller size set by the user stays in place.
+    Later versions of torch parse the setting once; for them this does nothing.
     """
     global _is_read
     setting = os.environ.get(_CUBLAS)
@@ -105,11 +105,11 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
 
 
 def _parses_setting_once() -> bool:
-    """Return whether torch keeps the size of cuBLAS's workspace: versions do that have a function to change it."""
+    """Return whether torch stores the size of cuBLAS's workspace: versions with a function to change it do."""
     return hasattr(torch.backends.cuda, "cublas_workspace_size")
 
 
-#: Whether torch has read a setting that is not in the environment at present.
+#: Whether torch has read a setting that is now not in the environment.
 _is_read = False
 
 
@@ -140,7 +140,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 
 
 class DeviceError(RuntimeError):
-    """The compute device failed, or its memory ran out: the cause, and what to do."""
+    """The compute device failed or ran out of memory. The text has the cause and the remedy."""
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _failure_of_device(error: BaseException | None) -> BaseException | None:
-    """Return the device's error among the causes of this one: a failed transfer wraps it."""
+    """Return the device's error among the causes of an error: a failed transfer wraps it."""
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Executes the tape of a step: leases the blocks of each op from the store, and does what the tape says of copies.
+"""Execution of a step's tape: leases the blocks of each op from the store, then releases or evicts copies as planned.
 
 A layer lives through a step in this order (docs/reading.md walks through it):
 
@@ -11,7 +11,7 @@ A layer lives through a step in this order (docs/reading.md walks through it):
                 reduce      `GradientAccumulator.add_product`, for each micro-batch
                 release     `TapeStore.released`
 
-Nothing is decided here: what is leased where, fetched, pinned or evicted is on the tape, compiled before the step.
+Nothing is decided here. The tape, compiled before the step, has all leases, fetches, pins and evictions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["TapeExecution"]
 
 
 class TapeExecution:
-    """Goes through the ops of a step, and leases their blocks. Used by the thread that runs the step.
+    """Iteration over the ops of a step, with leases of their blocks. Used by the thread that runs the step.
 
     Attributes:
-        op: The present op; None: none has begun, or the step is over.
-        background: Runs updates beside the layers. The caller of ``start`` leaves it when the step is over.
+        op: The present op; None before the first op and after the step.
+        background: Updates that run concurrently with the layers. The caller of ``start`` exits it after the step.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TapeExecution:
         }
         self._op_bytes = computing_bytes(model.trace, model.program)  # by tick
         self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
-        self._pinned: Mapping[str, Pinned] = {}  # left by the tape before
+        self._pinned: Mapping[str, Pinned] = {}  # left by the previous tape
         self._first_tick = 0
-        self._is_ahead = False  # whether the ops are updates that the schedule has in the next step
+        self._is_ahead = False  # whether the ops are updates that the schedule places in the next step
         self._ops: Iterator[Op] = iter(())
-        self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient's own where it shares a block
+        self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient in a shared block has its own key
         self.op: Op | None = None
         self.background = BackgroundUpdates()
 
@@ -75,9 +75,9 @@ class TapeExecution:
         """Begin the tape of a step.
 
         Args:
-            step: Counted from 0; numbers the ticks as the schedule does.
-            updates: Whether the deferred updates are in it, which the step before left.
-            passes: Whether its own ticks are: forward, head, backward.
+            step: Number of the step from 0, which numbers the ticks like the schedule.
+            updates: Whether to include the deferred updates of the previous step.
+            passes: Whether to include forward, head and backward.
         """
         self._first_tick, self._is_ahead = step * len(self.model.program.ticks), False
         tape = self._tape(updates, passes, self._pinned)
@@ -86,7 +86,7 @@ class TapeExecution:
     def start_updates_ahead(self) -> None:
         """Begin the deferred updates in the step that computed their gradients. All their blocks are used at home.
 
-        The schedule stays where it is: nothing is fetched for them.
+        The schedule does not advance, because nothing is fetched for them.
         """
         self._is_ahead = True
         self._ops = iter(self._tape(True, False, {}).ops)
@@ -105,17 +105,17 @@ class TapeExecution:
         self._pinned = {}
 
     def next_op(self) -> Op | None:
-        """Go to the next op; None after the last one."""
+        """Advance to the next op; return None after the last one."""
         self.op = next(self._ops, None)
         give_back_beyond_limit(self._store, 0 if self.op is None else self._op_bytes[self.op.tick])
         self._uses = {}
         if self.op is not None:
             tick, uses = self.op.tick, self.op.uses
             self._uses = dict(zip(self.own_keys(self.op, uses), uses, strict=True))
-            # Before anything is leased: an update that still runs has the newest contents of its blocks.
+            # This precedes all leases: an update that still runs has the newest contents of its blocks.
             self.background.wait_for([use.key for use in uses])
             if not self._is_ahead:
-                # Before the leases of the op: the prefetcher looks ahead from this tick.
+                # This precedes the leases of the op, because the prefetcher looks ahead from this tick.
                 self._store.advance(self._first_tick + tick)
                 self._activity.come_to(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
         if self._timeline is not None:
@@ -124,32 +124,31 @@ class TapeExecution:
 
     @property
     def present(self) -> Op:
-        """The present op, which must have begun."""
+        """Present op, which must have begun."""
         assert self.op is not None, "no op has begun, or the step is over"
         return self.op
 
     def use(self, key: str) -> Use:
-        """Return the present op's use of a block, by the key of what the block holds."""
+        """Return the present op's use of a block, by the key of the block's contents."""
         return self._uses[key]
 
     def uses(self, key: str) -> bool:
-        """Return whether the present op uses a block, by the key of what the block holds."""
+        """Return whether the present op uses a block, by the key of the block's contents."""
         return key in self._uses
 
     def own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
-        """Return the keys of what an op's blocks hold."""
+        """Return the keys of the contents of an op's blocks."""
         program = self.model.program
-        if not program.occupants:  # a layer has hundreds of blocks
+        if not program.occupants:  # a shortcut, because a layer has hundreds of blocks
             return [use.key for use in uses]
         return [program.contents(op.tick, use.key).key for use in uses]
 
     @contextmanager
     def lease(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Lease blocks of the present op together, then release them as the tape says; yield tensors by key.
+        """Lease blocks of the present op together, then release them as the tape says. Yield tensors by key.
 
         Args:
-            keys: Keys of the blocks; a gradient that shares one goes by its own key, and its tensor is as long as it
-                is.
+            keys: Keys of the blocks. A gradient in a shared block has its own key, and its tensor has its own length.
         """
         op = self.present
         if not keys:
@@ -165,17 +164,17 @@ class TapeExecution:
                     tensor = tensor.narrow(0, 0, self.model.program.contents(op.tick, lease.key).num_elements)
                 tensors[key] = tensor
             yield tensors
-        # After the leases: an eviction writes back, and may read a copy only when nothing writes it any more.
+        # This follows the leases: an eviction writes back, and must not read a copy that is still written.
         self._copies.released(uses, op.tier)
 
     def skip(self, keys: Iterable[str]) -> None:
-        """Go on without leases of the present op that were planned."""
+        """Skip planned leases of the present op."""
         op = self.present
         for key in keys:
             self._copies.skipped(self._uses[key], op.tier)
 
     def pass_over(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
-        """Have nothing fetched ahead for some uses, (tick of this step or the next, key); see the store's."""
+        """Prefetch nothing for some uses, (tick of this step or the next, key); see ``TieredStore.pass_over``."""
         first = self._first_tick
         self._store.pass_over(
             [(first + tick, key) for tick, key in uses], but_not=[(first + tick, key) for tick, key in but_not]

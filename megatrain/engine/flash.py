@@ -1,6 +1,6 @@
-"""The generation of flash attention behind torch's operators: FA2, which torch contains, or a package's FA3 or FA4.
+"""Generation of flash attention behind torch's operators: FA2, which torch contains, or a package's FA3 or FA4.
 
-torch registers a package's kernels for the operators that models call. That concerns the whole process.
+torch registers a package's kernels for the operators that models call. This affects the whole process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FlashKernels = Literal["FA2", "FA3", "FA4"]
 
 _PACKAGES = {"FA3": "flash-attn-3", "FA4": "flash-attn-4"}
 _ARCHITECTURES = {"FA3": "Hopper (H100, H200, GH200)", "FA4": "Blackwell (B200, B300, GB200, GB300)"}
-#: Major compute capability -> kernels made for it. Consumer Blackwell (12) has neither.
+#: Major compute capability -> kernels made for it. There is no package for consumer Blackwell (12).
 _OF_CAPABILITY: dict[int, FlashKernels] = {9: "FA3", 10: "FA4"}
 #: Parts of the names of GPUs, for plans that are made without the GPU.
 _OF_NAME: dict[str, FlashKernels] = {
@@ -38,7 +38,7 @@ _OF_NAME: dict[str, FlashKernels] = {
     **dict.fromkeys(("B100", "B200", "B300"), "FA4"),
 }
 _planned: FlashKernels = "FA2"
-#: Backwards whose bits are compared, and the shape of their queries: heads, tokens, width.
+#: Number of backwards whose bits are compared, and the shape of their queries: heads, tokens, width.
 _NUM_TRIES, _TRIED_SHAPE, _TRIED_KEY_HEADS = 4, (16, 4096, 128), 4
 
 
@@ -46,8 +46,8 @@ def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
     """Return the newest kernels made for a GPU.
 
     Args:
-        device: the GPU, if it is in this machine.
-        planned_gpu: the name of a GPU of another machine; None for one of this machine.
+        device: GPU, if it is in this machine.
+        planned_gpu: Name of a GPU of another machine; None for a GPU of this machine.
     """
     if planned_gpu is None:
         is_nvidia = torch.version.hip is None and torch.version.cuda is not None
@@ -57,9 +57,9 @@ def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
 
 
 def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str | None) -> str:
-    """Return why a GPU cannot compute with kernels, and what to install; "" if it can.
+    """Return why a GPU cannot compute with kernels, and the remedy; "" if it can.
 
-    Packages of another machine are taken to be installed there.
+    Packages on another machine are assumed to be installed.
     """
     if kernels == "FA2":
         return ""
@@ -73,13 +73,13 @@ def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str |
 
 @contextmanager
 def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = None) -> Iterator[None]:
-    """Let torch's flash attention compute with these kernels.
+    """Select the kernels of torch's flash attention.
 
     Args:
-        repeatable_on: device on which a package must give the same bits at every run; None for no check.
+        repeatable_on: Device on which a package must give the same bits in every run; None for no check.
 
     Raises:
-        UnsupportedModelError: torch does not have the choice, or the package is missing or does not work.
+        UnsupportedModelError: If torch does not have the choice, or the package is missing or does not work.
     """
     with _activated(kernels) as reason:
         if reason:
@@ -91,7 +91,7 @@ def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = No
 
 @contextmanager
 def _activated(kernels: FlashKernels) -> Iterator[str]:
-    """Activate kernels; the context is the reason why that failed, or ""."""
+    """Activate kernels; yield the reason for a failure, or ""."""
     attention: Any = torch.nn.attention
     if kernels == "FA2":
         yield ""
@@ -120,14 +120,14 @@ def unsupported_flash(kernels: FlashKernels, reason: str) -> UnsupportedModelErr
 
 
 def check_repeatable(kernels: FlashKernels, device: torch.device) -> None:
-    """Compare the bits of a few backwards: some builds of FA3 ignore the flag that asks for determinism.
+    """Compare the bits of a few backwards, because some builds of FA3 ignore the flag for determinism.
 
     Raises:
-        UnsupportedModelError: they differ.
+        UnsupportedModelError: If the bits differ.
     """
     _compare_backwards(kernels, device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the plan gives this memory to the run
+        torch.cuda.empty_cache()  # the plan assigns this memory to the run
 
 
 def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
@@ -152,9 +152,9 @@ def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
 
 @contextmanager
 def flash_planned(kernels: FlashKernels) -> Iterator[None]:
-    """Let traces count the workspace of these kernels.
+    """Make traces count the workspace of these kernels.
 
-    For the process: the greenlets of a trace have contexts of their own.
+    The setting is process-wide, because the greenlets of a trace have separate contexts.
     """
     global _planned
     before, _planned = _planned, kernels

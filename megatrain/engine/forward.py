@@ -1,19 +1,19 @@
 """Forward and backward of an unmodified model, with weights streamed unit by unit.
 
-How the model is given its weights:
+The model gets its weights in these steps:
 
 1. Every parameter is a placeholder without memory, and every unit's `forward` a stub (`Trunk.prepared`).
 2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
-   hands the call to the engine and suspends the forward (`suspend.py`).
+   passes the call to the engine and suspends the forward (`suspend.py`).
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases its weights, binds them, runs the unit for
-   each of them and releases the weights; the forwards go on with the results (`Trunk.run`).
-4. At the cut before the head the forwards stop for good. `ChunkedHead` runs the head over a few rows of logits at a
-   time, and gives the gradients of the trunk's outputs (`head.py`).
+   each of them and releases the weights. The forwards resume with the results (`Trunk.run`).
+4. The forwards end at the cut before the head. `ChunkedHead` runs the head over a few rows of logits at a time, and
+   returns the gradients of the trunk's outputs (`head.py`).
 5. One `torch.autograd.backward` over the model's own graph reaches the visits in reverse. `UnitVisit.backward` leases
    the weights again, recomputes the unit and accumulates the gradients of its parameters.
 
-Hugging Face's code decides everything but one thing: when a unit's weights are there. In layer order all micro-batches
-pass a unit before any of them reaches the next, so its weights come once per step and direction.
+Hugging Face's code decides everything except the time at which a unit's weights are present. In layer order all
+micro-batches pass a unit before any of them reaches the next, so its weights come once per step and direction.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class NoTrainedTokensError(Exception):
 
 
 class VisitOrderError(Exception):
-    """The model called its units in another order than planned, or than another micro-batch of the step."""
+    """The model called its units in a different order than planned, or than another micro-batch of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +79,8 @@ class QueuedLoss:
     """Loss of one optimizer step that the device may not have computed yet.
 
     Attributes:
-        terms: Scalars on the compute device; the loss is their sum in double precision, in this order (decision 0099).
-        figures: What the loss tells of the step beside its value.
+        terms: Scalars on the compute device. The loss is their sum in double precision, in this order (decision 0099).
+        figures: Metrics of the loss in addition to its value.
     """
 
     terms: tuple[Tensor, ...]
@@ -93,7 +93,8 @@ class SummedLoss:
     """Cross entropy of an evaluation pass.
 
     Attributes:
-        terms: Sums over tokens with a label; added exactly (`math.fsum`), so their grouping does not matter.
+        terms: Sums over tokens with a label. They are added exactly (`math.fsum`), so that their grouping has no
+            effect.
     """
 
     terms: tuple[float, ...]
@@ -102,16 +103,17 @@ class SummedLoss:
 
 @dataclass(frozen=True, slots=True)
 class PassOrder:
-    """In which order, and in which pieces of logits, a pass is computed.
+    """Order of a pass, and pieces of its logits.
 
     Attributes:
-        by: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time. Both
+        by: "layer" for all micro-batches of a unit before the next unit; "micro_batch" for one micro-batch at a time.
+        Both
             give the same bits.
-        head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
-            gradient: keep it the same between runs that are compared.
-        head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model
-            takes whole logits. None takes the default.
-        parts_in_turn: Have all rows pass a part of the vocabulary before the next one; it changes no bits.
+        head_rows: Rows of logits at a time; None for the model's default. It changes bits of the head's weight
+        gradient, so
+            runs to be compared need the same value.
+        head_columns: Columns of the vocabulary at a time, which change bits also; 0 for whole logits; None for the
+        default. parts_in_turn: Whether all rows pass a part of the vocabulary before the next part. It changes no bits.
     """
 
     by: Literal["layer", "micro_batch"] = "layer"
@@ -121,20 +123,21 @@ class PassOrder:
 
 
 class LayerRunner:
-    """Computes loss and gradients of a step, or the loss of an evaluation pass.
+    """Computation of loss and gradients of a step, or of the loss of an evaluation pass.
 
     Not thread-safe: one step at a time, on one thread. Each pass raises `VisitOrderError` if the model does not call
     its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
 
     Args:
-        trace: Expected visits, which the forward is checked against; None: no check.
-        objective: Label smoothing and noise; None: plain cross entropy.
-        recompute: What is kept of the forward for the backward. The weights of visits whose graphs are kept must stay
-            unchanged and in place from one to the other.
-        context: Makes the context that forward and backward of a pass run in; None: that of the graph's converters.
+        trace: Expected visits, which the forward is checked against; None for no check. objective: Loss and noise; None
+        for plain cross entropy. recompute: Forward results kept for the backward. The weights of visits with kept
+        graphs must stay unchanged and in
+            place between forward and backward.
+        context: Makes the context in which forward and backward of a pass run; None for the graph's converters'
+        context.
 
     Attributes:
-        bounds: Every unit's module with slots for its weights, by index.
+        bounds: Modules of all units with slots for their weights, by index.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class LayerRunner:
         )
 
     def _make_stand_in(self) -> PartWeight | None:
-        """Return what stands for the weight that makes the logits, if they may come in parts."""
+        """Return the stand-in for the weight that makes the logits, if they may come in parts."""
         if self._plan is None or self._plan.cut_weight is None:
             return None
         name = self._plan.cut_weight
@@ -197,7 +200,7 @@ class LayerRunner:
 
     @property
     def visits(self) -> VisitSequence:
-        """The visits of the running pass, without the head's."""
+        """Visits of the running pass, without the head's."""
         return self._trunk.visits
 
     @property
@@ -207,7 +210,7 @@ class LayerRunner:
 
     @property
     def head_columns(self) -> int:
-        """Words of the vocabulary at a time; 0 if logits are whole."""
+        """Columns of the vocabulary at a time; 0 if logits are whole."""
         return self._head_columns
 
     @property
@@ -224,9 +227,9 @@ class LayerRunner:
 
     @property
     def by_part_in_head(self) -> frozenset[str]:
-        """Owner's name of the weight whose gradient the head can make part by part; nothing where it cannot.
+        """Owner's name of the weight whose gradient the head can make part by part; empty if it cannot.
 
-        Gradients of other weights of the head would be summed in another order.
+        Other weights of the head rule this out, because their gradients would be summed in a different order.
         """
         if self._plan is None or not self._head_columns or not self._plan.borders:
             return frozenset()
@@ -250,20 +253,21 @@ class LayerRunner:
         first_number: int = 0,
         size: object = None,
     ) -> QueuedLoss:
-        """Queue forward and backward of all micro-batches on the current stream; gradients go to the access.
+        """Queue forward and backward of all micro-batches on the current stream. Gradients go to the access.
 
         No host sync.
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-                With what the loss reads beside them (``base.batch_keys.LOSS_KEYS``) all have it, or none.
-            num_items: Trained tokens that the loss is the mean over; None: those of these micro-batches.
+            Either all
+                of them have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``), or none has.
+            num_items: Number of trained tokens to average over; None for the tokens of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
-            first_number: Number in the step of the first of these micro-batches.
-            size: What the loss needs to know of the whole step (``Loss.size_of_step``); None: these are all of it.
+            first_number: Number of the first of these micro-batches in the step.
+            size: Data about the whole step (``Loss.size_of_step``); None if these micro-batches are all of it.
 
         Raises:
-            NoTrainedTokensError: no position has a label, or the loss is a mean over no tokens.
+            NoTrainedTokensError: If no position has a label, or the loss is a mean over no tokens.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = [count_labels(labels) for labels in shifted]
@@ -283,7 +287,7 @@ class LayerRunner:
         }
         size = loss.size_of_step(micro_batches, shifted) if size is None else size
         try:
-            # All groups at once: staging a second time would wait for the copies of the first.
+            # All groups at once: a second staging would wait for the copies of the first.
             batches, rows, placed = self._micro_batches.place(dict(enumerate(micro_batches)), labelled, read)
             by_number = {number: loss.of_micro_batch(read[number], placed[number], size) for number in numbers}
             for group in groups:
@@ -295,14 +299,14 @@ class LayerRunner:
         return QueuedLoss(tuple(losses), sum(counts), figures)
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
-        """Run the forward of all micro-batches in eval mode, each unit for all of them before the next.
+        """Run the forward of all micro-batches in eval mode, each unit for all of them before the next unit.
 
-        The loss is plain cross entropy: no dropout, no objective, no auxiliary terms. Only hidden states live between
-        units; activation blocks, gradients and random states of training are not touched.
+        The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states live between
+        units. Activation blocks, gradients and random states of training do not change.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
-        # Those without a label add nothing; but the ticks are planned, so one micro-batch has to run.
+        # Micro-batches without a label add nothing. But the ticks are planned, so one micro-batch has to run.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
         with self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows):
             losses = self._forward_pass(batches, rows, counts)
@@ -315,7 +319,7 @@ class LayerRunner:
         """Yield micro-batches and their labelled rows on the compute device, for forwards in eval mode.
 
         Args:
-            shifted: Labels [B * S] for the next token, on the host, by number of the micro-batches that run.
+            shifted: Labels [B * S] of the next tokens, on the host, by number of the micro-batches to run.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -337,18 +341,18 @@ class LayerRunner:
         temperature: float = 1.0,
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> list[TokenScores]:
-        """Run the forward of all micro-batches in eval mode, and return what it says of the places with a label.
+        """Run the forward of all micro-batches in eval mode, and return the scores of positions with a label.
 
-        Nothing but hidden states lives between units. A micro-batch's scores do not depend on the others of the call.
+        Only hidden states live between units. A micro-batch's scores do not depend on the others of the call.
 
         Args:
             on_hidden: Called with the number of each micro-batch and its last hidden states [B, S, H].
 
         Returns:
-            For each micro-batch the scores of its places with a label (that of the token after it), row by row.
+            Scores of each micro-batch's positions with a label (the next token), row by row.
 
         Raises:
-            UnsupportedModelError: there are no hidden states to be had.
+            UnsupportedModelError: If the hidden states are not available.
         """
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
         with self._evaluating(micro_batches, shifted) as (batches, rows):
@@ -362,7 +366,7 @@ class LayerRunner:
         temperature: float,
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> Iterator[TokenScores]:
-        """Yield the scores of one group of micro-batches, which are on the compute device; see `score`."""
+        """Yield the scores of one group of micro-batches on the compute device; see `score`."""
         with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
@@ -381,12 +385,12 @@ class LayerRunner:
                 yield joined_scores([top.scores()])
 
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Run the forward of all micro-batches as `evaluate` does; return the logits that each one's gives.
+        """Run the forward of all micro-batches as `evaluate` does, and return their logits.
 
-        For models whose forward is not cut before its head: those that say a few numbers of a text, or of a token.
+        For models whose forward is not cut before its head: those with a few outputs per text or token.
 
         Returns:
-            For each micro-batch its `logits` on the host, as the model's class shapes them.
+            `logits` of each micro-batch on the host, in the shape of the model's class.
         """
         assert self._plan is None, "logits of words come in pieces"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
@@ -404,14 +408,14 @@ class LayerRunner:
         return hidden
 
     def log_probs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
-        """Run the forward as `evaluate` does; return the log-probability of each row's labels, by micro-batch.
+        """Run the forward as `evaluate` does, and return the log-probability of each row's labels, by micro-batch.
 
         Args:
-            micro_batches: As in `queue`; what losses read beside labels is not looked at.
+            micro_batches: As in `queue`. Extra inputs of losses are ignored.
         """
         shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
         counts = [[count_labels(row) for row in labels] for labels in shifted]
-        # The ticks are planned, so one micro-batch has to run even if none has a label.
+        # The ticks are planned, so one micro-batch has to run even without a label.
         chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
         labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
         with self._evaluating(micro_batches, labels_of_chosen) as (batches, rows), self._trunk.prepared():
@@ -442,8 +446,8 @@ class LayerRunner:
         """Run forward and backward over one group of micro-batches and return their loss terms.
 
         Args:
-            rows: Positions that have a label, and their shifted labels.
-            first_number: Number in the step of the micro-batch with number 0.
+            rows: Positions with a label, and their shifted labels.
+            first_number: Number of micro-batch 0 in the step.
         """
         with (
             torch.enable_grad(),
@@ -453,7 +457,7 @@ class LayerRunner:
         ):
             outputs = self._trunk.run(batches, seed, first_number)
             losses, roots, grads = self._run_heads(outputs, batches, rows, losses_by_number, num_items)
-            del outputs  # what the backward does not start from is freed before it
+            del outputs  # frees tensors that the backward does not start from
             self._trunk.check_visit_count()
             self.visits.start_backward()
             if roots:
@@ -467,7 +471,7 @@ class LayerRunner:
         rows: Mapping[int, LabelledRows],
         counts: Mapping[int, int],
     ) -> list[Tensor]:
-        """Run the forward alone and return loss terms that are sums over tokens."""
+        """Run only the forward, and return loss terms that are sums over tokens."""
         with self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
@@ -491,7 +495,7 @@ class LayerRunner:
         if self._plan is None:
             for number, output, _ in outputs:
                 count = len(rows[number][1])
-                if count:  # the model's own loss is a mean; without a label it would be one over no tokens
+                if count:  # the model's own loss is a mean; without a label it would be a mean over no tokens
                     losses.append(output["loss"].detach() * (count / num_items))
                     roots.append(output["loss"])
                     grads.append(torch.full_like(output["loss"], count / num_items))
@@ -512,7 +516,7 @@ class LayerRunner:
         outputs: Sequence[SuspendedOutput],
         losses_by_number: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
-        """Yield the head and its inputs, with the trunk's stubs out of its units; without losses, of an evaluation."""
+        """Yield the head and its inputs, with its units unstubbed. Without losses, the head is for an evaluation."""
         assert self._plan is not None
         plan, first = self._plan, len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(plan.units)]
@@ -549,7 +553,7 @@ class LayerRunner:
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model's buffers to a device; those that are one tensor stay one."""
+    """Move a model's buffers to a device. Buffers that share a tensor still share one afterwards."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -563,12 +567,12 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
-#: Number of a micro-batch, the result of its forward, and the state of its random stream at the end.
+#: Number of a micro-batch, result of its forward, and final state of its random stream.
 SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
 
 
 class _TrunkReached(BaseException):
-    """Leaves a forward at the cut. Not an `Exception`, so that no model code catches it."""
+    """Signal that aborts a forward at the cut. No `Exception`, so that model code does not catch it."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -583,16 +587,14 @@ def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trunk:
-    """Runs the forwards of all micro-batches to the cut before the head, or to their end where there is no cut.
+    """Forwards of all micro-batches up to the cut before the head, or to their end without a cut.
 
     Args:
-        visits: Takes those of the running pass; has what they share.
-        bounds: Every unit's module with slots for its weights, by index.
-        head: Where the model is cut; None: its forward runs to the end.
-        trace: Expected visits, which the forward is checked against; None: no check.
-        mirror: Entered while a model's own code runs: the host mirror of its inputs. None: it reads them from the
-            device.
-        recompute: What visits keep of their forward for the backward.
+        visits: Sequence to which the running pass appends its visits, with their shared state. bounds: Modules of all
+        units with slots for their weights, by index. head: Plan with the cut of the model; None if its forward runs to
+        the end. trace: Expected visits, which the forward is checked against; None for no check. mirror: Host mirror of
+        the inputs, active while a model's own code runs; None if that code reads from the device. recompute: Forward
+        results that visits keep for the backward.
     """
 
     def __init__(
@@ -624,10 +626,10 @@ class Trunk:
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:
-        """Run the forward of every micro-batch, in the current grad mode; to be called inside `prepared`.
+        """Run the forward of every micro-batch, in the current grad mode. Requires the `prepared` context.
 
         Args:
-            first_number: Number in the step of the micro-batch with number 0.
+            first_number: Number of micro-batch 0 in the step.
         """
         self.visits.clear()
         anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
@@ -645,12 +647,12 @@ class Trunk:
         try:
             for forward in forwards:
                 forward.start()
-            # In lockstep: all forwards wait at the same unit, it runs for each of them, and all go on to the next.
+            # In lockstep: all forwards wait at the same unit, it runs for each of them, and all continue to the next.
             while any(forward.call is not None for forward in forwards):
                 visit, waiting = self._next_visit(forwards, anchor)
                 results = visit.forward(waiting)
                 for forward in waiting:
-                    forward.resume(results.pop(0))  # popped, so that a result is freed once its forward used it
+                    forward.resume(results.pop(0))  # popped, so that a result is freed after its forward used it
         finally:
             for forward in forwards:
                 forward.close()
@@ -667,7 +669,7 @@ class Trunk:
     def _next_visit(
         self, forwards: Sequence[SuspendedForward], anchor: Tensor
     ) -> tuple[UnitVisit, list[SuspendedForward]]:
-        """Return the next visit, and the forwards that wait at it: all of them, unless some may leave the unit out."""
+        """Return the next visit and the forwards that wait at it: all, unless some may skip the unit."""
         number = len(self.visits)
         units = self._graph.units
         waiting = self._at_optional_unit(number, forwards)
@@ -694,9 +696,9 @@ class Trunk:
     def _at_optional_unit(
         self, number: int, forwards: Sequence[SuspendedForward]
     ) -> tuple[int, list[SuspendedForward]] | None:
-        """Return the unit of a visit that forwards may leave out, with those that wait at it; None: it is no such.
+        """Return the unit of a visit that forwards may skip, and the forwards that wait at it; None for other units.
 
-        A planned visit takes place for none as well, so that what moves in a step does not depend on the data.
+        A planned visit also takes place without a waiting forward, so that traffic does not depend on the data.
         """
         optional = self._graph.optional_units
         unit: int | None = None
@@ -710,7 +712,7 @@ class Trunk:
         return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
-        """Make a visit, with the policies that the plan has for it."""
+        """Make a visit with its planned policies."""
         visits, access, random = self.visits, self.visits.access, self.visits.random
         planned = None if self._trace is None else self._trace.visits[number]
         keeping: GraphKeeping | InputSaving = GraphKeeping(random)
@@ -734,7 +736,7 @@ class Trunk:
         return visit
 
     def _saved_results(self, number: int, planned: TracedVisit | None) -> Callable[[], SavedResults] | None:
-        """Return what makes the results of a visit that saves some."""
+        """Return the factory of the results of a visit that saves some."""
         if number not in self._recompute.saving:
             return None
         with_products = number in self._recompute.saved_results
@@ -747,13 +749,13 @@ class Trunk:
 
         def forward(suspended: SuspendedForward) -> Any:
             try:
-                # Containers own parameters that the model uses itself: copies of them live as long as the forward.
+                # The model itself uses parameters of containers: their copies live as long as the forward.
                 for unit in containers:
                     values = suspend(UnitCall(unit.index, (), {}, None))
                     for leaf, value in values.items():
                         suspended.bind(unit.module._parameters, leaf, value)
                 return self._graph.model(**batch, **options)
-            except _TrunkReached as reached:  # the cut: the rest of the model's forward is left to the head phase
+            except _TrunkReached as reached:  # the head phase runs the rest of the model's forward
                 return reached.output
 
         return forward

@@ -1,11 +1,11 @@
-"""What the C library does with memory of tensors that were freed: it goes back to the system, or to the next tensors.
+"""Treatment of freed tensor memory by the C library: return to the system, or reuse for the next tensors.
 
-Pages that go back are made and zeroed anew for the next tensor, which takes a step on the CPU a fifth longer (decision
-0085). Pages that stay lie in holes between what lives, and no plan counts holes. So a run that computes on the CPU
-keeps them within an op, and from op to op as far as the plan has room: the memory that the next op computes in must
-not make the process larger than the plan says. By default glibc keeps them all, of tensors of up to 32 MiB.
+Returned pages are created and zeroed again for the next tensor, which makes a step on the CPU a fifth longer (decision
+0085). Kept pages are in holes between live memory, and no plan counts holes. So a run that computes on the CPU keeps
+them within an op, and between ops as far as the plan has memory: with the memory of the next op, the process must not
+become larger than planned. By default glibc keeps all pages of tensors of up to 32 MiB.
 
-Settings are those of the process, also of what runs in it beside. Nothing here does anything with other C libraries.
+Settings affect the whole process, including other work in it. With other C libraries this module does nothing.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ __all__ = ["freed_memory_kept", "give_back_beyond_limit", "give_back_freed_memor
 
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Tensors from this size on are mapped alone, and so given back as they are freed: where all are to be given back, and
-#: where they are kept, the largest that glibc takes from its heap. Smaller ones share the heap.
+#: Tensors from this size on are mapped separately, and so returned when they are freed. The first size is for returning
+#: all memory. The second, for keeping it, is the largest that glibc takes from its heap. Smaller tensors share the
+#: heap.
 _GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
-#: Of the end of the heap, glibc gives back no less by itself; the most that mallopt takes.
+#: Least free end of the heap that glibc returns by itself: the most that mallopt accepts.
 _NEVER = 2**31 - 1
-#: Freed memory that is kept where the process takes more than was foreseen: giving back takes milliseconds, too.
+#: Freed memory that is kept if the process takes more than planned, because each return costs milliseconds.
 _ROOM_BESIDE_OTHERS = 16 * MiB
-#: Of Linux: pages of this process, the second number those that are resident.
+#: Linux file with the pages of this process; the second number counts resident pages.
 _STATM = "/proc/self/statm"
 
-#: Of each run that is open, by its store: resident memory of the process before an op, with the bytes that it takes.
+#: Store of each open run -> limit of the process's resident memory before an op plus the bytes of the op.
 _limits: dict[object, int] = {}
 
 
 def give_back_freed_memory() -> None:
-    """Have large tensors of the CPU given back to the system as soon as they are freed, in this process."""
+    """Return large CPU tensors of this process to the system as soon as they are freed."""
     _set_thresholds(_GIVEN_BACK_FROM, 2 * _GIVEN_BACK_FROM)
 
 
 @contextmanager
 def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
-    """Inside, have memory of freed tensors kept for the next ones, and given back where the process takes more.
+    """Keep memory of freed tensors for the next tensors, inside, and return it if the process exceeds the limit.
 
-    After the last run large tensors are given back as they are freed.
+    After the last run, large tensors are returned as soon as they are freed.
 
     Args:
-        store: Of the run whose ops look.
+        store: Store of the run whose ops check the limit.
         limit_bytes: Most resident memory of the process, with the bytes that the op computes in.
     """
     if os.path.exists(_STATM) and _set_thresholds(_NEVER_KEPT_FROM, _NEVER):
@@ -66,16 +67,16 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
 
 
 def give_back_beyond_limit(store: object, op_bytes: int) -> None:
-    """Give all freed memory back if an op of a run may not begin with it: some microseconds where it may."""
+    """Return all freed memory to the system if an op would exceed its limit. Otherwise it takes some microseconds."""
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()
-        # What is still there was not free: somebody else in the process took it, and it will not go at the next op.
+        # The remaining excess was not free: other code in the process took it, and will keep it at the next op.
         _limits[store] = max(limit, _resident_bytes() + op_bytes + _ROOM_BESIDE_OTHERS)
 
 
 def trim() -> None:
-    """Give all whole pages of freed memory back to the system."""
+    """Return all whole pages of freed memory to the system."""
     malloc_trim = _function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
@@ -87,7 +88,7 @@ def _resident_bytes() -> int:
 
 
 def _set_thresholds(mapped_from: int, trimmed_from: int) -> bool:
-    """Return whether the C library took both."""
+    """Set both thresholds. Return whether the C library accepted them."""
     mallopt = _function("mallopt")
     return mallopt is not None and bool(
         mallopt(_M_MMAP_THRESHOLD, mapped_from) and mallopt(_M_TRIM_THRESHOLD, trimmed_from)

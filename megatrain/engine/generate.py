@@ -1,9 +1,9 @@
-"""Generation with streamed weights: transformers' own ``generate``, which stops at every unit of every forward.
+"""Generation with streamed weights: transformers' own ``generate``, suspended at every unit of every forward.
 
-All micro-batches generate in lockstep, each in a greenlet of its own (``suspend.py``): one token of all of them is one
-pass over the units, so each weight comes once for a token of the whole batch. What the model's cache holds of a layer
-lies in a block of the store while the layer does not run, and is put back into the cache for the time that it does.
-So tokens are those of ``generate``: its masks, its cache, its sampling, in its order.
+All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). One token of every prompt is one
+pass over the units, so each weight comes once per token of the whole batch. While a layer does not run, a block of the
+store has the layer's tensors of the model's cache; for the run they are put back into the cache. So tokens equal those
+from ``generate``, which has the same masks, cache and sampling, in the same order.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _ALIGNMENT_BYTES = 64
 
 
 class GenerationAccess(WeightAccess, Protocol):
-    """Blocks of a generation, as the running model asks for them."""
+    """Blocks of a generation, requested by the running model."""
 
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
-        """Lease the bytes of what the cache holds of a visit and micro-batch, uint8 [N]; None: it holds nothing."""
+        """Lease the bytes of the cache for a visit and micro-batch, uint8 [N]; None if the cache holds nothing."""
 
 
 class GenerationRunner:
-    """Runs functions that call a model's forward again and again, all of them in lockstep.
+    """Runner of functions that call a model's forward repeatedly, all in lockstep.
 
     Args:
-        bounds: Every unit's module with slots for its weights, by index; None: they are made.
-        trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
-        num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
-        any_rank: Among ranks, which all run as many passes, returns whether one of them goes on, given whether
-            this one does; a collective. None: there is one process.
+        bounds: Modules of all units with slots for their weights, by index; None to create them. trace: Visits of a
+        forward, which each forward is checked against; None for no check. num_micro_batches: Planned micro-batches.
+        Cache blocks of missing micro-batches are leased like the others. any_rank: Collective that returns whether any
+        rank continues, given whether this rank does. All ranks run the same
+            number of passes. None for a single process.
 
     Attributes:
-        kept_nbytes: Visit -> what the cache of the first micro-batch held of it at the end of the last run.
+        kept_nbytes: Visit -> bytes of the first micro-batch's cache at the end of the last run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GenerationRunner:
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
         self._graph, self._access, self._device = graph, access, device
-        assert any_rank is None or trace is not None, "ranks walk through what was planned"
+        assert any_rank is None or trace is not None, "several ranks need planned visits"
         self._any_rank = any_rank
         self._num_micro_batches = num_micro_batches
         move_buffers(graph.model, device)
@@ -98,20 +98,20 @@ class GenerationRunner:
         seeds: Sequence[int],
         on_pass: Callable[[int], None] = lambda number: None,
     ) -> list[Any]:
-        """Run functions to their ends; each is one micro-batch's ``generate``, or a forward.
+        """Run functions to their ends. Each is one micro-batch's ``generate``, or a forward.
 
         Args:
-            functions: Call the graph's model, as often as they like, in eval mode.
-            caches: Caches of transformers that the functions give to the model.
-            seeds: One for the random stream of each.
-            on_pass: Called before each pass over the units, with its number.
+            functions: Functions that call the graph's model any number of times, in eval mode.
+            caches: Caches of transformers that the functions pass to the model.
+            seeds: Seed of each function's random stream.
+            on_pass: Called with the number of each pass over the units before the pass.
 
         Returns:
-            What the functions returned.
+            The results of the functions.
 
         Raises:
-            VisitOrderError: forwards call different units, or others than planned.
-            UnsupportedModelError: the model keeps something beside its cache.
+            VisitOrderError: If forwards call different units, or other units than planned.
+            UnsupportedModelError: If the model keeps tensors outside of its cache.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -150,7 +150,7 @@ class GenerationRunner:
             if not units:
                 if self._any_rank is None or planned is None:
                     return
-                units = {planned[visit]}  # the prompts of other ranks go on
+                units = {planned[visit]}  # the prompts of other ranks continue
             if len(units) > 1:
                 names = sorted(self._graph.units[unit].name for unit in units)
                 raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
@@ -165,11 +165,11 @@ class GenerationRunner:
     def _run_visit(
         self, visit: int, bound: BoundUnit, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
     ) -> list[Callable[[], None]]:
-        """Run a unit for every forward that waits at it; return what resumes them."""
+        """Run a unit for every forward that waits at it. Return functions that resume the forwards."""
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
         calls = [forward.call for forward in forwards if forward.call is not None]
-        if not calls:  # as much moves on a rank whose prompts have ended
+        if not calls:  # the same blocks are leased on a rank whose prompts have ended
             with self._access.weights(bound.unit, visit):
                 for number in range(max(len(forwards), self._num_micro_batches)):
                     with self._access.cache_room(visit, number):
@@ -181,7 +181,7 @@ class GenerationRunner:
             bound.look_up(calls)
             turn = 0
             for forward, cache in zip(forwards, kept, strict=True):
-                # Also of those that have ended: what moves in a pass does not depend on the tokens.
+                # Ended forwards also lease, because the traffic of a pass does not depend on the tokens.
                 with self._access.cache_room(visit, forward.micro_batch) as room:
                     if forward.call is None:
                         continue
@@ -197,7 +197,7 @@ class GenerationRunner:
         return resumes
 
     def _usable(self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]) -> Mapping[str, Tensor | MatrixParts]:
-        """Return weights as a unit's own forward takes them: the head's whole; rows are looked up in the parts."""
+        """Return weights in the form that a unit's own forward takes: the head's whole, others possibly in parts."""
         if unit.module is not self._graph.model.get_output_embeddings():
             return weights
         return {name: self._made_whole(name, each) for name, each in weights.items()}
@@ -216,7 +216,7 @@ class GenerationRunner:
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Replace all weights by placeholders, the forwards of all units by stubs, and have containers at hand."""
+        """Replace all weights by placeholders and all units' forwards by stubs, and load containers on each forward."""
         containers = [unit for unit in self._graph.units if unit.is_container]
         model = self._graph.model
         forward = model.forward
@@ -241,7 +241,7 @@ def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _CacheTensor:
-    """A tensor of a cache that lies in a block: where it belongs, and where it is."""
+    """Tensor of a cache that is stored in a block: its place in the cache, and its start in the block."""
 
     holder: Any  # a dict, or a list
     key: Any
@@ -251,16 +251,16 @@ class _CacheTensor:
 
 
 class _KeptCache:
-    """What a cache of transformers holds, visit by visit: in blocks, with placeholders in its place.
+    """Tensors of a transformers cache, stored in blocks visit by visit, with placeholders in the cache.
 
     Args:
-        cache: Its layers hold tensors, or lists and dicts of them.
+        cache: Cache whose layers hold tensors, or lists and dicts of them.
     """
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._of_visit: dict[int, list[_CacheTensor]] = {}
-        self._absent: set[int] = set()  # ids of placeholders, which the cache holds as long as they are in here
+        self._absent: set[int] = set()  # ids of placeholders, which the cache references while they are in the set
 
     @property
     def nbytes(self) -> dict[int, int]:
@@ -270,7 +270,7 @@ class _KeptCache:
 
     @contextmanager
     def inside(self, visit: int, room: Tensor | None) -> Iterator[None]:
-        """Have what the cache holds of a visit in it; afterwards what it has got is in the room again."""
+        """Load the visit's tensors into the cache. Afterwards store its present tensors in the room."""
         for each in self._of_visit.get(visit, ()):
             assert room is not None, visit
             nbytes = each.shape.numel() * each.dtype.itemsize
@@ -285,7 +285,7 @@ class _KeptCache:
         if room is None:
             return
         taken = [holder[key] for holder, key in found]
-        # What did not change is a view of the room, and its place may be another one now.
+        # An unchanged tensor is a view of the room, and its place in the room may have moved.
         taken = [each.clone() if _shares(each, room) else each for each in taken]
         kept, start = [], 0
         for (holder, key), tensor in zip(found, taken, strict=True):
@@ -300,7 +300,7 @@ class _KeptCache:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the room of a tensor in a block."""
+    """Return the bytes of a tensor in a block, with alignment."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -309,7 +309,7 @@ def _shares(tensor: Tensor, room: Tensor) -> bool:
 
 
 def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (holder, key) of every tensor of floating-point numbers that the layers of a cache hold; others are few."""
+    """Yield (holder, key) of every floating-point tensor in the layers of a cache. Other tensors are few."""
     for layer in cache.layers:
         yield from _places_in(vars(layer))
 
@@ -329,11 +329,11 @@ def frozen_program(
     compute_tier: str,
     frozen: FrozenWeights,
 ) -> StepProgram:
-    """Return a program without ticks: the weights of a model that is not trained, a block for each layout."""
+    """Return a program without ticks: the weights of a model that is not trained, one block for each layout."""
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
         encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place
-        # Adapters are in a folder of their own, and read into a block.
+        # Adapters are in a separate folder, and are read into a block.
         has_it = frozen.in_folder and not layout.trainable
         block = weight_block(layout, layout.num_elements, graph.dtype, encoding, in_folder=has_it, in_place=stays)
         blocks[block.key] = block
@@ -349,15 +349,16 @@ def generation_program(
     num_micro_batches: int,
     is_first: bool,
 ) -> StepProgram:
-    """Return the program of one pass: a token of every prompt, or in the first one all tokens of the prompts.
+    """Return the program of one pass: a token of every prompt, or, in the first pass, all tokens of the prompts.
 
-    Of several ranks each has some of the prompts, and a shard of each weight, which all gather before each visit.
+    With several ranks, each rank has some of the prompts and a shard of each weight. All ranks gather before each
+    visit.
 
     Args:
-        program: With the weights; of a training step, of which only what outlives it is there.
-        trace: Visits of a forward, none of which is of a head.
-        cache_nbytes: Visit -> what the cache holds of it at its fullest, for one micro-batch.
-        is_first: Nothing is in the cache yet.
+        program: Program with the weights. From a program of training, only durable blocks are used.
+        trace: Visits of a forward, without visits of a head.
+        cache_nbytes: Visit -> most bytes of its cache for one micro-batch.
+        is_first: Whether the cache is still empty.
     """
     blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
     ticks: list[Tick] = []
@@ -390,9 +391,9 @@ def generation_program(
 
 
 def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
-    """Return what the head's weight takes in the compute tier where its blocks are parts of it.
+    """Return the bytes of the head's whole weight in the compute tier, if its blocks are parts.
 
-    Of several ranks it is gathered whole.
+    0 with several ranks, which gather it whole.
     """
     if not program.sharding.shards.are_whole:
         return 0

@@ -1,4 +1,4 @@
-"""What is known of the gradients of a step: which parameters got one, at which use site, and their norms."""
+"""Gradients of a step: parameters with a gradient, by use site, and norms."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StepGradients:
     Attributes:
         lanes: Lanes in which this process adds the gradients of micro-batches.
         uses: Layout -> the visits that use it, in forward order. The backward reaches the first one last.
-        squared_norms: Layout -> squared norm of its complete gradient. On a device a scalar there: reading it would be
-            a host sync in the middle of the step.
-        with_gradient: Layout -> parameters that got a gradient in this step.
+        squared_norms: Layout -> squared norm of its complete gradient. On a device it is a scalar there: reading it
+            would synchronize the host in the middle of the step.
+        with_gradient: Layout -> parameters with a gradient in this step.
     """
 
     def __init__(self, model: StreamedModel, threads: KernelThreads) -> None:
@@ -41,13 +41,13 @@ class StepGradients:
         self.with_gradient: dict[str, set[str]] = {}
 
     def start_step(self, scales: LayerScales | None) -> None:
-        """Forget the step before.
+        """Reset the state of the previous step.
 
         Args:
-            scales: Judges each gradient when it is complete; None: the norm of the whole step decides.
+            scales: Judges each gradient when it is complete; None if the norm of the whole step decides.
         """
         self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self.uses.items()}
-        # New ones: an update that is still to be made has those of the step before.
+        # New objects: a pending update uses the previous step's.
         self.squared_norms, self.with_gradient, self._scales = {}, {}, scales
 
     def use_of(self, name: str, visit: int) -> int:
@@ -59,7 +59,7 @@ class StepGradients:
         return self._filled[name][self.use_of(name, visit)]
 
     def note_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
-        """Note that parameters of a layout got a gradient at a use site."""
+        """Record that parameters of a layout got a gradient at a use site."""
         self.filled_at(name, visit).update(parameters)
 
     def filled(self, name: str) -> set[str]:
@@ -75,20 +75,20 @@ class StepGradients:
                 sum_gradients(block, other, self.threads)
 
     def add_to_norm(self, name: str, part: int, block: torch.Tensor) -> None:
-        """Take in a part of a layout's complete gradient."""
+        """Add a part of a layout's complete gradient to its norm."""
         self._norms.setdefault(name, SquaredNorm(self.threads)).add(part, block)
 
     def add_all_to_norm(self, name: str, blocks: Sequence[torch.Tensor]) -> None:
-        """Take in all parts of a layout's complete gradient."""
+        """Add all parts of a layout's complete gradient to its norm."""
         self._norms.setdefault(name, SquaredNorm(self.threads)).add_all(blocks)
 
     def complete(self, name: str, visit: int) -> None:
-        """Take the norm of a gradient whose parts have all been taken in, if this is the use site that sums them."""
+        """Take the norm of a gradient whose parts were all added, if this is the use site that sums them."""
         if visit == self.uses[name][0] and name in self._norms:
             self.settle(name, self._norms.pop(name).total(), self.filled(name))
 
     def settle(self, name: str, squared: float | torch.Tensor, filled: set[str]) -> None:
-        """Note the norm of a complete gradient, and which parameters got one."""
+        """Record the norm of a complete gradient, and its parameters with a gradient."""
         self.with_gradient[name] = filled
         self.squared_norms[name] = squared
         if self._scales is not None:

@@ -1,6 +1,6 @@
-"""Runs whose graphs are kept from the forward to the backward: nothing is offloaded, nothing runs again.
+"""Runs whose graphs are kept from the forward to the backward, without offloading and recompute.
 
-The weights must stay in place, unchanged, until that backward; the plan sees to it (`program.keeping_graphs`).
+The weights must stay in place, unchanged, until that backward; the plan ensures it (`program.keeping_graphs`).
 docs/decisions/0015-keep-graphs-where-memory-is-left.md
 """
 
@@ -26,7 +26,7 @@ __all__ = ["GraphKeeping", "KeptGraph", "version_probe"]
 
 
 class GraphKeeping:
-    """Keeps the graph of each run of a visit."""
+    """Strategy that keeps the graph of each run of a visit."""
 
     runs_again = False
 
@@ -38,20 +38,21 @@ class GraphKeeping:
     ) -> tuple[CapturedResult, KeptGraph]:
         """Run the unit and keep its graph."""
         leaves = run.leaves()
-        # Without autocast's cache: a cached cast of a weight is one node of the graph for all its uses, and its
-        # gradients are added in another order than in the recompute, which has no cache.
+        # Without autocast's cache: a cached cast of a weight is one graph node for all its uses, so gradients would be
+        # added in a different order than in the recompute, which has no cache.
         result = run.compute(run.with_activations(leaves), self._random, keep_graph=True, cache_enabled=False)
         return result, KeptGraph(run.micro_batch, leaves, result.outputs, weights)
 
 
 class KeptGraph(KeptRun):
-    """The graph of one run, kept from its forward to its backward. It has no blocks.
+    """Graph of one run, kept from its forward to its backward. It has no blocks.
 
-    It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
+    It holds autograd's saved tensors, and the inputs that need a gradient. It holds outputs only if autograd saved
+    them.
 
     Args:
-        streams: The activations among the inputs: leaves of this graph.
-        weights: Leaves of the trainable weights that the run had, by owner's name.
+        streams: Activations among the inputs, which are leaves of this graph.
+        weights: Leaves of the run's trainable weights, by owner's name.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class KeptGraph(KeptRun):
         self._outside: list[Tensor] = []
 
     def note_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
+        """Record the aliases of the outputs that the rest of the model gets, and may change in place."""
         self._outside = [version_probe(alias) for alias in aliases]
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Yield the graph, whose leaves are those of the forward.
+        """Yield the graph, whose leaves are the forward's leaves.
 
         Autograd refuses the backward if the graph needs an output that was changed in place since. The graph and the
-        rest of the model share the outputs' memory but not their version counters: bumping the inner ones makes
-        autograd refuse what it refuses in plain PyTorch, and nothing else.
+        rest of the model share the outputs' memory but not their version counters. Incrementing the inner counters
+        makes autograd raise exactly the errors of plain PyTorch.
         """
         for inside, outside in zip(self._inside, self._outside, strict=True):
             if outside._version:
@@ -84,7 +85,7 @@ class KeptGraph(KeptRun):
 
 
 def version_probe(tensor: Tensor) -> Tensor:
-    """Return an empty tensor whose `_version` is that of `tensor`, now and after `tensor` is gone."""
+    """Return an empty tensor that shares the `_version` of `tensor`, also after `tensor` is deleted."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

@@ -1,14 +1,14 @@
-"""The head phase: a model's loss and its gradients, computed over a few rows of logits at a time.
+"""Head phase: a model's loss and its gradients, computed over a few rows of logits at a time.
 
 Logits are the largest activation of a step: [tokens, vocabulary] in fp32. So the model is cut behind its decoder (the
-*trunk*). The head, which is all that follows, runs on pieces of the hidden states that have a label. Each piece calls
-the model's own `forward` with a stub for the trunk: norms, scaling and soft caps of logits stay Hugging Face's code.
+*trunk*). The head is the rest of the model. It runs on pieces of the hidden states that have a label. Each piece calls
+the model's own `forward` with a stub for the trunk, so norms, scaling and soft caps of logits stay Hugging Face's code.
 
-Where what follows the last product is elementwise, a piece is computed for a part of the vocabulary at a time, in two
-passes (`vocabulary.py`): the first for the loss, the second, over the parts in reverse, for the gradients. The second
-makes the logits of a part again, unless the graph of its first pass was kept, which changes no bits.
+If only elementwise operations follow the last product, a piece is computed for a part of the vocabulary at a time, in
+two passes (`vocabulary.py`): the first for the loss, the second, in reverse order, for the gradients. The second pass
+recomputes the logits of a part, unless the graph of its first pass was kept, which changes no bits.
 
-`plan_head` finds the cut by trying it (`head_plan.py`), `HeadModel` is what runs behind it (`head_model.py`),
+`plan_head` finds the cut by a trial run (`head_plan.py`). `HeadModel` runs the model behind it (`head_model.py`).
 `HeadWeights` has its weights (`head_weights.py`), and `ChunkedHead` runs the pieces through the two passes.
 """
 
@@ -44,14 +44,14 @@ HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeadTiling:
-    """How the logits of a micro-batch are cut: rows into pieces, the vocabulary into parts.
+    """Partition of the logits of a micro-batch: rows into pieces, the vocabulary into parts.
 
     Attributes:
-        columns: Words per part of the vocabulary, at most; 0: logits are whole.
+        columns: Most columns per part of the vocabulary; 0 if logits are whole.
         kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
             no bits.
-        in_turn: Have all rows pass a part of the vocabulary before the next one, so that one part is needed at a time;
-            nothing is kept then. It changes no bits.
+        in_turn: Whether all rows pass a part of the vocabulary before the next part, so that one part is needed at a
+            time. Then nothing is kept. It changes no bits.
     """
 
     vocab_size: int
@@ -62,10 +62,10 @@ class HeadTiling:
 
 
 class ChunkedHead:
-    """Runs the head of all micro-batches of a pass: their loss, and the gradients of their trunk's outputs.
+    """Head of all micro-batches of a pass: computes their loss, and the gradients of their trunk's outputs.
 
     Attributes:
-        figures: What the loss tells of the micro-batches that were run.
+        figures: Metrics of the loss over the micro-batches that were run.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChunkedHead:
     ) -> Iterator[tuple[int, list[Tensor], list[Tensor], list[Tensor]]]:
         """Yield `(micro-batch, loss terms, tensors that cross the cut, their gradients)` for each output, in order.
 
-        Weights and gradient accumulators of the head are leased once for all of them.
+        Weights and gradient accumulators of the head are leased once for all outputs.
         """
         with ExitStack() as stack:
             if self._tiling.in_turn and self._tiling.columns:
@@ -102,9 +102,9 @@ class ChunkedHead:
                 yield (item.micro_batch, *result)
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return summed losses of the pieces of all outputs, in order. To be called in `no_grad`.
+        """Return summed losses of the pieces of all outputs, in order. Requires `no_grad`.
 
-        Weights are leased once for all of them.
+        Weights are leased once for all outputs.
         """
         losses: list[Tensor] = []
         with ExitStack() as stack:
@@ -125,9 +125,9 @@ class ChunkedHead:
         return losses
 
     def score(self, outputs: Sequence[TrunkOutput], k: int, temperature: float) -> Iterator[TokenScores]:
-        """Yield what the model says of the rows of each output with a label, on the host. To be called in `no_grad`.
+        """Yield the scores of the rows of each output with a label, on the host. Requires `no_grad`.
 
-        Weights are leased once for all of them.
+        Weights are leased once for all outputs.
         """
         with ExitStack() as stack:
             self._weights.bound(stack)
@@ -143,12 +143,12 @@ class ChunkedHead:
                 yield joined_scores(found)
 
     def _resume(self, item: TrunkOutput) -> None:
-        """Continue a micro-batch where its trunk ended: its random stream, and the progress shown."""
+        """Restore a micro-batch's state at the end of its trunk: its random stream, and the displayed progress."""
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
     def _run_one(self, item: TrunkOutput, num_items: int, leaves: Leaves) -> HeadResult:
-        """Run all pieces of one micro-batch, one after the other: their weights are all there."""
+        """Run all pieces of one micro-batch, one after the other. All weights are available."""
         losses: list[Tensor] = []
         leaves.at(item)
         hidden_grad = self._hidden_grad(item)
@@ -162,9 +162,10 @@ class ChunkedHead:
         return self._result(item, num_items, losses, hidden_grad)
 
     def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
-        """Return the loss of a micro-batch that compares rows, and add its gradients to those of weights and rows.
+        """Return the loss of a micro-batch that compares rows, and add its gradients to the sums for weights and rows.
 
-        All of its rows are taken in before the gradient of any: what is compared is spread over pieces.
+        All rows are added to the loss before any gradient is computed, because the compared rows are spread over
+        pieces.
         """
         rows = self._take_in_rows(item, num_items)
         loss = self._compare(item, rows)
@@ -175,7 +176,7 @@ class ChunkedHead:
         return loss
 
     def _take_in_rows(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
-        """Have all pieces of a micro-batch pass all parts of the vocabulary; copies of their rows are not kept."""
+        """Pass the logits of all pieces and parts of a micro-batch to the loss. Copies of the rows are not kept."""
         rows: list[RowsLoss] = []
         for piece in self._pieces(item, num_items, takes_logits=True):
             assert piece.loss is not None
@@ -185,19 +186,19 @@ class ChunkedHead:
         return rows
 
     def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
-        """Return the loss of a micro-batch that compares rows, all of which were taken in."""
+        """Return the loss of a micro-batch that compares rows, after all rows were added."""
         loss, figures = item.loss.compare(rows)
         self.figures += figures
         return loss
 
     def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
-        """Return the parts of the vocabulary; None, for all of it, where logits are whole."""
+        """Return the parts of the vocabulary; one None, for all of it, if logits are whole."""
         return self._weights.parts if self._tiling.columns else [None]
 
     def log_probs(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return the log-probabilities of all labels, in order, for each output. To be called in `no_grad`.
+        """Return the log-probabilities of all labels, in order, for each output. Requires `no_grad`.
 
-        Weights are leased once for all of them.
+        Weights are leased once for all outputs.
         """
         with ExitStack() as stack:
             self._weights.bound(stack)
@@ -217,14 +218,15 @@ class ChunkedHead:
     def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
         """Run all pieces of all micro-batches, part by part of the vocabulary.
 
-        The bits are those of ``_run_one``: what is computed of a piece and a part is the same, as is each sum's order.
+        The bits equal those from ``_run_one``: each piece and part has the same operations, and each sum the same
+        order.
         """
         units = self._weights.bound(stack)
         with self._model.without_auxiliary_loss():
             pieces = [list(self._pieces(item, num_items)) for item in outputs]
             together = [piece for own in pieces for piece in own]
             self._take_in_all(together)
-            if self._weights.passes:  # the second pass is another tick: each block comes once in a tick
+            if self._weights.passes:  # the second pass is a separate tick: each block comes once per tick
                 stack.close()
                 units = self._weights.bound(stack)
             leaves = self._weights.leaves(stack, units)
@@ -249,7 +251,7 @@ class ChunkedHead:
         return results
 
     def _take_in_all(self, pieces: Sequence[HeadRows]) -> None:
-        """Have all pieces pass a part of the vocabulary before the next one, for their loss."""
+        """Pass the logits of all pieces to the loss, one part of the vocabulary after the other."""
         for block in self._weights.blocks():
             with block as parts:
                 for part in parts:
@@ -273,9 +275,9 @@ class ChunkedHead:
         """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves.
 
         Args:
-            num_items: Rows with a label of the whole step.
-            takes_logits: Have the loss take in logits that are whole as well, in place of the model's own function.
-            compared: The losses of the pieces, of which the logits were taken in before; None: they are made.
+            num_items: Rows with a label in the whole step.
+            takes_logits: Whether the loss also takes whole logits, in place of the model's own function.
+            compared: Losses of the pieces, which already have all logits; None to create them.
         """
         in_parts = takes_logits or self._tiling.columns > 0
         hidden: Tensor = item.output["last_hidden_state"]
@@ -306,7 +308,7 @@ class ChunkedHead:
         return losses, crossing, grads
 
     def _run_piece(self, piece: HeadRows, num_items: int, leaves: Leaves) -> Tensor:
-        """Return the loss of a piece, and add its gradients to those of its weights and of its rows."""
+        """Return the loss of a piece, and add its gradients to the sums for its weights and rows."""
         if piece.loss is None:
             loss = self._model.loss(piece.item, piece.output, piece.labels, num_items)
             leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
@@ -319,9 +321,9 @@ class ChunkedHead:
         return piece.loss.loss()
 
     def _take_in(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
-        """Take in the logits of a part, None: of all, for the loss; keep them with their graph for the second pass."""
+        """Add the logits of a part to the loss, None for all logits. Keep them with their graph for the second pass."""
         assert piece.loss is not None
-        # Not `no_grad`: the kernels must be those of the second pass.
+        # Not `no_grad`, because the second pass must use the same kernels.
         saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
         with saving:
             logits = self._model.logits(piece.item, piece.output, part)
@@ -330,7 +332,7 @@ class ChunkedHead:
             piece.kept.append(logits)
 
     def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: Leaves) -> None:
-        """Add the gradients that come by the logits of a part, made again unless they were kept."""
+        """Add the gradients of a part's logits, which are recomputed unless they were kept."""
         assert piece.loss is not None
         logits = piece.kept.pop() if piece.kept else self._model.logits(piece.item, piece.output, part)
         trained = [part.weight] if part is not None and part.weight.requires_grad else []

@@ -1,6 +1,6 @@
-"""The head of a model as its own forward computes it: logits, loss and auxiliary loss of some rows.
+"""Head of a model, computed by the model's own forward: logits, loss and auxiliary loss of some rows.
 
-The model's `forward` is called with a stub for the trunk: norms, scaling and soft caps of logits stay Hugging Face's.
+The model's `forward` runs with a stub for the trunk, so norms, scaling and soft caps of logits stay Hugging Face's.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class HeadRows:
     """Some rows of a micro-batch.
 
     Attributes:
-        output: The trunk's output with these rows alone.
-        leaf: Their hidden states [1, rows, H].
-        loss: Their loss; None: the model's own loss function computes it.
-        kept: Logits that the second pass need not make again, by part.
-        gradient: Of the leaf so far: of a single part in its dtype, a sum in fp32.
+        output: The trunk's output with only these rows.
+        leaf: Hidden states of the rows, [1, rows, H].
+        loss: Loss of the rows; None if the model's own loss function computes it.
+        kept: Logits kept for the second pass, by part.
+        gradient: Gradient of the leaf so far: of a single part in its dtype, a sum in fp32.
     """
 
     item: TrunkOutput
@@ -71,7 +71,7 @@ class HeadRows:
     gradient: Tensor | None = None
 
     def note_gradient(self, total: Tensor | None) -> None:
-        """Write the leaf's gradient into that of the trunk's output [B * S, H]."""
+        """Write the leaf's gradient into the gradient of the trunk's output [B * S, H]."""
         if total is not None:
             assert self.gradient is not None
             total.index_copy_(0, self.rows, self.gradient[0].to(total.dtype))
@@ -79,10 +79,10 @@ class HeadRows:
 
 
 class HeadModel:
-    """What a model computes behind its trunk.
+    """The part of a model behind its trunk.
 
     Args:
-        stand_in: Stands for the weight that makes the logits, which come in parts; None: they are whole.
+        stand_in: Stand-in for the weight that makes the logits in parts; None if logits are whole.
 
     Attributes:
         has_auxiliary_loss: Whether the loss has an auxiliary term of the routers.
@@ -94,11 +94,11 @@ class HeadModel:
         self._accepts_use_cache = accepts_use_cache(model)
 
     def without_auxiliary_loss(self) -> AbstractContextManager[None]:
-        """Switch the routers' auxiliary loss off: it is computed once per micro-batch, not per piece."""
+        """Switch off the routers' auxiliary loss, which is computed once per micro-batch, not per piece."""
         return without_auxiliary_loss(self._model)
 
     def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
-        """Return the logits [rows, words of the part, None: all] that the model's own forward makes."""
+        """Return the logits [rows, columns of the part or all] that the model's own forward makes."""
         if part is not None and self._is_product:
             assert self._stand_in is not None
             with self._stand_in.at(part):
@@ -115,8 +115,8 @@ class HeadModel:
     def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
         """Return the routers' term of a micro-batch, times its share of the step's labels, and add its gradients.
 
-        The head runs once on a row without a loss of its own. Rows without a label do not count, as if they were not
-        in the micro-batch.
+        The head runs once on a row without a loss. Rows without a label do not count, as if the micro-batch did not
+        have them.
         """
         outer: list[Tensor] = []
         inner: list[Tensor] = []
@@ -136,7 +136,7 @@ class HeadModel:
         for key, value in rest.items():
             full[key] = value
         if self._stand_in is not None:
-            # Its logits are dropped: one word, whose weight need not be there.
+            # Its logits are dropped. One column is enough, and its weight need not be leased.
             word = torch.zeros(1, self._stand_in.shape[1], dtype=self._stand_in.dtype, device=hidden.device)
             loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
         else:
@@ -152,9 +152,9 @@ class HeadModel:
         return loss.detach() * share
 
     def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
-        """Run the model's own forward with a part of its logits, which go to ``made``, and cross entropy taken as 0.
+        """Run the model's own forward with a part of its logits, or all for None. Append the logits to ``made``.
 
-        None: with all of them.
+        The cross entropy is replaced by 0.
         """
         assert part is None or self._stand_in is not None
         at_part = nullcontext() if part is None or self._stand_in is None else self._stand_in.at(part)
@@ -171,7 +171,7 @@ class HeadModel:
         return found
 
     def _call(self, item: TrunkOutput, trunk_output: Any, labels: Tensor, num_items: int) -> Any:
-        """Run the model's own forward behind the trunk; labels [1, rows] are shifted already."""
+        """Run the model's own forward behind the trunk. Labels [1, rows] are already shifted."""
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
         with installed_stubs({self._trunk: lambda *args, **kwargs: trunk_output}):
             return self._model(
@@ -180,7 +180,7 @@ class HeadModel:
 
 
 def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tensor]:
-    """Return an attention mask without the rows that have no label; nothing if the micro-batch is a single row."""
+    """Return an attention mask without the rows that have no label; empty if the micro-batch is a single row."""
     num_rows, length = hidden.shape[:2]
     mask = item.batch.get("attention_mask")
     if num_rows == 1 or (mask is not None and mask.dim() != 2):
@@ -193,7 +193,7 @@ def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tenso
 
 @contextmanager
 def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
-    """Switch the routers' auxiliary loss off: it is computed once per micro-batch, not per piece."""
+    """Switch off the routers' auxiliary loss, which is computed once per micro-batch, not per piece."""
     configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
     try:
         for config in configs.values():

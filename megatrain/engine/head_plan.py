@@ -1,4 +1,4 @@
-"""Where a model is cut before its head, found by trying the head on made-up rows on the meta device."""
+"""Cut of a model before its head, found by running the head on invented rows on the meta device."""
 
 from __future__ import annotations
 
@@ -32,18 +32,15 @@ _COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPlan:
-    """Where a model is cut.
+    """Cut of a model before its head.
 
     Attributes:
-        trunk: The submodule whose output the head starts from.
-        units: Units that run after the cut, in order of their first call.
-        vocab_size: Columns of the logits.
-        cut_weight: Owner's name of the weight whose product the logits are, if they may come a part of the vocabulary
-            at a time.
-        logit_nbytes: What the graph of one logit takes from the last product to the loss.
-        borders: Rows of the cut weight that its parts begin with, the first one left out.
-        is_product: Whether the logits are the product of the trunk's output with the cut weight, and nothing else: then
-            a part of them is made without the model's forward, which would be called for every piece and part.
+        trunk: Submodule whose output the head starts from. units: Units that run after the cut, in order of their first
+        call. vocab_size: Columns of the logits. cut_weight: Owner's name of the weight whose product the logits are, if
+        they may come in parts of the vocabulary. logit_nbytes: Bytes of one logit's graph from the last product to the
+        loss. borders: First rows of the cut weight's parts, without the first part's. is_product: Whether the logits
+        are only the product of the trunk's output with the cut weight. If so, a part of them
+            is made without the model's forward, which would otherwise run for every piece and part.
     """
 
     trunk: nn.Module
@@ -55,26 +52,26 @@ class HeadPlan:
     is_product: bool = False
 
     def ranges(self, columns: int) -> list[tuple[int, int]]:
-        """Return the words of each part of the vocabulary; none has words of two blocks of the weight's gradient."""
+        """Return the columns of each part of the vocabulary. A part never spans two blocks of the weight's gradient."""
         return vocabulary_ranges(self.vocab_size, columns, self.borders)
 
     @property
     def default_columns(self) -> int:
-        """Words per part of the vocabulary; 0: logits must be whole. From the model alone, as it decides about bits."""
+        """Columns per part of the vocabulary; 0 if logits must be whole. Only the model decides: bits depend on it."""
         return _COLUMNS if self.cut_weight is not None else 0
 
     def default_rows(self, columns: int) -> int:
-        """Return the rows per piece for so many words per part; from the model alone, as they decide about bits.
+        """Return the rows per piece for a number of columns per part. Only the model decides: bits depend on it.
 
-        Whole logits: 64 MiB in fp32, a multiple of 64 rows.
+        Whole logits of a piece take 64 MiB in fp32, in a multiple of 64 rows.
         """
         return _ROWS if columns else max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
 
 
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
-    """Return where to cut the model; None if its loss cannot be computed in pieces.
+    """Return the cut of the model; None if its loss cannot be computed in pieces.
 
-    The head is tried on the meta device: it must call `loss_function` once, with logits of the given rows and with the
+    The head runs on the meta device. It must call `loss_function` once, with logits of the given rows and with the
     shifted labels passed through, and return its value unchanged.
     """
     model = graph.model
@@ -89,7 +86,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     probe = _HeadProbe(graph, candidates)
     try:
         probe.run()
-    except Exception:  # whatever fails on made-up rows cannot run on pieces
+    except Exception:  # a model that fails on invented rows cannot run on pieces
         return None
     if len(probe.trunks) != 1 or len(probe.losses) != 1 or probe.has_own_term:
         return None
@@ -111,7 +108,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
 
 
 def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
-    """Return the rows that parts of a weight begin with, if it is alone in its layout and parts are whole rows."""
+    """Return the first rows of a weight's parts, if it is alone in its layout and parts are whole rows."""
     for layout in graph.layouts.values():
         if len(layout.entries) == 1 and layout.entries[0].name == name:
             return layout.first_rows[1:]
@@ -119,9 +116,9 @@ def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
 
 
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
-    """Return the weight of which a part can make a part of the logits, if a head that was tried has one.
+    """Return the weight whose parts can make parts of the logits, if the head has one in the trial run.
 
-    A head with more weights than that one and a bias would run them again for every part: its logits are made whole.
+    A head with more weights, apart from a bias, would run them again for every part: its logits are made whole.
     """
     if whole.cut_weight is None:
         return None
@@ -135,18 +132,18 @@ def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Head
     half = _HeadProbe(graph, candidates, num_columns)
     try:
         half.run()
-    except Exception:  # it reshapes its logits by the size of the vocabulary, or has an operand of that size
+    except Exception:  # the head reshapes its logits by the size of the vocabulary, or has an operand of that size
         return None
     is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
     return whole.cut_weight if is_same else None
 
 
 class _HeadProbe:
-    """Tries a model's head on made-up rows on the meta device.
+    """Trial run of a model's head on invented rows on the meta device.
 
     Args:
-        candidates: Submodules around the layers, outermost first; the first one that the model calls is the trunk.
-        num_columns: Make so many columns of the logits; None: all.
+        candidates: Submodules around the layers, outermost first. The first one that the model calls is the trunk.
+        num_columns: Number of columns of the logits; None for all.
 
     Attributes:
         trunks: Candidates that were called.
@@ -170,7 +167,7 @@ class _HeadProbe:
         self._rows = self._loss = torch.empty(0, device="meta")
 
     def run(self) -> None:
-        """Run the head; raises what the model's code raises."""
+        """Run the head. Errors of the model's code propagate."""
         model = self._graph.model
         embedding = model.get_output_embeddings()
         config = self._graph.config.get_text_config()
@@ -222,7 +219,7 @@ class _HeadProbe:
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
             self.is_product = self._cut.is_product(logits, self._rows)
-            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # not the weight
+            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # without the weight
             graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
             self.logit_nbytes = sum(sizes.values())
@@ -230,7 +227,7 @@ class _HeadProbe:
                 self._loss = logits.sum()
                 return self._loss
             with self._cut.paused():
-                value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
+                value = loss_function(*args, **kwargs)  # autograd saves no logits here, only results of them
             self._loss = value
             return value
 
@@ -251,7 +248,7 @@ def _rows_only_output(rows: Tensor) -> Any:
 
 # -- whether a head can be cut --------------------------------------------------------------------------------------
 
-#: Operators that leave the columns alone if their result has as many.
+#: Operators that keep the columns if their result has the same number of them.
 _KEEPERS = frozenset(
     {
         torch.ops.aten._to_copy.default,
@@ -272,18 +269,18 @@ class _Product:
     def __init__(self, owner: str, rows: Tensor, bias: Tensor | None) -> None:
         self.owner, self.rows, self.bias = owner, rows, bias
         self.is_cuttable = True
-        self.is_changed = False  # an operator makes something of it before the loss
+        self.is_changed = False  # whether an operator changes it before the loss
 
 
 class CutProbe:
-    """Watches a head's forward on made-up rows: which weight makes the logits, and may they come part by part?
+    """Observer of a head's forward on invented rows: finds the weight that makes the logits, and whether it can be cut.
 
-    They may if that weight is used once, by `F.linear`, if nothing is drawn at random, and if all that happens to its
-    columns until the loss is elementwise, with operands that are the same for every word.
+    Logits may come in parts under three conditions: `F.linear` uses the weight once, nothing is drawn at random, and
+    all operations on its columns before the loss are elementwise, with operands that are equal for all columns.
 
     Args:
-        weights: the head's parameters, by their owner's name.
-        num_columns: make so many columns alone, which a model that can be cut does not notice; None: all.
+        weights: The head's parameters, by their owner's name.
+        num_columns: Number of columns to make, which a cuttable model does not notice; None for all.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], num_columns: int | None = None) -> None:
@@ -291,18 +288,18 @@ class CutProbe:
         self._num_columns = num_columns
         self._products: list[_Product] = []
         self._used_otherwise: set[str] = set()
-        self._columns: dict[int, tuple[Tensor, _Product]] = {}  # with the tensor, so that its id is not used again
+        self._columns: dict[int, tuple[Tensor, _Product]] = {}  # keeps the tensor, so that its id is not reused
         self._draws = self._is_paused = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what runs inside."""
+        """Observe the code that runs inside."""
         with _Functions(self), _Operators(self):
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not watch what runs inside: the loss."""
+        """Ignore the code that runs inside: the loss."""
         self._is_paused = True
         try:
             yield
@@ -318,16 +315,16 @@ class CutProbe:
         return product.owner if uses == 1 and product.owner not in self._used_otherwise else None
 
     def is_product(self, logits: Tensor, rows: Tensor) -> bool:
-        """Return whether the logits are the product of these rows with the weight, and nothing else."""
+        """Return whether the logits are only the product of these rows with the weight."""
         if self.weight_of(logits) is None:
             return False
         _, product = self._columns[id(logits)]
-        # Transformers slices the rows that are to have logits: all of them, in training.
+        # Transformers slices the rows that need logits: all of them, in training.
         is_whole = product.rows._base is rows and product.rows.shape == rows.shape
         return not product.is_changed and product.bias is None and (product.rows is rows or is_whole)
 
     def on_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function of torch, noting products with the head's weights, and other uses of them."""
+        """Run a function of torch. Record products with the head's weights, and other uses of them."""
         owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
         result = func(*args, **kwargs)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -344,7 +341,7 @@ class CutProbe:
         return result
 
     def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what an operator does to columns."""
+        """Record the effect of an operator on columns."""
         if self._is_paused:
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -362,7 +359,7 @@ class CutProbe:
 
 
 def _keeps_columns(func: Any, args: Any, columns: Tensor, others: list[Tensor], result: Any) -> bool:
-    """Return whether an operator computes each column by itself, all of them alike."""
+    """Return whether an operator computes each column independently and in the same way."""
     if not isinstance(result, Tensor) or result.shape[-1:] != columns.shape[-1:]:
         return False
     if func is torch.ops.aten.slice.Tensor:

@@ -1,4 +1,4 @@
-"""The weights of a head while it runs: leases of them and of their gradients, whole or by parts of the vocabulary."""
+"""Weights of a running head: leases of weights and gradients, whole or in parts of the vocabulary."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadWeights", "Leaves"]
 
-#: Units of the head with the number of each one's visit, and their trainable weights by name.
+#: Units of the head with the number of each unit's visit, and their trainable weights by name.
 BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaves:
-    """The trained weights of a head, by visit and name, and where their gradients go, by visit."""
+    """Trained weights of a head, by visit and name, and sinks of their gradients, by visit."""
 
     weights: dict[tuple[int, str], Tensor]
     sinks: dict[int, GradientSink]
 
     def at(self, item: TrunkOutput) -> None:
-        """Go on to a micro-batch."""
+        """Advance to a micro-batch."""
         for sink in self.sinks.values():
             sink.at(item.micro_batch)
 
     def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
-        """Run a graph's backward, and add what it gives to the gradients of the weights and of the piece's rows.
+        """Run a graph's backward, and add its gradients to the sums for the weights and the piece's rows.
 
         Args:
-            trained: More leaves of the graph, with targets that their gradients go to.
+            trained: More leaves of the graph, with targets that receive their gradients.
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
@@ -59,16 +59,16 @@ class Leaves:
 
 
 class HeadWeights:
-    """Leases the weights of a head, and their gradients.
+    """Leases of the weights of a head, and of their gradients.
 
     Args:
-        bounds: The head's units and the number of each one's visit.
-        cut_weight: Owner's name of the weight that makes the logits, where they come in parts; "": they are whole.
-        stand_in: Stands for that weight; None: logits are whole.
-        ranges: Words of each part of the vocabulary, `(start, stop)`.
+        bounds: The head's units and the number of each unit's visit.
+        cut_weight: Owner's name of the weight that makes the logits in parts; "" if logits are whole.
+        stand_in: Stand-in for that weight; None if logits are whole.
+        ranges: Columns of each part of the vocabulary, `(start, stop)`.
 
     Attributes:
-        parts: The parts of the vocabulary whose weight is there until the weights go; none where it passes.
+        parts: Parts of the vocabulary whose weight stays leased until the stack closes; empty if the weight passes.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HeadWeights:
         return self._passing is not None
 
     def bound(self, stack: ExitStack) -> BoundWeights:
-        """Lease and bind the weights of all units until the stack closes; return unit, visit, trainable leaves."""
+        """Lease and bind the weights of all units until the stack closes. Return unit, visit, trainable leaves."""
         if self._bounds:
             self._access.begin("head", self._bounds[0][1])
         units: BoundWeights = []
@@ -100,7 +100,7 @@ class HeadWeights:
             if self._stand_in is not None and self._cut in weights:
                 weight = stack.enter_context(bound.replaced(self._cut, self._stand_in))
                 self.parts = self._parts_of(weight, stack)
-                stack.callback(self.parts.clear)  # views of what is leased
+                stack.callback(self.parts.clear)  # the parts are views of leased blocks
             units.append((bound, visit, own))
         return units
 
@@ -117,7 +117,7 @@ class HeadWeights:
     def blocks(self) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
         """Yield the blocks of the weight that are leased in turn, with their parts of the vocabulary, in order.
 
-        Where everything is there, it is one block.
+        If all parts are leased, they are one block.
         """
         weight = self._passing
         if weight is None:
@@ -128,7 +128,7 @@ class HeadWeights:
     def places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
         """Yield the blocks of weight and gradient that are leased in turn, with their parts of the vocabulary.
 
-        The last ones come first. Where everything is there, it is one place.
+        The last ones come first. If all parts are leased, they are one place.
         """
         sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
         weight = self._passing
@@ -147,7 +147,7 @@ class HeadWeights:
         return nullcontext()
 
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
-        """Return the parts of the vocabulary whose weight is there until the stack closes: none where it passes."""
+        """Return the parts of the vocabulary whose weight stays leased until the stack closes; empty if it passes."""
         self._passing = None
         if not isinstance(weight, PartedWeight):
             return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
@@ -193,7 +193,7 @@ def _vocabulary_parts(
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add a part's gradient of a piece to the sum, in fp32; that of a single part is passed on."""
+    """Add a part's gradient of a piece to the sum, in fp32. A single part's gradient is returned unchanged."""
     if total is None or gradient is None:
         return gradient if total is None else total
     return total.float().add_(gradient)

@@ -1,18 +1,18 @@
-"""A step of which every rank owns a shard of each block, and computes some of the micro-batches.
+"""Step on several ranks: every rank owns a shard of each block, and computes some of the micro-batches.
 
-`Ranks` has the hooks of the executor (`leased.ShardingHooks`) of a process that has shards of blocks. The weights that
-the running model gets are full copies, gathered from the shards of all ranks; its gradients are summed in memory of
-their own, which an exchange cuts into shards and adds up in the order of lanes (`ranks/lanes.py`). Leases, updates and
-traffic of shards are those of any run. Copies and sums are no blocks: they are workspace, and
-`workspace.collective_transients` plans it.
+`Ranks` has the hooks of the executor (`leased.ShardingHooks`) for a process with shards of blocks. The running model
+gets full copies of weights, gathered from the shards of all ranks. Its gradients are summed in separate memory. An
+exchange cuts the sums into shards and adds them in the order of lanes (`ranks/lanes.py`). Leases, updates and traffic
+of shards are the same as for whole blocks. Copies and sums are not blocks: they are workspace, which
+`workspace.collective_transients` plans.
 
-All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data. Parts
-of the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick that they pass in:
-each has its turn there, and what the model does not ask for has its turn all the same (`PartTurns`).
+Ticks of the program issue all collectives. Requests of the model never do, because they depend on the data. Parts of
+the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick in which they pass.
+Each part has its turn there, even if the model does not request it (`PartTurns`).
 
-Where the program gathers ahead (`Sharding.gathers_ahead`), collectives go on beside the layers. On a GPU they are
-queued on a stream of their own, and the streams wait for each other on the device: the host waits for none of them. The
-window of copies and sums is exact there, as no memory is freed before both streams are done with it.
+If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they
+have a separate stream, and the streams wait for each other on the device, without blocking the host. The count of
+copies and sums is exact there, because memory is freed only after both streams are done with it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ __all__ = ["Ranks", "parts_of_program"]
 
 
 class Ranks(ShardingHooks):
-    """The hooks of a process that has shards of blocks, and computes with full copies.
+    """Hooks of a process that has shards of blocks, and computes with full copies.
 
-    Used by one thread, the one that runs the step.
+    Used by one thread, which runs the step.
     """
 
     def __init__(self, collectives: Collectives, execution: TapeExecution, gradients: StepGradients) -> None:
@@ -69,32 +69,32 @@ class Ranks(ShardingHooks):
 
     @property
     def window_bytes(self) -> int:
-        """The most that full copies, sums and what was received took together."""
+        """Peak bytes of full copies, sums and received data together."""
         return self.window.most_bytes
 
     def start_step(self) -> None:
-        """Forget what a step before left, which may have failed."""
+        """Drop the state of a previous step, which may have failed."""
         self.window.start_step()
         self.weights.start_step()
         self._turns.clear()
         self.gradients.start_step()
 
     def before_visit(self, op: Op) -> None:
-        """Note which parts have a turn while the visit runs."""
+        """Record the parts that have a turn during the visit."""
         self._turns.begin(self._parts_in_turn(op))
 
     def after_visit(self) -> None:
-        """Drop the full copies of the visit that has ended, and the sums that were exchanged beside it."""
+        """Drop the full copies of the finished visit, and the sums that were exchanged concurrently."""
         op = self._execution.op
         if op is None:
             return
-        # Turns that nobody took first: they use this op's blocks, and all ranks pass them in this place.
+        # Remaining turns come first: they use this op's blocks, and all ranks pass them at this point.
         self._turns.pass_all(op)
         self.gradients.drop_leaving()
         self.weights.drop(op)
 
     def end_visits(self) -> None:
-        """Drop what the last visit had."""
+        """Drop the tensors of the last visit."""
         self.after_visit()
 
     def end_step(self) -> None:
@@ -110,25 +110,25 @@ class Ranks(ShardingHooks):
             self.gradients.exchange(op)
 
     def before_update(self, layout: UnitLayout) -> None:
-        """The norm of a layer, and which parameters have a gradient, are known when all ranks have said theirs."""
+        """Settle a layer's norm and parameters with a gradient, with the results of all ranks."""
         self._agree_now([layout], (), ())
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Read the results of all ranks at once: each needs those of the others; see ``ShardingHooks``."""
+        """Read the results of all ranks now, because each rank needs the others' results; see ``ShardingHooks``."""
         found = self._agree_now(layouts, terms, figures)
         return lambda: found
 
     def _agree_now(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Tell all ranks of complete gradients: afterwards norms, and what got a gradient, are those of all lanes.
+        """Share the results of complete gradients, so that norms and parameters with a gradient cover all lanes.
 
         Waits for all ranks, and for the device.
 
         Args:
-            layouts: Those whose gradients are complete, the same on all ranks; norms that all know already stay.
+            layouts: Layouts with complete gradients, the same on all ranks. Layouts with a known norm are skipped.
             terms: Scalars whose sum is this rank's loss.
             figures: Totals of this rank's preferences.
 
@@ -164,7 +164,7 @@ class Ranks(ShardingHooks):
         return all_terms, all_figures
 
     def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
-        """Yield the parts that are gathered and exchanged while an op of the model runs, by group."""
+        """Yield the parts to gather and exchange while an op of the model runs, by group."""
         for group in op.passing:
             keys = zip(group, self._execution.own_keys(op, group), strict=True)
             found = deque(
@@ -179,12 +179,12 @@ class Ranks(ShardingHooks):
 
 
 class RankWindow:
-    """Memory and stream of what lies between shards and the running model.
+    """Memory and stream between shards and the running model.
 
     Attributes:
-        device: Where shards are leased, once one was gathered.
-        side: On a GPU, the stream of collectives, if they go on beside the layers; else None.
-        held_bytes: What full copies, sums and what was received take now.
+        device: Device of leased shards, known after the first gather.
+        side: Stream of collectives that run concurrently with the layers on a GPU; otherwise None.
+        held_bytes: Present bytes of full copies, sums and received data.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -194,36 +194,36 @@ class RankWindow:
         self.held_bytes = self.most_bytes = 0
 
     def start_step(self) -> None:
-        """Begin with nothing held; a step that failed may have left work on either stream."""
+        """Reset the counter. A failed step may have left work on either stream."""
         self.held_bytes = 0
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
             torch.cuda.current_stream().wait_stream(self.side)
 
     def find_device(self, device: torch.device) -> None:
-        """Note where shards are leased."""
+        """Record the device of leased shards."""
         self.device = device
         if device.type == "cuda" and self._gathers_ahead and self.side is None:
             self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def note(self, nbytes: int) -> None:
-        """Count memory that is made; less than 0: that is free again."""
+        """Count allocated bytes; negative numbers for freed bytes."""
         self.held_bytes += nbytes
         self.most_bytes = max(self.most_bytes, self.held_bytes)
 
     def wait_for_model(self) -> None:
-        """Have collectives wait, on the device, for what the model has queued."""
+        """Make collectives wait, on the device, for the work that the model has queued."""
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
 
     def wait_for_collectives(self) -> None:
-        """Have the model wait, on the device, for collectives that are queued."""
+        """Make the model wait, on the device, for queued collectives."""
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Queue what runs inside on the stream of collectives, behind what was queued before."""
+        """Queue the work inside on the stream of collectives, after the collectives queued before."""
         if self.side is None:
             yield
             return
@@ -232,27 +232,27 @@ class RankWindow:
 
     @contextmanager
     def within_tick(self) -> Iterator[None]:
-        """Queue collectives between what the model has queued, and what it queues next."""
-        # One stream for all collectives: they are in the same order on the device as on the tape.
+        """Queue collectives between the model's queued work and its next work."""
+        # All collectives share one stream, so that they have the same order on the device as on the tape.
         self.wait_for_model()
         with self.beside():
             yield
         self.wait_for_collectives()
 
     def event(self) -> Any:
-        """Return an event behind what is queued on the stream of collectives."""
+        """Return an event after the present work on the stream of collectives."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.side)
         return event
 
 
 class PartTurns:
-    """The order in which parts that pass within a tick are gathered, and their gradients exchanged.
+    """Order in which parts that pass within a tick are gathered, and their gradients exchanged.
 
-    It does not hang on data: a rank may have no row for a part, or no gradient, and the part has its turn all the same.
+    The order does not depend on data: a part has its turn even if a rank has no row for it, or no gradient.
 
     Args:
-        pass_unused: Gathers or exchanges a part, by its key, that the model has not asked for.
+        pass_unused: Gathers or exchanges a part, by its key, that the model has not requested.
     """
 
     def __init__(self, pass_unused: Callable[[str], None]) -> None:
@@ -260,15 +260,15 @@ class PartTurns:
         self._groups: deque[deque[str]] = deque()  # still to be gathered or exchanged in the present tick
 
     def clear(self) -> None:
-        """Forget what is left of a step that failed."""
+        """Drop the remaining parts of a failed step."""
         self._groups.clear()
 
     def begin(self, groups: Iterator[deque[str]]) -> None:
-        """Note the parts of a tick that begins, by group."""
+        """Record the parts of a new tick, by group."""
         self._groups.extend(groups)
 
     def come_to(self, key: str, op: Op) -> None:
-        """Gather and exchange what has its turn before a part, and was not asked for."""
+        """Advance to a part's turn: gather and exchange the parts before it that were not requested."""
         self.come_to_group_of(key, op)
         group = self._groups[0]
         while (turn := group.popleft()) != key:
@@ -277,12 +277,12 @@ class PartTurns:
             self._groups.popleft()
 
     def come_to_group_of(self, key: str, op: Op) -> None:
-        """Pass the groups before that of a part."""
+        """Pass the groups before a part's group."""
         self._pass_groups(key)
         assert self._groups, f"{key} has no turn in {op}"
 
     def pass_all(self, op: Op) -> None:
-        """Pass all that are left in the tick of an op."""
+        """Pass all remaining groups in the tick of an op."""
         self._pass_groups(None)
 
     def _pass_groups(self, before: str | None) -> None:
@@ -296,8 +296,8 @@ class _CopiesOfTick:
     """Full copies of the weights of one tick.
 
     Attributes:
-        works: What fills them, on the host; None: done.
-        event: Behind what fills them, on a GPU.
+        works: Operations on the host that fill them; None for finished ones.
+        event: Event after the operations that fill them, on a GPU.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -305,7 +305,7 @@ class _CopiesOfTick:
     event: Any = None
 
     def wait(self) -> None:
-        """Wait until they are there: the host for gloo, the current stream for NCCL."""
+        """Wait for the copies: the host for gloo, the current stream for NCCL."""
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -334,14 +334,14 @@ class FullCopies:
         for layout in self._graph.layouts.values():
             for part, key in enumerate(self._program.weight_keys(layout)):
                 self._places[key] = layout.name, part
-        self._full: dict[tuple[Phase, int], deque[_CopiesOfTick]] = {}  # by the ticks that they are for, in order
+        self._full: dict[tuple[Phase, int], deque[_CopiesOfTick]] = {}  # by the ticks that need them, in order
 
     def start_step(self) -> None:
-        """Forget the copies of a step that failed."""
+        """Drop the copies of a failed step."""
         self._full.clear()
 
     def has(self, key: str) -> bool:
-        """Return whether a key is that of a weight."""
+        """Return whether a key belongs to a weight."""
         return key in self._places
 
     def gather(self, op: Op) -> None:
@@ -365,10 +365,11 @@ class FullCopies:
         self._full.setdefault((op.serves, op.visit), deque()).append(full)
 
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
-        """Gather the parts of a layout; return the work that goes on for the last of them, if any does.
+        """Gather the parts of a layout. Return the last part's operation if it continues asynchronously.
 
-        One after the other: where the shards of a part end in the next one, that is gathered over it. A shard is copied
-        first, an average rounded by it, and gathered in place, so that its lease need not wait for the others.
+        Parts are gathered one after the other, because a part's padding ends in the next part, which overwrites it. A
+        shard is first copied, which rounds an average, and then gathered in place, so that its lease need not wait for
+        other ranks.
         """
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
@@ -378,23 +379,23 @@ class FullCopies:
         return work
 
     def _gather_part(self, place: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
-        """Gather a part into its place; return the work that goes on, if any does."""
+        """Gather a part into its place. Return the operation if it continues asynchronously."""
         shards = self._program.sharding.shards
         mine = place.view(shards.size, -1)[shards.rank]
         mine.copy_(shard)
         return self._collectives.gather(place, mine, is_async=is_async)
 
     def drop(self, op: Op) -> None:
-        """Drop the full copies of a visit that has ended."""
+        """Drop the full copies of a finished visit."""
         waiting = self._full.get((op.phase, op.visit))
         if waiting:
             full = waiting.popleft()
-            self._window.wait_for_model()  # the next gather goes into the same memory
+            self._window.wait_for_model()  # the next gather reuses the memory
             self._window.note(-sum(each.nbytes for each in full.tensors.values()))
 
     @contextmanager
     def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield parameters: views of the full copies, and what passes by parts; see ``WeightPlace``."""
+        """Yield parameters: views of the full copies, and passing parts; see ``WeightPlace``."""
         op = self._execution.present
         tensors: dict[str, Tensor | MatrixParts] = {}
         for layout in layouts:
@@ -408,15 +409,15 @@ class FullCopies:
         yield tensors
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Take the weights all the same: others may need them, and all ranks gather together."""
+        """Take the weights nevertheless, because all ranks gather together, and other ranks may need them."""
         with self.of_visit(layouts, visit):
             pass
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Fetch all the same."""
+        """Do nothing, because all ranks fetch together."""
 
     def hold_back(self, num_tokens: int) -> None:
-        """Fetch all the same."""
+        """Do nothing, because all ranks fetch together."""
 
     @contextmanager
     def _part_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
@@ -428,7 +429,7 @@ class FullCopies:
 
     @contextmanager
     def part(self, key: str) -> Iterator[Tensor]:
-        """Gather a part of a weight, whose turn it is."""
+        """Gather a part of a weight whose turn has come."""
         name, number = self._places[key]
         part = self._program.weight_parts_of(self._graph.layouts[name])[number]
         with self._window.within_tick(), self._execution.lease([key]) as shards:
@@ -438,12 +439,12 @@ class FullCopies:
             self._window.note(copy.nbytes)
             self._gather_part(copy, shards[key])
         yield copy
-        self._window.wait_for_model()  # the next gather goes into the same memory
+        self._window.wait_for_model()  # the next gather reuses the memory
         self._window.note(-copy.nbytes)
 
 
 class ExchangedGradients:
-    """Gradients that are summed in memory of their own, then exchanged: each rank adds up what it owns.
+    """Gradients that are summed in separate memory, then exchanged: each rank adds up the shards that it owns.
 
     A ``GradientPlace``.
     """
@@ -464,34 +465,34 @@ class ExchangedGradients:
             for use in range(len(gradients.uses[layout.name])):
                 for part, key in enumerate(self._program.gradient_keys(layout, use)):
                     self._places[key] = layout.name, use, part
-        self._leaving: list[_Leaving] = []  # what an exchange of before still sends
+        self._leaving: list[_Leaving] = []  # sums that a previous exchange still sends
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
-        self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of what this rank owns
+        self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of this rank's shard
 
     def start_step(self) -> None:
-        """Forget the sums of a step that failed."""
+        """Drop the sums of a failed step."""
         self._leaving.clear()
         self._sums.clear()
         self._partials.clear()
 
     def has(self, key: str) -> bool:
-        """Return whether a key is that of a gradient."""
+        """Return whether a key belongs to a gradient."""
         return key in self._places
 
     def take_partials(self, layout: UnitLayout) -> list[Tensor]:
-        """Return the partial sums of squares of what this rank owns of a complete gradient, part by part."""
+        """Return the partial sums of squares of this rank's shards of a complete gradient, part by part."""
         return [self._partials.pop((layout.name, part)) for part in range(len(self._program.parts_of(layout)))]
 
     def drop_leaving(self) -> None:
-        """Drop the sums that an exchange of before has sent."""
+        """Drop the sums that a previous exchange has sent."""
         for leaving in self._leaving:
-            torch.cuda.current_stream().wait_event(leaving.event)  # the next sums are made in the same memory
+            torch.cuda.current_stream().wait_event(leaving.event)  # the next sums reuse the memory
             self._window.note(-sum(each.nbytes for each in leaving.sums))
         self._leaving.clear()
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Yield fp32 sums over the micro-batches of this rank, which an exchange takes; see ``GradientPlace``."""
+        """Yield fp32 sums over the micro-batches of this rank, to be exchanged later; see ``GradientPlace``."""
         made: list[dict[str, Tensor]] = []  # for each open sum of lanes: memory by layout
 
         def room() -> GradientAccumulator:
@@ -505,7 +506,7 @@ class ExchangedGradients:
             made.append(memory)
             targets: dict[str, Tensor | InPieces] = {}
             for layout in layouts:
-                # In the pieces of a run of one process: products of other shapes might have other bits.
+                # In the pieces of a single process, because products of other shapes might have other bits.
                 parts = self._program.parts_of(layout)
                 targets.update(views_of_parts([_within(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
@@ -513,7 +514,7 @@ class ExchangedGradients:
         accumulator = LaneAccumulator(self._gradients.lanes, room(), room)
         yield accumulator
         left = [None if each is None else each.added for _, each in accumulator.close()]
-        while len(made) < len(left):  # no micro-batch has lanes there
+        while len(made) < len(left):  # no micro-batch is in these lanes
             room()
         for memory in made[len(left) :]:
             self._window.note(-sum(each.nbytes for each in memory.values()))
@@ -527,8 +528,8 @@ class ExchangedGradients:
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def exchange(self, op: Op) -> None:
-        """Add up the sums of all ranks: each rank those of what it owns, which go to its blocks."""
-        self._window.wait_for_model()  # which makes the sums
+        """Add up the sums of all ranks. Each rank adds its own shards, and stores them in its blocks."""
+        self._window.wait_for_model()  # the model computes the sums
         sent: list[Tensor] = []
         with self._window.beside():
             for group in op.passing:
@@ -550,26 +551,26 @@ class ExchangedGradients:
         """Fill the gradient of a part at one use site.
 
         Args:
-            keys: The gradient's, and those of other use sites that are added to it.
-            sums: This rank's ranges of lanes: the shards of all ranks, one after the other.
+            keys: Key of the gradient, and keys of other use sites' gradients to be added to it.
+            sums: Sum of each of this rank's ranges of lanes: the shards of all ranks, one after the other.
         """
         name, use, part = self._places[keys[0]]
         elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
         owned = len(self._program.sharding.shards.owned(elements))
         block.copy_(self._added(sums))
-        block[owned:].zero_()  # the shards of a part end where others begin
+        block[owned:].zero_()  # the block's padding
         if use > 0:
             return
-        # The backward reaches the first use site last: now those of all of them are complete.
+        # The backward reaches the first use site last, so the sums of all sites are now complete.
         self._gradients.add_uses(block, others)
         self._partials[name, part] = partial_squares(block[:owned], self._gradients.threads)
 
     def _added(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all lanes of what this rank owns of a part.
+        """Return the sum over all lanes of this rank's shard of a part.
 
         Args:
-            sums: One [ranks * N] for each range of lanes of this rank: the shards of all ranks, one after the other.
+            sums: [ranks * N] for each range of lanes of this rank: the shards of all ranks, one after the other.
         """
         lanes = self._program.sharding.lanes
         of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
@@ -600,10 +601,10 @@ class ExchangedGradients:
 
     @contextmanager
     def summed_part(self, key: str, before: Callable[[], None] = lambda: None) -> Iterator[list[Tensor]]:
-        """Yield zeros for the sums of a part, and exchange them.
+        """Yield zeroed partial sums, which are exchanged on exit.
 
         Args:
-            before: Runs before the exchange, when the sums are complete.
+            before: Runs before the exchange, after the sums are complete.
         """
         name, use, number = self._places[key]
         layout = self._graph.layouts[name]
@@ -621,7 +622,7 @@ class ExchangedGradients:
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield what makes memory for open sums, counted as long as these are open; see ``GradientPlace``."""
+        """Yield an allocator of open sums, which are counted until exit; see ``GradientPlace``."""
         made = 0
 
         def make(like: Tensor) -> Tensor:
@@ -636,7 +637,7 @@ class ExchangedGradients:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Tensor:
-    """Return numbers in double precision on the host, in order: those on a device with one copy and one host sync."""
+    """Return double-precision numbers on the host, in order. Device numbers take one copy and one host sync."""
     if not tensors:
         return torch.empty(0, dtype=torch.float64)
     numbers = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
@@ -652,9 +653,9 @@ def _within(tensor: Tensor, elements: range) -> Tensor:
 
 
 def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
-    """Return, by name, what must be the same on all ranks for a step to end, and to have the bits of one process.
+    """Return, by name, the properties that all ranks must share so that a step ends, with the bits of one process.
 
-    Where blocks have their homes may differ: it changes no order. So may how many micro-batches a rank has.
+    The homes of blocks may differ, because they do not change the order. The number of a rank's micro-batches may also.
     """
     lanes, updates = program.sharding.lanes, program.updates
     parts = {
@@ -663,7 +664,7 @@ def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, 
         "updates": "after the norm of a whole step" if updates.are_deferred else "in the backward",
     }
     for number, tick in enumerate(program.ticks):
-        # Deferred updates issue no collective, and their place depends on the memory of each rank.
+        # Deferred updates issue no collective, and their position depends on the memory of each rank.
         if tick.phase != "update" or not updates.are_deferred:
             blocks = [program.contents(number, key) for key, _ in tick.uses]
             sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]

@@ -1,13 +1,13 @@
-"""Results of attention and of products, saved in a forward for the recompute, which takes them and computes the rest.
+"""Results of attention and of products, saved in a forward for the recompute, which reads them and computes the rest.
 
-A recompute repeats its forward exactly, so a kernel would give the same results for the same inputs. What a forward
-saves is what the kernel returned: of attention the output, the logarithms of sums that its backward needs, and its
-random state; of a product with a bound weight the product. What lies between is computed again, and the backward is
-that of the kernel or product.
+A recompute repeats its forward exactly, so a kernel would give the same results for the same inputs. A forward saves
+the results of kernels: for attention, the output, the logarithms of sums that its backward needs, and its random state;
+for a product with a bound weight, the product. Other operations run again. The backward is the backward of the kernel
+or product.
 
-Calls are matched by their order, and by what they were called with: one that differs, or was not saved, is computed.
-Only kernels that leave their scores out of memory are saved; all others (eager attention, the math kernel, any dropout,
-whose draws a recompute must repeat) are run again as before. docs/decisions/0027-saving-attention-alone.md,
+Calls are matched by their order and arguments. A call that differs, or was not saved, is computed. Only kernels that
+keep their scores out of memory are saved. All others are recomputed: eager attention, the math kernel, and any dropout,
+whose draws a recompute must repeat. docs/decisions/0027-saving-attention-alone.md,
 docs/decisions/0081-results-of-products.md
 """
 
@@ -32,9 +32,9 @@ from tiered.units import round_up
 
 __all__ = ["NOT_SAVABLE", "ResultSizes", "Savable", "SavedResults"]
 
-#: Results begin at multiples of this, as new tensors do: kernels choose by alignment.
+#: Results start at multiples of this, like new tensors, because kernels choose by alignment.
 _ALIGNMENT_BYTES = 512
-#: A kernel may return random states on a GPU that its fake one has elsewhere: room for two scalars.
+#: A kernel may return random states on a GPU where its fake kernel returns them on another device: two scalars.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 
@@ -51,7 +51,7 @@ class Savable:
 
     @property
     def copying(self) -> Work:
-        """Work of copying them into the block."""
+        """Work of copying the results into the block."""
         return Work(moved_nbytes=2 * self.nbytes)
 
 
@@ -60,7 +60,7 @@ NOT_SAVABLE = Savable()
 
 @dataclass(frozen=True, slots=True)
 class _ResultView:
-    """Where in a block a result lies, and its layout there."""
+    """Place of a result in a block, and its layout there."""
 
     start: int
     nbytes: int
@@ -75,7 +75,7 @@ class _ResultView:
 
 @dataclass(frozen=True, slots=True)
 class _SavedCall:
-    """A call of an operator: what it was called with, without contents, and its results or their places."""
+    """Call of an operator: its arguments without contents, and its results or their places."""
 
     signature: Any
     results: tuple[Any, ...]
@@ -83,14 +83,14 @@ class _SavedCall:
 
 
 class SavedResults:
-    """The results of the calls in one run of a unit, saved in the bytes of one block.
+    """Results of the calls in one run of a unit, saved in the bytes of one block.
 
-    As many calls of attention as fit are saved: how many there are, and how long, may depend on the data. Used by one
+    Calls of attention are saved until the block is full: their number and lengths may depend on the data. Used by one
     thread.
 
     Args:
-        attention_nbytes: The first bytes of the block, which are for attention's results; None: all of it.
-        with_products: Whether the results of products are saved as well, in the other bytes.
+        attention_nbytes: Bytes at the start of the block for attention's results; None for the whole block.
+        with_products: Whether to save results of products also, in the other bytes.
     """
 
     def __init__(self, attention_nbytes: int | None = None, *, with_products: bool = False) -> None:
@@ -101,8 +101,8 @@ class SavedResults:
         """Return the context of the first run.
 
         Args:
-            room: bytes on the compute device, uint8 [N].
-            owners: id of each bound weight whose products may be saved -> its owner's name.
+            room: Bytes on the compute device, uint8 [N].
+            owners: Id of each bound weight whose products may be saved -> its owner's name.
         """
         self._calls = []
         stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
@@ -118,14 +118,14 @@ class SavedResults:
         return _calls(call, owners if self._with_products else {})
 
     def answering(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-        """Return the context of the recompute: the results are views of ``room``, which has to outlive its graph."""
+        """Return the context of the recompute. Its results are views of ``room``, which must outlive the graph."""
         calls: Iterator[_SavedCall | None] = iter(self._calls)
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             saved = next(calls, None)
             if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
                 return func(*args, **kwargs)
-            # `.data` is an alias that is no view: autograd takes it for what the operator made.
+            # `.data` is an alias that is not a view, so autograd treats it as the operator's result.
             found = tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
             return found if saved.are_several else found[0]
 
@@ -133,13 +133,13 @@ class SavedResults:
 
 
 class _Room:
-    """Bytes of a block, from ``start`` to ``stop``, that are filled with results one after the other."""
+    """Bytes of a block, from ``start`` to ``stop``, filled with results one after the other."""
 
     def __init__(self, room: Tensor, start: int, stop: int) -> None:
         self._room, self._used_bytes, self._stop = room, start, stop
 
     def save(self, signature: Any, result: Any) -> _SavedCall | None:
-        """Copy the results of a call into the room; None: they do not fit, or their layout has gaps."""
+        """Copy the results of a call into the room; return None if they do not fit, or their layout has gaps."""
         results = (result,) if isinstance(result, Tensor) else result
         room, at, found = self._room, self._used_bytes, list[Any]()
         for item in results:
@@ -159,10 +159,10 @@ class _Room:
 
 
 class ResultSizes:
-    """Measures what a run of a unit could save, for a trace.
+    """Sizes of the results that a run of a unit could save, measured in a trace.
 
     Args:
-        flops_of: FLOPs of a call of an operator, given it, its arguments and its result.
+        flops_of: FLOPs of a call of an operator, given the operator, its arguments and its result.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class ResultSizes:
         return _calls(call, self._owners, product)
 
     def results(self, unneeded: Container[str]) -> Savable:
-        """Return the results of attention and of all products but those with weights that nobody needs."""
+        """Return the results of attention and of all products except those with unneeded weights."""
         found = self.attention
         for owner, product in self._products.items():
             if owner not in unneeded:
@@ -221,7 +221,7 @@ _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @contextmanager
 def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
-    """Give attention's kernels that run inside to ``call``; products with weights as well, or to ``product``."""
+    """Pass attention's kernels that run inside to ``call``; products with weights also, or to ``product``."""
 
     def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return call(func, args, kwargs)
@@ -235,10 +235,10 @@ def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None
 
 
 class _AttentionKernelMode(TorchFunctionMode):
-    """Gives the attention kernels that run inside to ``call``.
+    """Mode that passes the attention kernels inside to ``call``.
 
-    Operators are only looked at inside of attention: where all operators of a layer pass through Python, some of
-    torch's take other ways, and every one costs time.
+    It dispatches operators through Python only inside of attention. If all operators of a layer did, some of torch's
+    would take other code paths, and every one would cost time.
     """
 
     def __init__(self, call: _Call) -> None:
@@ -255,7 +255,7 @@ class _AttentionKernelMode(TorchFunctionMode):
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives forwards of fused attention kernels to ``call``."""
+    """Mode that passes forwards of fused attention kernels to ``call``."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -271,12 +271,12 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _takes_room(item: Any, device: torch.device) -> bool:
-    """Return whether a result lies in the block; numbers, empty tensors and those of the host are held as they are."""
+    """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are kept as they are."""
     return isinstance(item, Tensor) and item.numel() > 0 and item.device == device
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor lie in a row, in whatever order."""
+    """Return whether the elements of a tensor are contiguous in memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size == 1:
@@ -288,7 +288,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _signature(value: Any) -> Any:
-    """Return what a call was made with, without the contents of tensors."""
+    """Return the arguments of a call without the contents of tensors."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,9 +1,9 @@
-"""Buffer aliasing of gradients: those with disjoint lifetimes take turns in one block.
+"""Buffer aliasing of gradients: gradients with disjoint lifetimes share a block.
 
-A gradient's life is from its first contribution to its update. Where each update follows the backward that completes
-its gradient (``GroupUpdates.are_deferred`` is False), it is dead when the next layer but one begins, and a model needs
-room for the gradients of a layer or two. Where an update waits for the norm of them all, they live from one step into
-the next and share nothing.
+A gradient lives from its first contribution to its update. If each update follows the backward that completes its
+gradient (``GroupUpdates.are_deferred`` is False), the gradient is dead when the next layer but one begins, so a model
+needs memory for the gradients of a layer or two. If updates wait for the norm of all gradients, gradients live from one
+step into the next and share nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["sharing_gradients"]
 
-#: A gradient takes turns only in a block of which it fills this share: blocks move whole, the rest for nothing.
+#: A gradient only shares a block of which it fills this fraction, because blocks move whole.
 LEAST_FILLED = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One gradient's life in a block."""
+    """Lifetime of one gradient in a block."""
 
     start: int
     stop: int
@@ -34,19 +34,19 @@ class _Turn:
 
 
 class _AliasedBlock:
-    """A block that gradients take turns in; the first one of them is the largest."""
+    """Block that gradients share. Its first gradient is the largest."""
 
     def __init__(self, first: _Turn) -> None:
         self.turns = [first]  # by time
         self._largest = first.gradient
 
     def admits(self, turn: _Turn) -> bool:
-        """Return whether a gradient may live here: it is nearly as large, and nobody else is here at its time."""
+        """Return whether a gradient fits here: it is nearly as large, and no other gradient lives here at its time."""
         gradient = turn.gradient
         if gradient.dtype != self._largest.dtype or gradient.num_elements < LEAST_FILLED * self._largest.num_elements:
             return False
         after = self._position(turn)
-        # Both ends count: a tick leases its blocks together, so one that ends a life cannot begin another there.
+        # Both ends count: a tick leases its blocks together, so a life cannot begin in the tick that ends another.
         is_after = after == 0 or self.turns[after - 1].stop < turn.start
         return is_after and (after == len(self.turns) or turn.stop < self.turns[after].start)
 
@@ -55,11 +55,11 @@ class _AliasedBlock:
 
     @property
     def pattern(self) -> tuple[tuple[int, str], ...]:
-        """What is the same for blocks that are used alike: those of the parts of the same layouts."""
+        """Key that is equal for blocks with the same use: blocks of the parts of the same layouts."""
         return tuple((turn.start, turn.gradient.whole) for turn in self.turns)
 
     def block(self, number: int, first_alike: int) -> BlockPlan:
-        """Return the block; a gradient that is alone keeps its own."""
+        """Return the block. A gradient that shares with no other keeps its own."""
         if len(self.turns) == 1:
             return self._largest
         whole = f"gradients/grad.{first_alike}"
@@ -70,17 +70,17 @@ class _AliasedBlock:
 
 
 def sharing_gradients(program: StepProgram) -> StepProgram:
-    """Return the program in which gradients share blocks; ``occupants`` says which one is where, and when.
+    """Return the program in which gradients share blocks; ``occupants`` has the gradient of each block and tick.
 
-    The same contributions are added in the same order, so no number of the run depends on it.
+    The same contributions are added in the same order, so the results of the run do not depend on it.
 
     Args:
-        program: in which every gradient has a block of its own.
+        program: Program with a separate block for every gradient.
     """
     rooms: list[_AliasedBlock] = []
-    # Equal sizes by their starts: then first fit makes as few rooms as there are lives at once.
+    # Equal sizes are sorted by their starts, so that first fit needs no more blocks than simultaneous lives.
     for turn in sorted(_turns(program), key=lambda turn: (-turn.gradient.num_elements, turn.start)):
-        room = next((room for room in reversed(rooms) if room.admits(turn)), None)  # the smallest that will do
+        room = next((room for room in reversed(rooms) if room.admits(turn)), None)  # the smallest that fits
         if room is None:
             rooms.append(_AliasedBlock(turn))
         else:
@@ -105,7 +105,7 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
 
 
 def _turns(program: StepProgram) -> list[_Turn]:
-    """Return the life of every gradient that is born and dies within a step."""
+    """Return the lifetime of every gradient that begins and ends within a step."""
     uses: dict[str, list[tuple[int, Mode, bool]]] = {}
     for number, tick in enumerate(program.ticks):
         for key, mode in tick.uses:

@@ -1,7 +1,7 @@
-"""State of torch that is global to the process or thread but belongs to one micro-batch: RNG, grad mode, autocast.
+"""Global state of torch that belongs to one micro-batch: RNG, grad mode, autocast.
 
-A recompute has the bits of its forward only under the forward's own state. So whatever runs twice (a unit, a tiled
-MLP, a head in pieces) saves this state at its first run and restores it for the second.
+A recompute has the bits of its forward only under the forward's own state. So code that runs twice (a unit, a tiled
+MLP, a head in pieces) saves this state in its first run and restores it for the second.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def micro_batch_seed(seed: int, micro_batch: int) -> int:
 
 
 def _is_fake() -> bool:
-    """Return whether what runs computes on fake tensors."""
+    """Return whether the running code computes on fake tensors."""
     return detect_fake_mode() is not None
 
 
 class RandomStates:
-    """Reads and writes the random state of the CPU and of one compute device.
+    """Access to the random state of the CPU and of one compute device.
 
-    On fake tensors (a trace) nothing is drawn: there all methods do nothing, and ask no device.
+    On fake tensors (a trace) nothing is drawn, so all methods do nothing and access no device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,13 +82,13 @@ class ThreadModes:
 
     @classmethod
     def current(cls, device_type: str) -> ThreadModes:
-        """Read them, for the CPU and one device type."""
+        """Return the present modes of the CPU and one device type."""
         kinds = dict.fromkeys(("cpu", device_type))
         autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
-        """Write them."""
+        """Set these modes."""
         torch.set_grad_enabled(self.grad_enabled)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
@@ -97,10 +97,10 @@ class ThreadModes:
 
     @contextmanager
     def applied(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Run under these modes, and under those of before afterwards.
+        """Run under these modes, and restore the previous modes afterwards.
 
         Args:
-            cache_enabled: Whether autocast caches weights that it casts; None: as in these modes.
+            cache_enabled: Whether autocast caches cast weights; None for the setting in these modes.
         """
         outer = ThreadModes.current(self.autocast[-1][0])
         self.restore()
@@ -113,9 +113,9 @@ class ThreadModes:
 
 
 def without_saved_tensors() -> AbstractContextManager[None]:
-    """Save nothing for the backward of what runs inside: it is recomputed there.
+    """Save nothing for the backward of the code inside, which is recomputed there.
 
-    Not `no_grad`: attention picks its kernel by `requires_grad`, and another kernel than the recompute's could round
+    Not `no_grad`: attention picks its kernel by `requires_grad`. A different kernel than the recompute's could round
     differently and flip a router's choice.
     """
     hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped)

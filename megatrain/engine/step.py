@@ -1,13 +1,13 @@
 """One optimizer step over the blocks of a store.
 
-`StepEngine.step` runs the model's forward and backward (`forward.py`). Whenever the running model needs weights, a
-place for an activation or a gradient accumulator, it asks `StoreAccess`, which takes the next op from the tape, leases
-the op's blocks from the store, and does with each copy afterwards what the tape says. Nothing is decided here: what is
-leased where, fetched, pinned or evicted is on the tape, compiled before the step.
+`StepEngine.step` runs the model's forward and backward (`forward.py`). If the running model needs weights, an
+activation block or a gradient accumulator, it calls `StoreAccess`. This takes the next op from the tape, leases the
+op's blocks from the store, and afterwards treats each copy as the tape says. Nothing is decided here. The tape,
+compiled before the step, has all leases, fetches, pins and evictions.
 
-Gradients are clipped exactly: the global norm is known after the whole backward, so the update of a step is made by
-the next one, block group by block group, each just before the forward that reads its weights. Where no global norm is
-asked for, each group is updated during the backward that completes its gradient, and `LayerScales` decides about it.
+Gradients are clipped exactly. The global norm is known only after the whole backward, so the next step makes the
+update, one block group after the other, each just before the forward that reads its weights. Without a global norm,
+each group is updated during the backward that completes its gradient, and `LayerScales` decides about it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["EvaluationEngine", "StepEngine", "StepResult"]
 
 _Result = TypeVar("_Result")
 
-_ADVICE = 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
+_ADVICE = 'Lower optimizer.learning_rate, check the data of this step, or write optimizer.nonfinite = "skip"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class StepResult:
     """Result of one step.
 
     Attributes:
-        loss: token-weighted mean over the step, before the update.
-        grad_norm: global norm before clipping.
-        skipped: the gradient was not finite and is not used.
-        left_out: layers whose gradients alone were not finite and are not used.
-        figures: means that the loss tells of the step, by name.
+        loss: Token-weighted mean over the step, before the update.
+        grad_norm: Global norm before clipping.
+        skipped: Whether the gradient was not finite and is not used.
+        left_out: Layers whose own gradients were not finite and are not used.
+        figures: Metrics of the loss in this step, by name.
     """
 
     loss: float
@@ -65,17 +65,17 @@ class StepResult:
 
 
 class StepEngine:
-    """Runs optimizer steps on blocks of a store. Used by one thread.
+    """Engine of optimizer steps on blocks of a store. Used by one thread.
 
-    Of several ranks each calls the same methods in the same order, and gives all micro-batches of a step, of which it
-    computes its own. Losses, norms and decisions are the same on all of them.
+    All ranks call the same methods in the same order, with all micro-batches of a step, and each computes its own
+    micro-batches. Losses, norms and decisions are the same on all ranks.
 
     Args:
-        store: Holds every block of the model's program, with contents for weights and optimizer state.
-        threads: Threads of gradient sums and norms; None: as many as torch has.
+        store: Store with every block of the model's program, with contents for weights and optimizer state.
+        threads: Threads of gradient sums and norms; None for torch's number of threads.
 
     Attributes:
-        num_updates: Steps whose gradient was used, which is what the optimizer counts; skipped ones are left out.
+        num_updates: Steps whose gradient was used. The optimizer counts these; skipped steps do not count.
     """
 
     def __init__(
@@ -113,21 +113,22 @@ class StepEngine:
             activity=activity,
         )
         self._defers = program.updates.are_deferred
-        self._pending: PendingUpdate | None = None  # update of the last step, to be made by the next
-        self._spoiled = ""  # why weights and state are those of no step
+        self._pending: PendingUpdate | None = None  # update of the last step, to be made by the next step
+        self._spoiled = ""  # why weights and state belong to no step
         self.num_updates = 0
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
 
-        Its update is made by the next step, or now by ``finish_updates``. Until then nothing else may read weights or
-        optimizer state. Where all of them are in the memory of a device, this step queues its update itself.
+        The next step makes its update, or ``finish_updates`` makes it now. Until then nothing else may read weights or
+        optimizer state. If all blocks are in the memory of a device, this step queues its update itself.
 
         Raises:
-            NonFiniteGradientError: the gradient is not finite. Weights and state are as before the step; but where
-                updates are not deferred and other layers were updated already, they are those of no step, and this is
-                raised by every further call.
-            NoTrainedTokensError: no position of the step has a label.
+            NonFiniteGradientError: If the gradient is not finite. Weights and state are as before the step. But if
+            updates
+                are not deferred and other layers were already updated, weights and state belong to no step, and every
+                further call raises this error.
+            NoTrainedTokensError: If no position of the step has a label.
         """
         self._refuse_if_spoiled()
         scales = None if self._defers else LayerScales(self._recipe.max_grad_norm, self._recipe.nonfinite)
@@ -140,10 +141,10 @@ class StepEngine:
                 self._access.start_step(number, immediate=update, scales=scales, num_tokens=num_tokens)
             queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
-            self._pending = None  # its last group was updated on the way
+            self._pending = None  # its last group is now updated
             arriving = self._send(queued)
             if self._access.updates_ahead:
-                # Before the host waits: the device updates while the host begins the next step.
+                # This precedes the host's wait: the device updates while the host begins the next step.
                 self._access.update_ahead(PendingUpdate(number, self._undecided(lr), self._access.with_gradient))
         result = self._read(queued, arriving)
         loss, norm = result.loss, result.grad_norm
@@ -174,8 +175,8 @@ class StepEngine:
         what = "nothing was updated in this step"
         if scales.num_used:
             what = (
-                f"{scales.num_used} layers, those nearer to the loss, were updated in this step already, so the run "
-                "has to go on from its last checkpoint"
+                f"{scales.num_used} layers, those nearer to the loss, were already updated in this step, so the run "
+                "must resume from its last checkpoint"
             )
         text = f"step {number + 1}: the gradient of {scales.left_out[0]} is not finite (loss {result.loss}); {what}"
         self._spoiled = text if scales.num_used else ""
@@ -202,7 +203,7 @@ class StepEngine:
         return replace(queued, num_trained_tokens=sum(counts))
 
     def _send(self, queued: QueuedLoss) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Send loss, norms and figures to the host; return what waits for them."""
+        """Send loss, norms and figures to the host. Return the function that waits for them."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
         return self._access.agree(layouts, queued.terms, own)
@@ -210,7 +211,7 @@ class StepEngine:
     def _read(
         self, queued: QueuedLoss, arriving: Callable[[], tuple[list[float], list[tuple[str, float, int]]]]
     ) -> StepResult:
-        """Return loss, global norm and figures of all ranks: the only host sync of a step."""
+        """Return loss, global norm and figures of all ranks. This is the only host sync of a step."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         terms, figures = arriving()
         means = mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures])
@@ -222,7 +223,7 @@ class StepEngine:
         )
 
     def _undecided(self, lr: float) -> Update:
-        """Return the update of the step that has just ended, whose factor the device knows: it may turn out unused."""
+        """Return the update of the finished step, whose factor only the device knows. The factor may cancel it."""
         norms = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
         squares = [norm for norm in norms if isinstance(norm, torch.Tensor)]
         assert len(squares) == len(norms), "a norm on the host"
@@ -235,7 +236,7 @@ class StepEngine:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Bytes per link outside of blocks: Muon's matrices between RAM and device, and what went between ranks."""
+        """Bytes per link outside of blocks: Muon's matrices between RAM and device, and traffic between ranks."""
         if not isinstance(self._updater.matrices, DeviceMatrices):
             return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes
@@ -243,24 +244,24 @@ class StepEngine:
 
     @property
     def window_bytes(self) -> int:
-        """The most that full copies of weights, sums of gradients and what was received have taken together."""
+        """Peak bytes of full copies of weights, sums of gradients and received data together."""
         return self._access.window_bytes
 
     @property
     def moving_s(self) -> Mapping[str, float]:
-        """By link, the seconds in which directions of matrices were on their way."""
+        """Seconds in which directions of matrices were in transfer, by link."""
         if not isinstance(matrices := self._updater.matrices, DeviceMatrices):
             return {}
         tier = self._program.compute_tier
         return {f"ram->{tier}": matrices.sent_s, f"{tier}->ram": matrices.fetched_s}
 
     def finish_updates(self) -> None:
-        """Make the update that the last step left; afterwards weights and state are those after that step.
+        """Make the pending update. Afterwards weights and state are complete for the last step.
 
-        Call it before anything else reads them: checkpoint, export, evaluation. Does nothing where no update is left.
+        Call it before anything else reads them: checkpoint, export, evaluation. Does nothing without a pending update.
 
         Raises:
-            NonFiniteGradientError: weights and state are those of no step, see ``step``.
+            NonFiniteGradientError: If weights and state belong to no step, see ``step``.
         """
         self._refuse_if_spoiled()
         if self._pending is not None:
@@ -270,7 +271,7 @@ class StepEngine:
 
 
 class EvaluationEngine:
-    """Runs forwards on blocks of a store, between steps with no update pending. Used by the thread that trains."""
+    """Forwards on blocks of a store, between steps without a pending update. Used by the thread that trains."""
 
     def __init__(
         self,
@@ -301,13 +302,13 @@ class EvaluationEngine:
         *,
         number: int,
     ) -> _Result:
-        """Run pass ``number`` (from 0) of those whose schedule the store has.
+        """Run pass ``number`` (from 0) of the passes in the store's schedule.
 
         Args:
-            head: Has the layers run them, once, and returns what is asked of them: a method of ``LayerRunner``.
+            head: Runs the layers on the micro-batches, once, and returns its results: a method of ``LayerRunner``.
 
         Raises:
-            VisitOrderError: in eval mode the model calls its units in another order.
+            VisitOrderError: If in eval mode the model calls its units in a different order.
         """
         self._access.start_step(number, num_tokens=_num_tokens(micro_batches))
         found = head(self._runner, micro_batches)

@@ -1,4 +1,4 @@
-"""What an engine is given beside a store: a model whose weights are blocks of it, and how its steps are computed."""
+"""Arguments of an engine in addition to a store: a model whose weights are blocks, and the recipe of its steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["StepRecipe", "StreamedModel"]
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """A model that runs on a device while its weights are blocks of a store. A plan makes it.
+    """Model that runs on a device while its weights are blocks of a store. A plan creates it.
 
     Attributes:
-        stays: Copies that stay in the compute tier from one use to the next; nothing: each is fetched for each use.
+        stays: Copies that stay in the compute tier from one use to the next. All other copies are fetched for each use.
     """
 
     graph: ModelGraph
@@ -38,16 +38,16 @@ class StreamedModel:
 
 @dataclass(frozen=True, slots=True)
 class StepRecipe:
-    """How the steps of a model are computed.
+    """Computation of the steps of a model.
 
     Attributes:
-        segments: Returns what of a layout is updated, with learning rate and decay.
-        max_grad_norm: Clips the global norm, or each layer's where the program does not defer updates; 0: no clipping.
-        device_optimizer: Updates blocks in the compute tier, if the program has such updates.
-        nonfinite: What to do with a gradient that is NaN or infinite: ``stop`` raises, ``skip`` leaves its update out,
-            ``ignore`` uses it. Where updates are not deferred each layer's gradient is judged alone.
-        seed: Random numbers of dropout and noise come from it.
-        order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time.
+        segments: Returns the updated segments of a layout, with learning rate and decay. max_grad_norm: Limit of the
+        global norm, or of each layer's norm if updates are not deferred; 0 for no clipping. device_optimizer: Updates
+        blocks in the compute tier, if the program has such updates. nonfinite: Treatment of a gradient that is NaN or
+        infinite: ``stop`` raises, ``skip`` skips its update, ``ignore``
+            uses it. If updates are not deferred, each layer's gradient is judged alone.
+        seed: Seed of the random numbers for dropout and noise. order: "layer" for all micro-batches of a unit before
+        the next unit; "micro_batch" for one micro-batch at a time.
     """
 
     optimizer: Optimizer

@@ -1,11 +1,11 @@
 """Forwards of unmodified models that stop at every unit call.
 
-Each micro-batch's forward runs in its own greenlet. The units' `forward` are stubs (`forward.py` installs them):
-a stub switches to the engine with the call's arguments and sleeps; the engine runs the unit, with its weights bound,
-and switches back with the result. To the model's code that is one ordinary call. So all micro-batches can wait at the
-same unit while its weights are in memory once.
+Each micro-batch's forward runs in its own greenlet. The units' `forward` are stubs, which `forward.py` installs. A stub
+switches to the engine with the call's arguments and sleeps. The engine runs the unit, with its weights bound, and
+switches back with the result. The model's code sees one ordinary call. So all micro-batches can wait at the same unit
+while its weights are in memory once.
 
-Greenlets switch stacks, not threads: grad mode, autocast and random state are swapped by hand at every switch.
+Greenlets switch stacks, not threads. So each switch explicitly swaps grad mode, autocast and random state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SuspendedForward", "UnitCall", "is_suspendable", "suspend"]
 
 @dataclass(slots=True)
 class UnitCall:
-    """A unit call that a suspended forward waits for.
+    """Unit call that a suspended forward waits for.
 
     Attributes:
         collector: The forward's active output recorders (key -> list), if any.
@@ -44,15 +44,15 @@ class SuspendedForward:
     """One micro-batch's forward.
 
     Args:
-        function: Runs the forward, given this object; every unit call inside reaches `suspend`.
+        function: Runs the forward, given this object. Every unit call inside reaches `suspend`.
         random: Random state of the compute device, swapped at every switch.
-        mirror: Entered while the model's code runs, left while the engine does; None: no mirror.
+        mirror: Mode that is active while the model's code runs, and not while the engine runs; None for no mirror.
 
     Attributes:
-        call: The unit call it waits for; None once finished.
-        result: Return value of the function, once finished.
+        call: Unit call that it waits for; None after the end.
+        result: Return value of the function, after the end.
         modes: Grad mode and autocast at the point of suspension.
-        random_state: State of its stream at the point of suspension; the engine advances it when it runs the unit.
+        random_state: State of its stream at the point of suspension. The engine advances it when it runs the unit.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class SuspendedForward:
             self._switch(self._greenlet.throw)
 
     def note_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
-        """Note which visit's input, (visit, index), has a copy of a tensor."""
+        """Record the visit's input, (visit, index), that has a copy of a tensor."""
         self._places[id(tensor)] = weakref.ref(tensor), tensor._version, place
 
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the place of a tensor that was noted and has not changed since; None: there is no such."""
+        """Return the recorded place of a tensor that has not changed since; None for other tensors."""
         found = self._places.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
@@ -127,7 +127,7 @@ class SuspendedForward:
                 target[key] = original
             self.modes = ThreadModes.current(self._device_type)
             self.random_state = self._random.get()
-            outer.restore()  # last: what came before reads the forward's modes
+            outer.restore()  # last, because the code before reads the forward's modes
         if self._greenlet.dead:
             self.result = given
         else:
@@ -137,15 +137,15 @@ class SuspendedForward:
     def _leave_mirror(self) -> None:
         if self._mirror is None:
             return
-        # A forward that looks at a weight waits inside of a function that the mirror handles. Torch has taken the
-        # mirror off for that time, and puts it on again itself when the function returns, in the forward.
+        # A forward that reads a weight waits inside of a function that the mirror handles. Torch has removed the mirror
+        # during this function, and restores it when the function returns, in the forward.
         self._enters_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
         if self._enters_mirror:
             self._mirror.__exit__(None, None, None)
 
 
 def suspend(call: UnitCall) -> Any:
-    """Switch to the engine with a unit call; return its result. Called inside a `SuspendedForward`."""
+    """Switch to the engine with a unit call, and return its result. Called inside a `SuspendedForward`."""
     parent = greenlet.getcurrent().parent
     assert parent is not None, "a unit was called outside of a suspended forward"
     result: Callable[[], Any] = parent.switch(call)

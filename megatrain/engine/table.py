@@ -28,14 +28,13 @@ RecomputeText = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """What the backward computes again.
+    """Choice of the layers and operations that the backward recomputes.
 
     Attributes:
-        mode: ``full``: every layer. ``selective``: what lies between products and attention, whose results are saved.
-            ``none``: nothing where a layer's weights stay in place, as its graph is kept; elsewhere as ``selective``.
-            ``auto``: as the plan has room and time for.
-        num_layers: Layers, counted from the last one, for which the mode holds; the others are recomputed in full.
-            None: all.
+        mode: ``full``: every layer. ``selective``: operations between products and attention, whose results are saved.
+            ``none``: nothing in layers whose weights stay in place, because their graphs are kept; ``selective`` in
+            others. ``auto``: the plan's choice by memory and time.
+        num_layers: Number of last layers with this mode; other layers are recomputed in full. None for all layers.
     """
 
     mode: RecomputeMode = "auto"
@@ -43,7 +42,7 @@ class RecomputeChoice:
 
     @classmethod
     def of(cls, text: str) -> RecomputeChoice:
-        """Return what a value of the key means."""
+        """Return the choice for a value of the key."""
         mode, _, count = text.partition(":")
         return cls(cast("RecomputeMode", mode), int(count) if count else None)
 

@@ -1,8 +1,8 @@
-"""The tape of a step: every lease in order, and what becomes of the copy when it ends.
+"""Tape of a step: every lease in order, and the fate of its copy afterwards.
 
 `compile_step` makes it from a program and a placement. The engine executes it, the simulator replays it on a virtual
-clock, and planned traffic is a sum over it. So planned traffic is moved traffic by construction: `follow` alone decides
-whether a copy is fetched, pinned, written back or dropped.
+clock, and planned traffic is a sum over it. So planned traffic equals moved traffic by construction: `follow` alone
+decides whether a copy is fetched, pinned, written back or dropped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["BlockUse", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "c
 
 
 class Release(enum.Enum):
-    """What becomes of a copy when its lease ends."""
+    """Fate of a copy after its lease."""
 
-    HOME = "home"  # it is the home copy: nothing
+    HOME = "home"  # no action, because the copy is at home
     PIN = "pin"  # cached until its next use, so that it does not cross a link twice
     EVICT = "evict"  # written back if it changed, then dropped
-    DISCARD = "discard"  # dropped without a write-back: its contents are dead
+    DISCARD = "discard"  # dropped without a write-back, because its contents are dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class BlockUse:
     """One use of a block in a program.
 
     Attributes:
-        is_last: its contents are dead afterwards.
-        is_pinned: its copy is to stay in ``tier`` until the next use.
+        is_last: Whether its contents are dead afterwards.
+        is_pinned: Whether its copy stays in ``tier`` until the next use.
     """
 
     tick: int
@@ -47,11 +47,11 @@ class BlockUse:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A copy away from home that is pinned until its next use.
+    """Copy away from home that is pinned until its next use.
 
     Attributes:
-        tier: Where the copy is.
-        is_newer: it changed, and home still has the contents of before.
+        tier: Tier of the copy.
+        is_newer: Whether it changed, while home still has the old contents.
     """
 
     tier: str
@@ -60,13 +60,13 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One lease of a block, with all that it moves.
+    """One lease of a block, and its traffic.
 
     Attributes:
-        was_pinned: the copy was pinned for this use.
-        fetches: the contents come from home.
-        release: what becomes of the copy afterwards.
-        writes_back: the contents go home when the lease ends.
+        was_pinned: Whether the copy was pinned for this use.
+        fetches: Whether the contents come from home.
+        release: Fate of the copy afterwards.
+        writes_back: Whether the contents go home after the lease.
     """
 
     key: str
@@ -80,18 +80,18 @@ class Use:
 def follow(
     key: str, accesses: Sequence[BlockUse], home: str, pinned: Pinned | None = None
 ) -> tuple[list[Use], Pinned | None]:
-    """Follow the copy of one block through its uses in a step: the one rule of what moves.
+    """Follow the copy of one block through its uses in a step. Only this function decides what moves.
 
     Args:
-        pinned: the copy that an earlier step left for the first use.
+        pinned: Copy that an earlier step left for the first use.
 
     Returns:
-        A use for every access, and the copy that is still pinned when the step is over.
+        A use for every access, and the copy that is still pinned after the step.
     """
     uses = []
     for access in accesses:
         if access.tier == home:
-            # A write at home would make a copy elsewhere stale: no placement pins one across a use at home.
+            # A write at home would make a copy elsewhere stale, so no placement pins one across a use at home.
             assert pinned is None, (key, access, pinned)
             release = Release.DISCARD if access.is_last else Release.HOME
             uses.append(Use(key, access.mode, False, False, release, False))
@@ -99,7 +99,7 @@ def follow(
         was_pinned = pinned is not None
         assert pinned is None or pinned.tier == access.tier, (key, access, pinned)
         is_newer = access.mode != "r" or (pinned is not None and pinned.is_newer)
-        # Dead contents are neither pinned nor written back, whatever the placement wants for the copy.
+        # Dead contents are neither pinned nor written back, whatever the placement says about the copy.
         release = Release.DISCARD if access.is_last else Release.PIN if access.is_pinned else Release.EVICT
         fetches = access.mode != "w" and not was_pinned
         uses.append(Use(key, access.mode, was_pinned, fetches, release, is_newer and release is Release.EVICT))
@@ -112,10 +112,10 @@ class Op:
     """One tick of a step.
 
     Attributes:
-        tick: position in the step; the schedule numbers it the same.
-        held: leased together for the whole tick.
-        passing: groups leased one after the other within it; of an update, none where all parts are at home.
-        beside: Link -> bytes that it moves beside blocks: to other ranks and from them, directions of matrices.
+        tick: Position in the step, which is also its number in the schedule.
+        held: Uses leased together for the whole tick.
+        passing: Groups leased one after the other within the tick; empty for an update with all parts at home.
+        beside: Link -> bytes moved outside of blocks: to and from other ranks, and directions of matrices.
     """
 
     tick: int
@@ -138,14 +138,14 @@ class Tape:
     """The ops of a step in order.
 
     Attributes:
-        pinned: by key, the copies that are pinned for the next step when this one is over.
+        pinned: Copies that are pinned for the next step after this one, by key.
     """
 
     ops: tuple[Op, ...]
     pinned: Mapping[str, Pinned] = field(default_factory=dict)
 
     def transfers(self, homes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, source, destination) of everything that the tape moves between tiers, in order."""
+        """Yield (key, source, destination) of all transfers of the tape between tiers, in order."""
         for op in self.ops:
             for use in op.uses:
                 if use.fetches:
@@ -166,10 +166,10 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        stays: Which copies wait for which next use.
-        updates: include the deferred updates, which finish the step before.
-        passes: include its own ticks: forward, head, backward.
-        pinned: copies that the previous tape left.
+        stays: Next use of each copy that stays until then.
+        updates: Whether to include the deferred updates, which finish the previous step.
+        passes: Whether to include all other ticks.
+        pinned: Copies that the previous tape left.
     """
     chosen = program.chosen_ticks(updates=updates, passes=passes)
     tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
@@ -177,7 +177,7 @@ def compile_step(
     for number, tick in chosen.items():
         for key, mode in tick.uses:
             stop = stays.get((number, key))
-            # Into the next step: it may consist of updates alone, but those always follow the passes.
+            # The next step may have only updates, but updates always follow the passes.
             is_pinned = stop is not None and (stop in chosen if stop > number else passes)
             accesses.setdefault(key, []).append(BlockUse(number, mode, tiers[number], key in tick.spent, is_pinned))
     left = dict(pinned or {})
@@ -192,30 +192,30 @@ def compile_step(
         held = tuple(uses[number, key] for key, _ in tick.held)
         passing = tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing)
         if tick.phase == "update" and all(homes[key] == tiers[number] for key, _ in tick.uses):
-            held, passing = (*held, *(use for group in passing for use in group)), ()  # no part waits for room
+            held, passing = (*held, *(use for group in passing for use in group)), ()  # no part waits for memory
         beside = program.bytes_beside_blocks(number)
         ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves, beside))
     return Tape(tuple(ops), left)
 
 
 class TapeStore:
-    """Carries out on a store what a tape says of copies. Used by the thread that runs the step."""
+    """Pins, evictions and discards of a tape, executed on a store. Used by the thread that runs the step."""
 
     def __init__(self, store: TieredStore, homes: Mapping[str, str]) -> None:
         self._store, self._homes = store, homes
         self._pinned: dict[str, str] = {}  # key -> tier of its pinned copy
 
     def leased(self, uses: Iterable[Use]) -> None:
-        """Unpin the copies that were pinned for these uses. Call it inside their leases: those hold the copies now."""
+        """Unpin the copies that were pinned for these uses. Call it inside their leases, which now hold the copies."""
         for use in uses:
             if use.was_pinned:
                 self._store.unpin(use.key, self._pinned.pop(use.key))
 
     def skipped(self, use: Use, tier: str) -> None:
-        """Go on without a lease that was planned: a copy that is here for it stays as planned, or goes home.
+        """Skip a planned lease. A copy that arrived for it stays if planned, or is evicted.
 
-        Nothing is fetched for it. Where a copy was to stay for the next use, its room does: that use fetches it then,
-        once for both, or finds what the prefetcher had brought before this was known. So no more is moved than planned.
+        Nothing is fetched for it. If a copy was to stay for the next use, its slot stays. The next use then fetches it,
+        once for both, or finds a copy that was prefetched earlier. So the traffic is never larger than planned.
         """
         assert use.mode == "r", use
         if use.release is Release.HOME:
@@ -231,8 +231,8 @@ class TapeStore:
             self._store.evict(use.key, name)
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
-        """Release copies as the tape says. Call it after their leases have ended."""
-        # A layer's update discards a gradient between every two other blocks: without those at home it is one call.
+        """Release copies as the tape says. Call it after their leases."""
+        # A layer's update discards a gradient between every two other blocks; without blocks at home it is one call.
         leaving = (use for use in uses if use.release is not Release.HOME)
         for release, alike in groupby(leaving, lambda use: use.release):
             if release is Release.DISCARD:
@@ -242,22 +242,22 @@ class TapeStore:
                     self._keep_or_evict(use, tier)
 
     def _keep_or_evict(self, use: Use, tier: str) -> None:
-        """Release a copy that is not at home and whose contents live on."""
+        """Release a copy that is not at home and whose contents are still needed."""
         key = use.key
         if not use.was_pinned:
-            # Copies on the way, such as in RAM between drive and GPU, first: while one is there, the prefetcher could
-            # fetch the next use from it. A pinned copy left none: one in RAM then was fetched for a use there.
+            # Intermediate copies go first, such as in RAM between drive and GPU: the prefetcher could fetch the next
+            # use from them. A pinned copy left none, and a copy in RAM was then fetched for a use there.
             for name in self._store.tiers_between(self._homes[key], tier):
                 self._store.evict(key, name)
         if use.release is Release.PIN:
-            # A pin also keeps the room: the store evicts nothing that is pinned, and counts its bytes as taken.
+            # A pin also keeps the slot: the store does not evict it, and counts its bytes as used.
             self._store.pin(key, tier)
             self._pinned[key] = tier
         else:
             self._store.evict(key, tier)
 
     def evict_pinned(self) -> None:
-        """Evict all pinned copies: the uses that they were pinned for will not come."""
+        """Evict all pinned copies, because their next uses will not come."""
         for key, tier in self._pinned.items():
             self._store.unpin(key, tier)
             self._store.evict(key, tier)

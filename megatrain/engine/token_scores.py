@@ -1,4 +1,4 @@
-"""What a model says of tokens: their log-probabilities, and those of the likeliest words, logits part by part."""
+"""Scores of tokens: log-probabilities of the tokens and of the likeliest tokens, from logits in parts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["RunningTopK", "TokenScores", "joined_scores"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """What a model says of some tokens.
+    """A model's scores of some tokens.
 
     Attributes:
-        log_probs: [rows] fp32, of the tokens themselves.
-        top_ids: [rows, k] int64, the likeliest words, the likeliest first.
-        top_log_probs: [rows, k] fp32, theirs, at the temperature that was asked for.
-        rest_log_probs: [rows] fp32, log of the probability of all other words together, at that temperature.
+        log_probs: Log-probabilities of the tokens themselves, [rows] fp32.
+        top_ids: Likeliest tokens, the likeliest first, [rows, k] int64.
+        top_log_probs: Log-probabilities of ``top_ids`` at the requested temperature, [rows, k] fp32.
+        rest_log_probs: Log of the total probability of all other tokens at that temperature, [rows] fp32.
     """
 
     log_probs: Tensor
@@ -31,24 +31,24 @@ class TokenScores:
 
 
 class RunningTopK:
-    """The likeliest words of some rows whose logits come part by part, and the mass of all others. In fp32.
+    """The likeliest tokens of some rows whose logits come in parts, and the probability of all others. In fp32.
 
     Args:
-        labels: [rows], each a word.
-        k: so many words of each row, at most those of the vocabulary; 0: none.
-        temperature: logits are divided by it for these words; the labels' probabilities are at 1.
+        labels: Vocabulary indexes of the labels, [rows].
+        k: Number of likeliest tokens per row, at most the size of the vocabulary; 0 for none.
+        temperature: Divisor of the logits for these tokens. Probabilities of labels use temperature 1.
     """
 
     def __init__(self, labels: Tensor, k: int, temperature: float = 1.0) -> None:
         self._labels, self._k, self._temperature = labels, k, temperature
         self._log_sum = torch.full((len(labels),), -torch.inf, device=labels.device)
         self._of_label = torch.zeros_like(self._log_sum)
-        self._rest = torch.full_like(self._log_sum, -torch.inf)  # of the words that are not among the likeliest
+        self._rest = torch.full_like(self._log_sum, -torch.inf)  # of all tokens that are not among the likeliest
         self._top = torch.empty(len(labels), 0, device=labels.device)
         self._ids = torch.empty(len(labels), 0, dtype=torch.long, device=labels.device)
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
         values = logits.float()
         at, is_here = column_of(self._labels, start, values.shape[1])
         self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
@@ -60,7 +60,7 @@ class RunningTopK:
         top, at = values.topk(min(self._k, values.shape[1]), dim=1)
         rest = values.scatter(1, at, -torch.inf).logsumexp(1)
         top, ids = torch.cat([self._top, top], 1), torch.cat([self._ids, at + start], 1)
-        # Summed when they drop out, not as 1 less the others at the end: that would cancel where the rest is small.
+        # Summed when they drop out. A final 1 minus the others would cancel if the rest is small.
         self._top, order = top.topk(min(self._k, top.shape[1]), dim=1)
         dropped = top.scatter(1, order, -torch.inf).logsumexp(1)
         self._ids = ids.gather(1, order)
@@ -75,7 +75,7 @@ class RunningTopK:
 
 
 def joined_scores(parts: Sequence[TokenScores]) -> TokenScores:
-    """Return the scores of the rows of several, one after the other, on the host."""
+    """Return several results as one, row after row, on the host."""
     return TokenScores(
         torch.cat([part.log_probs.cpu() for part in parts]),
         torch.cat([part.top_ids.cpu() for part in parts if len(part.top_ids)] or [parts[0].top_ids.cpu()]),

@@ -1,6 +1,6 @@
-"""One run of a unit for one micro-batch, and the two ways to have its graph again in the backward.
+"""One run of a unit for one micro-batch, and the two ways to restore its graph for the backward.
 
-A forward keeps the graph (`graph_keeping.py`), or saves the inputs, from which the backward makes the graph again
+A forward keeps the graph (`graph_keeping.py`), or saves the inputs, from which the backward rebuilds the graph
 (`input_saving.py`). Both are a `KeptRun`: the backward of a visit (`visit.py`) does not know which one it has.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["KeptRun", "UnitGraph", "UnitRun", "optional_gradients"]
 
 @dataclass(slots=True)
 class UnitRun:
-    """A run of a unit for one micro-batch, with all that it needs to be repeated.
+    """Run of a unit for one micro-batch, with everything needed to repeat it.
 
     Attributes:
         turn: Position of the call among the calls of the visit.
@@ -52,7 +52,7 @@ class UnitRun:
         call = forward.call
         assert call is not None
         captured = CapturedArguments(bound.unit.name, call.args, call.kwargs)
-        # In addition to its lists a collector may hold which of its items are wanted.
+        # In addition to its lists, a collector may have a list of the wanted items.
         keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         streams = [captured.tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
@@ -65,7 +65,7 @@ class UnitRun:
 
     @property
     def activations(self) -> list[Tensor]:
-        """The activations among the arguments, in order."""
+        """Activations among the arguments, in order."""
         found = [self.captured.tensors[i] for i in self.captured.activations]
         return [tensor for tensor in found if tensor is not None]
 
@@ -79,7 +79,7 @@ class UnitRun:
     def leaves(self) -> list[Tensor]:
         """Return a leaf of a new graph for each activation.
 
-        Contiguous, as a recompute gets it from its block: kernels may round differently for other strides.
+        Leaves are contiguous, like a recompute's, because kernels may round differently for other strides.
         """
         grad_enabled = self.modes.grad_enabled
         return [
@@ -93,8 +93,8 @@ class UnitRun:
         """Run the unit under the modes, and from the random state, of this run.
 
         Args:
-            keep_graph: Whether a backward follows; else autograd saves nothing.
-            cache_enabled: Whether autocast caches weights that it casts; None: as the modes say.
+            keep_graph: Whether a backward follows. If not, autograd saves nothing.
+            cache_enabled: Whether autocast caches cast weights; None for the setting in the modes.
         """
         with self.modes.applied(cache_enabled=cache_enabled):
             random.set(self.random_state)
@@ -104,7 +104,7 @@ class UnitRun:
 
 @dataclass(slots=True)
 class UnitGraph:
-    """Autograd's graph of one run, ready for its backward.
+    """Autograd graph of one run, ready for its backward.
 
     Attributes:
         outputs: Ends of the graph: differentiable outputs of the run, or their gradient edges.
@@ -120,14 +120,14 @@ class UnitGraph:
         """Run the backward, which frees the graph.
 
         Returns:
-            The gradients of the inputs and those of the weights; None where there is none.
+            Gradients of the inputs, and of the weights; None for a tensor without a gradient.
         """
         found = optional_gradients(self.outputs, grad_outputs, [*self.inputs, *self.weights.values()])
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
 
 class KeptRun:
-    """What is kept of one run until its backward.
+    """State of one run that is kept until its backward.
 
     Attributes:
         requires_grad: Whether each activation among the arguments needs a gradient.
@@ -139,29 +139,29 @@ class KeptRun:
     num_outputs: int
 
     def note_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
+        """Record the aliases of the outputs that the rest of the model gets, and may change in place."""
 
     def graph(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[UnitGraph]:
         """Yield the graph of the run.
 
         Args:
-            weights: Leaves of the trainable weights that are bound now, by owner's name.
+            weights: Leaves of the currently bound trainable weights, by owner's name.
         """
         raise NotImplementedError
 
     def skip(self) -> None:
-        """Lease what the backward would, unused: no gradient arrived."""
+        """Consume the backward's leases unused, because no gradient arrived."""
 
 
 def optional_gradients(
     outputs: Sequence[Tensor | GradientEdge], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of `inputs`; None for one that no output with a gradient depends on."""
+    """Return the gradients of `inputs`; None if no output with a gradient depends on the input."""
     pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
     if not inputs:
         return []
-    # `torch.autograd.grad` without its detour over the leaves' own class: functions of torch are not intercepted in
-    # there, and what a unit that checkpoints itself runs again must be what it ran before.
+    # `torch.autograd.grad` without its detour over the leaves' own class, in which functions of torch are not
+    # intercepted. A unit that checkpoints itself must run the same code in its recompute.
     found = _engine_run_backward(
         tuple(out for out, _ in pairs), tuple(grad for _, grad in pairs), False, False, tuple(inputs), True, False
     )

@@ -1,14 +1,14 @@
-"""Products that the second run of a unit leaves out, since no gradient needs their values.
+"""Products that the recompute of a unit skips, because no gradient needs their values.
 
-A unit runs again in its backward to give autograd what that needs. The result of a layer's last product is seldom
-among it: it is added to the residual stream, whose sum has a gradient that asks for no values, and the next unit has
-its own copy of it. Where a norm follows, the result is needed: the graph decides, not the family.
+A unit runs again in its backward to restore autograd's saved tensors. The result of a layer's last product is seldom
+one of them: it is added to the residual stream, the gradient of this sum needs no values, and the next unit has its own
+copy. If a norm follows, the result is needed. So the graph decides, not the model family.
 
-The trace finds out. `ProductUses` follows the result of each product with a bound weight through a run on fake tensors,
-storage by storage. Whatever autograd saves, whatever outlives the run, changes what was there before, draws random
-numbers or is read on the host makes the products needed that it depends on. `without_values` runs a unit with NaN in
-place of the products that are left: a mistake would show in every gradient and stop the run, not change it a little.
-docs/decisions/0080-products-that-nobody-needs.md
+The trace decides it. `ProductUses` follows the result of each product with a bound weight through a run on fake
+tensors, storage by storage. A product is needed if autograd saves a tensor that depends on it. It is also needed if
+such a tensor outlives the run, changes an earlier tensor, draws random numbers or is read on the host. `without_values`
+runs a unit with NaN in place of the other products: a mistake would show in every gradient and stop the run, not change
+it a little. docs/decisions/0080-products-that-nobody-needs.md
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 _ATEN = torch.ops.aten
 _WITH_SUMMAND = frozenset({_ATEN.addmm.default, _ATEN.baddbmm.default})
 _PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default}) | _WITH_SUMMAND
-#: They read the shape of what they get, not its values.
+#: Operators that read the shape of their input, not its values.
 _SHAPE_ALONE = frozenset(
     {
         _ATEN.empty_like,
@@ -60,11 +60,11 @@ _SHAPE_ALONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Unneeded:
-    """What the second run of a visit leaves out.
+    """Products that the recompute of a visit skips.
 
     Attributes:
         weights: Owner's names of the weights whose products are not computed.
-        work: Work that this saves: these products, but for filling their results.
+        work: Saved work: these products, minus the fill of their results.
     """
 
     weights: frozenset[str] = frozenset()
@@ -73,15 +73,15 @@ class Unneeded:
 
 NOTHING_UNNEEDED = Unneeded()
 
-#: Gets the owner's name of the weight, and the call of the operator; returns its result.
+#: Function that gets the owner's name of the weight and the call of the operator, and returns its result.
 Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-    """Return the context of a run in which products with some weights are not computed: their results are NaN.
+    """Return the context of a run that skips products with some weights. Their results are NaN.
 
     Args:
-        owners: id of a bound weight -> its owner's name.
+        owners: Id of a bound weight -> its owner's name.
     """
 
     def answer(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -93,11 +93,11 @@ def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
 
 
 class ProductUses:
-    """Follows the results of products with weights through one run of a unit on fake tensors.
+    """Uses of products with weights, followed through one run of a unit on fake tensors.
 
     Args:
-        owners: id of a bound weight -> its owner's name.
-        flops_of: FLOPs of a call of an operator, given it, its arguments and its result.
+        owners: Id of a bound weight -> its owner's name.
+        flops_of: FLOPs of a call of an operator, given the operator, its arguments and its result.
     """
 
     def __init__(
@@ -108,22 +108,22 @@ class ProductUses:
         self._owners, self._flops_of = owners, flops_of
         self._work: dict[str, Work] = {}
         self._needed: set[str] = set()
-        self._made: set[int] = set()  # storages of the run that are alive
+        self._made: set[int] = set()  # live storages of the run
         self._depends: dict[int, set[str]] = {}  # storage -> owners whose products it depends on
         self._saved: set[int] = set()
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Return the context of the run."""
+        """Follow the code that runs inside."""
         with _Following(self._follow), WeightProducts(self._owners, self._product):
             yield
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Note what autograd saves."""
+        """Record a tensor that autograd saves."""
         self._saved.add(_storage(tensor))
 
     def note_launch(self, tensors: Iterable[Tensor]) -> None:
-        """Note a launch that is no operator: which of its tensors it writes is not known, so any may depend on all."""
+        """Record a launch that is not an operator. It may write any of its tensors, so any may depend on all."""
         keys = [_storage(tensor) for tensor in tensors]
         owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))
         for key in keys if owners else ():
@@ -133,7 +133,7 @@ class ProductUses:
         """Return the products that nothing needs.
 
         Args:
-            results: What the run returned: the rest of the model has its own copies.
+            results: Results of the run. The rest of the model has its own copies of them.
         """
         returned = {_storage(tensor) for tensor in results} - self._saved
         needed = self._needed.union(*(owners for key, owners in self._depends.items() if key not in returned))
@@ -142,7 +142,7 @@ class ProductUses:
 
     def _product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(*args, **kwargs)
-        # A fill takes its place, a launch as well.
+        # A fill replaces it, so the number of launches stays the same.
         filled_nbytes = result.numel() * result.element_size()
         work = Work(product_flops=self._flops_of(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
         self._work[owner] = self._work.get(owner, NO_WORK) + work
@@ -170,14 +170,14 @@ class ProductUses:
 
     def _forget(self, key: int) -> None:
         self._made.discard(key)
-        self._saved.discard(key)  # not of the next storage at this place
+        self._saved.discard(key)  # the next storage at this address is a different one
         self._depends.pop(key, None)
 
 
 class WeightProducts(TorchFunctionMode):
-    """Gives the products of matrices in functions that are called with a weight to ``answer``.
+    """Mode that passes the matrix products of functions called with a weight to ``answer``.
 
-    Operators are only looked at inside of such functions: each that passes through Python costs time.
+    It dispatches operators through Python only inside of such functions, because each dispatch costs time.
     """
 
     def __init__(self, owners: Mapping[int, str], answer: Answer) -> None:
@@ -195,7 +195,7 @@ class WeightProducts(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _owner_of(self, item: Any) -> str | None:
-        """Return the owner's name of a weight, or of one that this is a view of; a vector is no factor but added."""
+        """Return the owner's name of a weight or of its view; None for vectors, which are added, not multiplied."""
         if not isinstance(item, Tensor):
             return None
         name = self._owners.get(id(item)) or self._owners.get(id(item._base))
@@ -203,7 +203,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives products of matrices to ``answer``."""
+    """Mode that passes products of matrices to ``answer``."""
 
     def __init__(self, answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives all operators to ``follow``."""
+    """Mode that passes all operators to ``follow``."""
 
     def __init__(self, follow: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Updates of weights: what one reads and writes, the factor on its gradient, and the kernels that make it."""
+"""Updates of weights: their inputs and outputs, the factor on the gradient, and their kernels."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["LayerScales", "PendingUpdate", "UpdateOps", "Updater", "weight_is_sp
 
 
 def weight_is_split(graph: ModelGraph) -> bool:
-    """Return whether weights are the bf16 high halves of fp32 masters, with the rest in a ``low`` block."""
+    """Return whether weights are the bf16 high halves of fp32 masters, with the low halves in a ``low`` block."""
     return graph.dtype.itemsize == 2
 
 
 class LayerScales:
-    """The factor on each layer's gradient in one step, by its own norm: for updates that wait for no other layer.
+    """Factors on the layers' gradients in one step, each by the layer's own norm: for updates without a global norm.
 
     Args:
-        max_grad_norm: clips each layer's norm; 0: no clipping.
-        nonfinite: ``stop``: the first layer whose gradient is not finite, and all after it, are left out. ``skip``:
-            every such layer is. ``ignore``: none is.
+        max_grad_norm: Limit of each layer's norm; 0 for no clipping.
+        nonfinite: ``stop`` skips the first layer whose gradient is not finite, and all later ones. ``skip`` skips every
+            such layer. ``ignore`` skips no layer.
 
     Attributes:
-        num_used: layers whose gradient is used.
-        left_out: names of the layers whose gradient was not finite and is not used, in the order of the backward.
+        num_used: Number of layers whose gradient is used.
+        left_out: Names of the layers whose gradient was not finite and is not used, in the order of the backward.
     """
 
     def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
@@ -54,12 +54,12 @@ class LayerScales:
         self.left_out: list[str] = []
 
     def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
-        """Take note of a complete gradient's squared norm; on a device the number sets out for the host."""
+        """Record a complete gradient's squared norm. A number on a device starts on its way to the host."""
         if self._looks:
             self._arriving[layout] = ArrivingNumbers([squared])
 
     def scale(self, layout: str) -> float | None:
-        """Return the factor on a layer's gradient; None: it is not to be used. Waits for its norm."""
+        """Return the factor on a layer's gradient; None if it must not be used. Waits for its norm."""
         scale: float | None = 1.0
         if self._looks:
             norm = global_norm(self._arriving.pop(layout).read())
@@ -74,13 +74,13 @@ class LayerScales:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """The update of a step, made by the next one or, if it is not deferred, during its own backward.
+    """Update of a step, made by the next step or, if it is not deferred, during its own backward.
 
     Attributes:
-        step: number of the step that computed its gradients.
-        update: step count, learning rate, scale of the gradient.
-        with_gradient: layout -> parameters that got a gradient.
-        scales: Factors on the layers' gradients, each by its own norm; None: ``update`` has the one of them all.
+        step: Number of the step that computed its gradients.
+        update: Step count, learning rate, scale of the gradient.
+        with_gradient: Layout -> parameters with a gradient.
+        scales: Factors on the layers' gradients, each by its own norm; None if ``update`` has one factor for all.
     """
 
     step: int
@@ -89,7 +89,7 @@ class PendingUpdate:
     scales: LayerScales | None = None
 
     def of_layout(self, name: str) -> Update | None:
-        """Return the update of one layout; None: its gradient is not used."""
+        """Return the update of one layout; None if its gradient is not used."""
         if self.scales is None:
             return self.update
         scale = self.scales.scale(name)
@@ -98,12 +98,12 @@ class PendingUpdate:
 
 @dataclass(frozen=True, slots=True)
 class _UpdatedPart:
-    """What an update of one part of a layout reads and writes.
+    """Inputs and outputs of an update of one part of a layout.
 
     Attributes:
-        states: kinds of state, each with the key of its block.
-        within: elements of that block; None: all.
-        segments: What is updated of all parameters in the part, with their names.
+        states: Kinds of state, each with the key of its block.
+        within: Range of the weight's block; None for the whole block.
+        segments: Segments to update in the part, each with its parameter's name.
     """
 
     states: Sequence[tuple[str, str]]
@@ -114,13 +114,13 @@ class _UpdatedPart:
 
 
 class Updater:
-    """Updates the block group of a layout in the tier that the tape says.
+    """Updates of the block group of a layout, in the tier on the tape.
 
     Attributes:
-        trained: index of a layout -> it and its segments.
-        optimizers: the tier that blocks are updated in -> what updates them there.
-        by_tables: Those of ``optimizers`` that update many parts in one launch.
-        matrices: Device that makes matrices orthogonal for updates in RAM. None if the optimizer does that itself.
+        trained: Index of a layout -> the layout and its segments.
+        optimizers: Tier of an update -> optimizer there.
+        by_tables: Subset of ``optimizers`` that update many parts in one launch.
+        matrices: Device that makes matrices orthogonal for updates in RAM; None if the optimizer does that itself.
     """
 
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
@@ -136,7 +136,7 @@ class Updater:
         self._program, self.optimizers = program, optimizers
         self._parts: dict[tuple[int, int], _UpdatedPart] = {}
         self.by_tables = {name: each for name, each in optimizers.items() if isinstance(each, TableOptimizer)}
-        #: Number of a layout -> where its blocks were, which parameters got a gradient, and the tables of these.
+        #: Index of a layout -> addresses of its blocks, parameters with a gradient, and the tables for these.
         self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
@@ -161,7 +161,7 @@ class Updater:
         """Update one part of a layout.
 
         Args:
-            tensors: by block key: the layout's weight, and the part's state and gradient.
+            tensors: The layout's weight, and the part's state and gradient, by block key.
             update: Step count and learning rate, with the factor on this gradient.
         """
         optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
@@ -179,7 +179,7 @@ class Updater:
         update: Update,
         filled: Container[str],
     ) -> None:
-        """Update all parts of a layout, whose blocks are all leased, by tables where the optimizer has some.
+        """Update all parts of a layout, whose blocks are all leased, by tables if the optimizer has them.
 
         Args:
             update: Step count and learning rate, with the factor on this gradient.
@@ -209,12 +209,12 @@ class Updater:
         blocks = {state: tensors[key] for state, key in own.states}
         weight = tensors[own.weight]
         blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
-        # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
+        # As in torch, a parameter without a gradient in this step does not change: no decay, no moments.
         chosen = [segment for parameter, segment in own.segments if parameter in filled]
         return blocks, tensors[own.gradient], chosen
 
     def _updated_part(self, index: int, part: int) -> _UpdatedPart:
-        """Return what an update of a part needs."""
+        """Return the inputs and outputs of an update of a part."""
         layout, segments = self.trained[index]
         inside = self._program.owned_parts_of(layout)[part]
         weights = self._program.weight_keys(layout)
@@ -234,7 +234,7 @@ class Updater:
 
 
 class UpdateOps:
-    """Runs the updates of a tape. Used by the thread that runs the step."""
+    """Updates of a tape. Used by the thread that runs the step."""
 
     def __init__(self, execution: TapeExecution, updater: Updater) -> None:
         self._execution, self._updater = execution, updater
@@ -257,16 +257,16 @@ class UpdateOps:
     def run(self, op: Op, pending: PendingUpdate) -> None:
         """Run the present op, an update of a layout, part by part."""
         layout = self.layout_of(op)
-        # The scale waits for the layer's norm where it has one of its own, so it is asked for once.
+        # With separate factors, this waits for the layer's norm, and may be called only once.
         update, filled = pending.of_layout(layout.name), pending.with_gradient[layout.name]
         parts = self._program.parts_of(layout)
         if update is not None and self._is_beside_device(op):
             self._run_in_background(op, update, len(parts), filled)
             return
         if op.tier == "ram":
-            # Room is planned for what one update on the host takes beside its blocks.
+            # The plan has scratch memory for one update on the host at a time.
             self._execution.background.wait()
-        # Leased also where the gradient is not used: what moves in a step does not depend on the data.
+        # Also leased if the gradient is not used, because the traffic of a step does not depend on the data.
         with self._execution.lease(self._execution.own_keys(op, op.held)) as held:
             if not op.passing and update is not None:
                 self._updater.update_layout(op.visit, len(parts), op.tier, held, update, filled)
@@ -276,19 +276,19 @@ class UpdateOps:
                         self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
 
     def _is_beside_device(self, op: Op) -> bool:
-        """Return whether an update on the host may go on while a device computes the layers that follow it.
+        """Return whether an update on the host may run while a device computes the layers that follow it.
 
-        Only where all its blocks are at home there: then leases that are held longer take no room from others. Products
-        of matrices on the device are queued on streams of this thread.
+        Only if all its blocks are at home in RAM: then longer leases take no memory from other blocks. Products of
+        matrices on the device are queued on streams of this thread, which excludes them.
         """
         is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
         return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
 
     def _run_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
-        """Start an update that waits for no room.
+        """Start an update that waits for no memory.
 
-        Leased here, at its place in the tape: from here on nobody can fetch or change the blocks but the update. They
-        are given back where it ends, so that the weights can set out for the device at once.
+        Its blocks are leased here, at its position in the tape: from now on only the update can fetch or change them.
+        The update ends the leases itself, so that the weights can leave for the device at once.
         """
         updater, leases = self._updater, ExitStack()
         assert not op.passing, op

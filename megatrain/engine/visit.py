@@ -1,8 +1,8 @@
 """One visit of a unit: its weights are leased and bound while its forward, its recompute and its backward run.
 
-`UnitVisit` is the chain, in the order in which a layer lives; each link is a small policy with a file of its own:
+`UnitVisit` calls small policies, each in a separate file, in the order of a layer's life:
 
-- idle (`idle.py`): the weights stay where they are if no token goes to the unit;
+- idle (`idle.py`): the weights are not fetched if no token is routed to the unit;
 - passing (`passing.py`): rows of a weight whose parts pass are looked up for all micro-batches at once;
 - kept (`graph_keeping.py`) or saved (`input_saving.py`): the graph stays for the backward, or the inputs do.
 """
@@ -36,15 +36,15 @@ __all__ = ["UnitVisit", "VisitSequence"]
 
 
 class UnitVisit:
-    """A use site of a unit in one pass over a group of micro-batches.
+    """Use site of a unit in one pass over a group of micro-batches.
 
     Args:
         keeping: Runs the unit in the forward, and keeps graphs or inputs.
-        anchor: A scalar that requires grad: ties the outputs of units without differentiable inputs to the graph.
-        plans_backward: Whether a backward that does not take place leases the weights all the same.
+        anchor: Scalar that requires grad, and ties the outputs of units without differentiable inputs to the graph.
+        plans_backward: Whether a skipped backward still leases the weights.
 
     Attributes:
-        pending_outputs: Outputs of the forward, on their way into the outer graph.
+        pending_outputs: Outputs of the forward that are not yet in the outer graph.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class UnitVisit:
         self._keeping, self._absent = keeping, absent
         self._anchor, self._plans_backward = anchor, plans_backward
         self._kept: list[KeptRun] = []
-        self._wanted: list[list[Tensor]] = []  # rows of the weights whose parts pass, by weight and call
+        self._wanted: list[list[Tensor]] = []  # indexes of rows of passing weights, by weight and call
         self.pending_outputs: list[Tensor] = []
 
     # -- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
-        """Run the unit for every forward that waits at it; return what each of them resumes with."""
+        """Run the unit for every forward that waits at it. Return the functions that make their results."""
         self._access.begin("forward", self.number)
         calls = [forward.call for forward in forwards if forward.call is not None]
         self._weights.note_calls(calls)
@@ -83,7 +83,7 @@ class UnitVisit:
                 self._absent.put(before=forward.micro_batch)
                 runs.append(self._forward_one(UnitRun.of_call(self.bound, forward, turn), forward, leaves))
             self._absent.put()
-        # ... and release them: from here on the unit is one node of the outer graph.
+        # ... and release them. The unit is now one node of the outer graph.
         inputs = [tensor for run in runs for tensor in run.inputs]
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
@@ -100,7 +100,7 @@ class UnitVisit:
         if run.is_differentiable:
             inputs = run.activations
             result, kept = self._keeping.run(run, forward, leaves)
-            # `.data` makes an alias that is no view, so that the model may change it in place.
+            # `.data` makes an alias that is not a view, so that the model may change it in place.
             self.pending_outputs += [output.data for output in result.outputs]
             kept.note_aliases(self.pending_outputs[start:])
             self._kept.append(kept)
@@ -113,7 +113,7 @@ class UnitVisit:
     # -- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of all micro-batches; accumulate gradients of weights, return those of the inputs."""
+        """Run the backward of all micro-batches. Accumulate gradients of weights, and return the inputs' gradients."""
         self.visits.begin_backward(self.number)
         grad_inputs: list[Tensor | None] = []
         sink: GradientSink | None = None
@@ -145,7 +145,7 @@ class UnitVisit:
     def _backward_one(
         self, kept: KeptRun, grad_outputs: Sequence[Tensor | None], leaves: dict[str, Tensor], sink: GradientSink | None
     ) -> list[Tensor | None]:
-        """Run the backward of one micro-batch, over the graph that was kept or that a second run makes."""
+        """Run the backward of one micro-batch, over its kept graph or the graph of a recompute."""
         if all(gradient is None for gradient in grad_outputs):
             kept.skip()
             return [None] * len(kept.requires_grad)
@@ -160,14 +160,14 @@ class UnitVisit:
             return [next(grads) if requires else None for requires in kept.requires_grad]
 
     def replaced_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-        """Have something else give the gradients of the inputs; lease nothing, run nothing."""
+        """Use `instead()` for the input gradients in place of running this visit, without leases."""
         self.visits.begin_backward(self.number)
-        grad_inputs = instead()  # while all is held that the backward would find
+        grad_inputs = instead()  # while everything that the backward would use is still held
         self._kept, self._wanted = [], []
         return grad_inputs
 
     def skip_backward(self) -> None:
-        """Lease what the backward would, unused: this step's loss does not depend on the visit."""
+        """Consume this visit's leases without computing, because the step's loss does not depend on it."""
         with ExitStack() as stack:
             if self._plans_backward or self._weights.is_idle:
                 lease_passing_parts(stack.enter_context(self._weights.leased()))
@@ -182,11 +182,11 @@ class UnitVisit:
 
 @dataclass(slots=True)
 class _FirstRun:
-    """The run of one micro-batch in the forward, and what its forward resumes with.
+    """Run of one micro-batch in the forward, and the result with which the forward resumes.
 
     Attributes:
-        inputs: Activations that the outer graph goes through.
-        part: Its outputs among those of all micro-batches.
+        inputs: Activations in the outer graph.
+        part: Range of its outputs among the outputs of all micro-batches.
     """
 
     result: CapturedResult
@@ -197,7 +197,7 @@ class _FirstRun:
     forward: SuspendedForward
 
     def delivery(self, outputs: Sequence[Tensor]) -> Callable[[], Any]:
-        """Return what makes the result of the call, given the outputs of all micro-batches in the outer graph."""
+        """Return a function that makes the result of the call from all micro-batches' outputs in the outer graph."""
         assert self.forward.call is not None
         own, collector = outputs[self.part], self.forward.call.collector
         return lambda: self.result.deliver(own, self.tensors, self.originals, collector)
@@ -206,8 +206,8 @@ class _FirstRun:
 class _UnitFunction(torch.autograd.Function):
     """One node per visit in the outer graph, from the inputs of all micro-batches to their outputs.
 
-    The outer graph is the model's own code between units. Autograd runs this node's backward when the gradients of all
-    micro-batches are there: that order makes the weights of a unit come once for all of them.
+    The outer graph is the model's own code between units. Autograd runs this node's backward after the gradients of all
+    micro-batches have arrived. So the weights of a unit come once for all micro-batches.
     """
 
     @staticmethod
@@ -223,20 +223,22 @@ class _UnitFunction(torch.autograd.Function):
 
 
 class VisitSequence:
-    """The visits of one pass over a group of micro-batches, in forward order, and what they share.
+    """Visits of one pass over a group of micro-batches, in forward order, and their shared state.
 
     Their backwards come in reverse. Autograd never calls a visit that the loss does not depend on. So each backward
-    first closes those that are due before it: ticks come in the order of the program whatever autograd leaves out.
+    first closes the visits that are due before it. Ticks then come in the order of the program, whatever autograd
+    skips.
 
     Attributes:
-        run_backward: Runs the backward of a visit, given the gradients of its outputs; returns those of its inputs.
+        run_backward: Runs the backward of a visit, given the gradients of its outputs. It returns the inputs'
+        gradients.
     """
 
     def __init__(self, access: BlockAccess, random: RandomStates, activity: Activity) -> None:
         self.access, self.random, self.activity = access, random, activity
         self.run_backward: Callable[[UnitVisit, Sequence[Tensor | None]], list[Tensor | None]] = UnitVisit.backward
         self._visits: list[UnitVisit] = []
-        self._next = -1  # due in the backward
+        self._next = -1  # visit that is due in the backward
 
     def __len__(self) -> int:
         return len(self._visits)
@@ -249,7 +251,7 @@ class VisitSequence:
         self._visits.append(visit)
 
     def clear(self) -> None:
-        """Forget the visits of a pass. They refer to this object: without this, only the collector frees them."""
+        """Drop the visits of a pass. They refer to this object: without this, only the garbage collector frees them."""
         self._visits.clear()
 
     def start_backward(self) -> None:
@@ -257,14 +259,14 @@ class VisitSequence:
         self._next = len(self._visits) - 1
 
     def begin_backward(self, visit: int) -> None:
-        """Announce the backward of a visit, after closing those before it that the loss does not depend on."""
+        """Announce the backward of a visit. First close the visits before it that the loss does not depend on."""
         self._close_until(visit)
         assert self._next == visit, (self._next, visit)
         self.access.begin("backward", visit)
         self._next -= 1
 
     def end_backward(self) -> None:
-        """Close the visits that are left."""
+        """Close the remaining visits."""
         self._close_until(-1)
 
     def _close_until(self, visit: int) -> None:

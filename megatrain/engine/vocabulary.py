@@ -1,9 +1,8 @@
-"""Parts of the vocabulary: which there are, and what makes the logits of one. So the memory of a head does not depend
-on the vocabulary.
+"""Parts of the vocabulary and their logits, so that the memory of a head does not depend on the vocabulary.
 
-A part of the logits is made by the model's own forward: in the place of the weight that makes the logits stands a
-`PartWeight`, whose `F.linear` multiplies by the rows of the part alone. What the model does with logits (scales, soft
-caps) runs on the part. `head_plan.py` finds out whether that is the same: whether it is elementwise over the words.
+The model's own forward makes a part of the logits. A `PartWeight` replaces the weight that makes the logits. Its
+`F.linear` multiplies only by the rows of the part. The model's operations on logits (scales, soft caps) run on the
+part. `head_plan.py` checks that this gives the same result, because they are elementwise over the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ __all__ = [
 
 
 def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Return the parts of a vocabulary, `(start, stop)`: as few as hold at most ``columns`` words.
+    """Return the parts of a vocabulary, `(start, stop)`: the smallest number with at most ``columns`` columns each.
 
-    Between two borders they are equally large.
+    Between two borders they have equal sizes.
 
     Args:
-        columns: most words of a part.
-        borders: words that a part begins with in any case: blocks of the weight begin there.
+        columns: Most columns of a part.
+        borders: Columns that must begin a part, because blocks of the weight begin there.
     """
     found: list[tuple[int, int]] = []
     for first, last in zip((0, *borders), (*borders, vocab_size), strict=True):
@@ -46,7 +45,7 @@ def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyPart:
-    """The rows of the weight that make the logits of some words.
+    """Rows of the weight that make a range of the logits.
 
     Attributes:
         weight: [stop - start, hidden]; a leaf with a target (``weight_leaf``) if it is trained.
@@ -58,7 +57,7 @@ class VocabularyPart:
 
 
 class PartWeight(AbsentWeight):
-    """Stands for the weight that makes the logits, with its shape; its `F.linear` makes those of the present part."""
+    """Stand-in with the shape of the weight that makes the logits. Its `F.linear` makes the logits of one part."""
 
     _part: VocabularyPart | None
 
@@ -95,4 +94,4 @@ def _linear_of_part(rows: Tensor, weight: PartWeight, bias: Tensor | None = None
     if not part.weight.requires_grad or not torch.is_grad_enabled():
         return functional.linear(rows, part.weight, own_bias)
     out = linear(rows, part.weight, own_bias)
-    return functional.linear(rows, part.weight, own_bias) if out is None else out  # under autocast: autograd's way
+    return functional.linear(rows, part.weight, own_bias) if out is None else out  # under autocast: by autograd

@@ -1,12 +1,12 @@
 """Gradients of weights that are added to their fp32 accumulators where they are computed.
 
-Autograd makes the gradient of a weight as a tensor of its own, as large as the weight (for an embedding: all rows, of
-which a step needs few), in the weight's dtype. Here the leaves that a unit's matrices are bound to answer `F.linear`,
-`F.embedding` and `torch.addmm` themselves: the backward of such a call adds a product, or the rows of the tokens that
-occur, to the accumulator, and autograd sees no gradient of that weight. So there is no full-size temporary, and
-products of half precision are summed in fp32 inside the GEMM where the device can do that.
+Autograd makes the gradient of a weight as a separate tensor, as large as the weight, in the weight's dtype. For an
+embedding this has all rows, though a step needs few. Here the leaves bound to a unit's matrices handle `F.linear`,
+`F.embedding` and `torch.addmm` themselves. The backward of such a call adds a product, or the rows of the present
+tokens, to the accumulator, and autograd sees no gradient of that weight. So there is no full-size temporary, and
+products of half precision are summed in fp32 inside the GEMM if the device supports that.
 
-Whatever else a model does with a weight (slices, transposes, casts, stacked experts) takes autograd's way as before.
+All other operations on a weight (slices, transposes, casts, stacked experts) use autograd as usual.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ __all__ = [
     "weight_leaf",
 ]
 
-#: The most that a product takes which cannot be added in its GEMM, and a cast of rows.
+#: Most temporary bytes of a product that cannot be added in its GEMM, and of a cast of rows.
 _TEMPORARY_NBYTES = 16 << 20
 
 
 class GradientAccumulator(GradientSink):
-    """The fp32 accumulators of one use site during one visit: a parameter's first gradient is copied, others added.
+    """fp32 accumulators of one use site during one visit: a parameter's first gradient is copied, others are added.
 
     Args:
-        targets: parameter -> view of its accumulator.
-        added: parameters that have a gradient already; extended.
-        begins_with_zero: a parameter's first product is added to zeros as well.
+        targets: Parameter -> view of its accumulator.
+        added: Parameters that already have a gradient; extended.
+        begins_with_zero: Whether a parameter's first product is also added to zeros.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class GradientAccumulator(GradientSink):
 
     @property
     def added(self) -> frozenset[str]:
-        """Parameters that have a gradient."""
+        """Parameters with a gradient."""
         return frozenset(self._added)
 
     def at(self, micro_batch: int) -> None:
-        """Nothing: the gradients of all micro-batches have one sum."""
+        """Do nothing: the gradients of all micro-batches have one sum."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Accumulate one micro-batch's gradient of a parameter (any float dtype, same shape)."""
@@ -78,7 +78,7 @@ class GradientAccumulator(GradientSink):
             self._added.add(name)
 
     def take(self, other: GradientAccumulator) -> None:
-        """Add another's sums to these, which it has none of afterwards."""
+        """Add another accumulator's sums, and clear them there."""
         for name in other._added:
             for (place, _, _), (addend, _, _) in zip(
                 _places(self._targets[name]), _places(other._targets[name]), strict=True
@@ -113,7 +113,7 @@ class GradientAccumulator(GradientSink):
             _multiply_in_ranges(target, left, right, is_first=is_first)
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
-        """Accumulate ``rows`` [K, N], in order, in the rows ``indexes`` [K] of a matrix; none in row ``ignored``."""
+        """Accumulate ``rows`` [K, N], in order, in the rows ``indexes`` [K] of a matrix; skip row ``ignored``."""
         self._begin(name)
         for place, held, columns in _places(self._targets[name]):
             if device_kernels.are_for(place):
@@ -122,7 +122,7 @@ class GradientAccumulator(GradientSink):
                 _add_rows_in_ranges(place, held, indexes, rows[:, columns], ignored)
 
     def _begin(self, name: str) -> None:
-        """Zero an accumulator that has no gradient yet."""
+        """Zero an accumulator without a gradient."""
         if name not in self._added:
             for place, _, _ in _places(self._targets[name]):
                 place.zero_()
@@ -137,7 +137,7 @@ class GradientAccumulator(GradientSink):
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        """Multiply matrices of half precision, with the sum in fp32 from the first product to the accumulator."""
+        """Multiply matrices of half precision. The sum is in fp32 from the first product to the accumulator."""
         if is_first:
             torch.mm(left, right, out_dtype=target.dtype, out=target)
         else:
@@ -145,14 +145,15 @@ class GradientAccumulator(GradientSink):
 
 
 class LaneAccumulator:
-    """The accumulators of one use site, or of some rows of a matrix, lane by lane.
+    """Accumulators of one use site, or of some rows of a matrix, lane by lane.
 
-    Each lane has a sum. When it is complete, open sums are added as the tree of lanes wants it (``ranks/lanes.py``).
-    The first open sum is the gradient's own memory; there is room for the others from when they first get a gradient.
+    Each lane has a sum. When a lane is complete, open sums are added in the order of the tree of lanes
+    (``ranks/lanes.py``). The first open sum uses the gradient's own memory. Memory of the others is allocated at their
+    first gradient.
 
     Args:
-        first: accumulators of the first open sum.
-        room: makes accumulators with memory of their own, with the same parameters.
+        first: Accumulators of the first open sum.
+        room: Makes accumulators with separate memory, with the same parameters.
     """
 
     def __init__(self, lanes: Lanes, first: GradientAccumulator, room: Callable[[], GradientAccumulator]) -> None:
@@ -162,7 +163,7 @@ class LaneAccumulator:
         self._lane = lanes.own.start
 
     def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch, by its number among those of these lanes. They come in order."""
+        """Advance to a micro-batch, by its number among the micro-batches of these lanes. They come in order."""
         lane = self._lanes.lane_of(micro_batch)
         assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
         while self._lane < lane:
@@ -173,8 +174,8 @@ class LaneAccumulator:
         """Complete all lanes.
 
         Returns:
-            The nodes of the tree whose sums are left: one, if all lanes of the step are summed here. None: a sum of no
-            gradients, for which no room was made.
+            The nodes of the tree with remaining sums: one, if all lanes of the step are summed here. None is for a sum
+            without gradients, which has no memory.
         """
         while self._lane < self._lanes.own.stop - 1:
             self._close_lane()
@@ -217,11 +218,11 @@ def _num_rows(target: Tensor | InPieces) -> int:
 
 
 def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
-    """Yield the pieces of a matrix: its memory [rows, columns], which rows, and which columns these are.
+    """Yield the pieces of a matrix: memory [rows, columns], range of rows, and slice of columns.
 
     Args:
         target: Matrix in one block, or in several.
-        some: Rows that are asked for; pieces without any of them are left out. None: all.
+        some: Requested rows; pieces without any of them are skipped. None for all rows.
     """
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
@@ -233,7 +234,7 @@ def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tu
 
 
 def _groups_of(indexes: Tensor) -> Tensor:
-    """Return the groups of rows with one index; they are found once for all parts of a matrix."""
+    """Return the groups of rows with one index. They are computed once for all parts of a matrix."""
     groups: Tensor | None = getattr(indexes, _GROUPS, None)
     if groups is None:
         groups = device_kernels.row_groups(indexes)
@@ -242,7 +243,7 @@ def _groups_of(indexes: Tensor) -> Tensor:
 
 
 def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tensor, ignored: int | None) -> None:
-    """Add those of some rows, in order, whose place is here: a range of them at a time."""
+    """Add the rows with an index in this part, in order, in ranges of limited size."""
     step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
     for start in range(0, len(rows), step):
         at, values = indexes[start : start + step], rows[start : start + step]
@@ -253,15 +254,15 @@ def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tenso
             chosen = is_here.nonzero().squeeze(1)
             place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
             continue
-        # Masked, not chosen: the host does not know which. Adding zero changes nothing, and as a GPU adds to one place
-        # after the other, not to the same one all the time.
+        # Masked, not selected, because the host does not know the rows. Adding zero changes nothing. Zeros go to
+        # different rows, because a GPU serializes additions to the same row.
         anywhere = torch.arange(len(at), device=at.device).remainder_(len(held))
         values = values.to(place.dtype).masked_fill(is_here.logical_not().unsqueeze(-1), 0.0)
         place.index_add_(0, torch.where(is_here, at - held.start, anywhere), values)
 
 
 def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-    """Multiply matrices of another dtype than the sum's, where no GEMM does both: a range of rows at a time."""
+    """Multiply matrices of a different dtype than the sum, without a GEMM for both, in ranges of limited size."""
     step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
     for start in range(0, len(left), step):
         rows = slice(start, start + step)
@@ -273,9 +274,9 @@ def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first
 
 
 class GradientReceiver:
-    """Where gradients of one unit's weights go: to the sink of the visit whose backward runs.
+    """Receiver of the gradients of one unit's weights: passes them to the sink of the visit whose backward runs.
 
-    A graph may be kept from a forward to its backward, and the sink is there for the backward only.
+    A graph may be kept from a forward to its backward, but the sink exists only during the backward.
     """
 
     def __init__(self) -> None:
@@ -283,13 +284,13 @@ class GradientReceiver:
 
     @property
     def sink(self) -> GradientSink:
-        """The sink of the running backward."""
+        """Sink of the running backward."""
         assert self._sink is not None, "a weight has a gradient outside of the backward of its unit"
         return self._sink
 
     @contextmanager
     def into(self, sink: GradientSink | None) -> Iterator[None]:
-        """Give gradients of what runs inside to a sink."""
+        """Send gradients of the code inside to a sink."""
         outer, self._sink = self._sink, sink
         try:
             yield
@@ -299,7 +300,7 @@ class GradientReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GradientTarget:
-    """The rows of a parameter's accumulator that a leaf's gradient belongs to."""
+    """Rows of a parameter's accumulator that receive a leaf's gradient."""
 
     receiver: GradientReceiver
     name: str
@@ -311,9 +312,9 @@ _GROUPS = "_megatrain_row_groups"
 
 
 def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
-    """Return a leaf with the memory of ``values`` [M, N], whose gradient goes to its target where that is possible.
+    """Return a leaf with the memory of ``values`` [M, N], whose gradient goes to its target where possible.
 
-    What runs with it must run inside of ``intercepting``.
+    Code that uses it must run inside of ``intercepting``.
     """
     leaf = values.detach()
     if type(leaf) is Tensor:
@@ -332,13 +333,13 @@ def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
 
 
 def target_of(leaf: Tensor) -> GradientTarget | None:
-    """Return the target of a leaf; None for any other tensor."""
+    """Return the target of a leaf; None for other tensors."""
     target: GradientTarget | None = getattr(leaf, _TARGET, None)
     return target
 
 
 class _WeightLeaf(Tensor):
-    """An ordinary leaf that sees the functions of torch it is passed to."""
+    """Ordinary leaf that intercepts the functions of torch to which it is passed."""
 
     @classmethod
     def __torch_function__(
@@ -349,7 +350,7 @@ class _WeightLeaf(Tensor):
 
 
 class _Interception(TorchFunctionMode):
-    """Sees the functions of torch that leaves are passed to whose class is another library's (fake tensors)."""
+    """Mode that intercepts functions of torch for leaves with another library's class (fake tensors)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -358,14 +359,14 @@ class _Interception(TorchFunctionMode):
 
 
 def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Return the context in which functions of torch are called with these leaves."""
+    """Return the context in which functions of torch may be called with these leaves."""
     are_foreign = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
     return _Interception() if are_foreign else nullcontext()
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     substitute = _SUBSTITUTES.get(func)
-    # Without a graph there is no gradient. Under autocast the product is one of casts: left to autograd.
+    # Without a graph there is no gradient. Under autocast the product uses casts, and is left to autograd.
     if substitute is not None and torch.is_grad_enabled():
         result = substitute(*args, **kwargs)
         if result is not None:
@@ -374,17 +375,17 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return `F.linear` whose backward adds the weight's gradient to its target; None where autograd has to do it."""
+    """Return `F.linear` whose backward adds the weight's gradient to its target; None if autograd must do it."""
     target = target_of(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
-    flat = rows.reshape(-1, rows.shape[-1])  # out here: what a model changes in place must be no view made inside
+    flat = rows.reshape(-1, rows.shape[-1])  # outside of the function: the model cannot change a view from inside
     out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
     return out.view(*rows.shape[:-1], out.shape[-1])
 
 
 def _addmm(bias: Tensor, rows: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
-    """As ``linear``, for a weight [in, out] (transformers' ``Conv1D``)."""
+    """Do the same as ``linear`` for a weight [in, out] (transformers' ``Conv1D``)."""
     target = target_of(weight)
     if target is None or options or torch.is_autocast_enabled(rows.device.type) or bias.dim() != 1:
         return None
@@ -411,12 +412,12 @@ def _embedding(
 
 
 def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
-    """Return the rows of a matrix that were looked up already, as `F.embedding`'s result.
+    """Return rows of a matrix from an earlier look-up, as the result of `F.embedding`.
 
     Args:
         ids: Indexes of the rows, of any shape.
-        leaf: stands for the matrix in the graph; it gets no gradient.
-        padding_idx: row without a gradient.
+        leaf: Stand-in for the matrix in the graph. It gets no gradient.
+        padding_idx: Row without a gradient.
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(leaf)

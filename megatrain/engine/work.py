@@ -1,4 +1,4 @@
-"""What operators of torch have to do, in units that take time: FLOPs of products and attention, bytes, launches."""
+"""Work of torch's operators, in units that take time: FLOPs of products and attention, bytes, launches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["NO_WORK", "Work", "moved_nbytes"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What some operators have to do.
+    """Work of some operators.
 
     Attributes:
-        product_flops: Floating-point operations of matrix products and convolutions.
-        attention_flops: Those of fused attention kernels, of all pairs of tokens.
-        skipped_flops: Those of them that kernels of causal attention leave out.
-        moved_nbytes: What all other operators read and write.
-        launches: Operators that compute something: a kernel or more of a GPU each.
+        product_flops: FLOPs of matrix products and convolutions.
+        attention_flops: FLOPs of fused attention kernels, for all pairs of tokens.
+        skipped_flops: Share of ``attention_flops`` that kernels of causal attention skip.
+        moved_nbytes: Bytes that all other operators read and write.
+        launches: Operators that compute something, each with one or more kernels on a GPU.
     """
 
     product_flops: int = 0
@@ -32,12 +32,12 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations, as kernels are rated: what a causal mask leaves out counts."""
+        """FLOPs as kernels are rated, with the pairs that a causal mask skips."""
         return self.product_flops + self.attention_flops
 
     @property
     def computed_flops(self) -> int:
-        """Floating-point operations that are computed."""
+        """FLOPs that are computed."""
         return self.flops - self.skipped_flops
 
     def __add__(self, other: Work) -> Work:
@@ -59,7 +59,7 @@ class Work:
         )
 
     def of_share(self, share: float) -> Work:
-        """Return the work on a share of the tokens: as many launches, each of less."""
+        """Return the work on a share of the tokens: the same number of launches, each with less work."""
         return Work(
             round(self.product_flops * share),
             round(self.attention_flops * share),
@@ -72,23 +72,23 @@ class Work:
 NO_WORK = Work()
 
 _ATEN = torch.ops.aten
-#: They take memory, and write none.
+#: Operators that allocate memory without writing it.
 _ALLOCATE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided})
-#: They fill what they make; of another tensor they read the shape alone.
+#: Operators that fill their result. They read only the shape of another tensor.
 _FILL = frozenset({_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full})
-#: What they change is written and not read.
+#: Operators that write the tensor that they change, without reading it.
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
-#: Of what they choose from, they read as much as they give.
+#: Operators that read as many bytes of their source as they return.
 _LOOK_UP = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
-#: Of what they change, they read and write as much as is added or put there.
+#: Operators that read and write only the added or replaced bytes of the tensor that they change.
 _PUT = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})
 
 
 def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """Return what a call of a torch operator reads and writes; None: it computes nothing, and is no launch.
+    """Return the bytes that a torch operator reads and writes; None if it computes nothing and launches no kernel.
 
-    Each input counts as read, each result as written. Repeated elements of an expanded tensor count once. Nothing is
-    taken to be in a cache, which holds for tensors that are larger than one.
+    Each input counts as read, each result as written. Repeated elements of an expanded tensor count once. The cache is
+    ignored, which is correct for tensors larger than the cache.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet in _ALLOCATE:

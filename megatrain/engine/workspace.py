@@ -1,8 +1,8 @@
-"""The workspace of a step: bytes on a tier's ledger that are in no block, each from one turn of the step to another.
+"""Workspace of a step: bytes on a tier's ledger that are in no block, each from one turn of the step to another.
 
-What a visit computes in, sums of gradients beside their blocks, full copies that ranks gather: the engine makes and
-frees these as ticks come and go. Here each is a `Transient`, found from the ticks of the program; what a tier needs
-for them is their sum where the step is fullest (`peak_bytes`), and no formula says it a second time.
+The engine allocates and frees it with the ticks: memory of visits, sums of gradients outside of blocks, and full copies
+that ranks gather. Here each is a `Transient`, derived from the ticks of the program. A tier needs the largest sum of
+simultaneous ones (`peak_bytes`). No other formula repeats it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
     "waiting_rows",
 ]
 
-#: A tick, and a place in it: 0 before any of its groups passes, 2n + 1 and 2n + 2 while its n-th does.
+#: A tick, and a position in it: 0 before its groups, 2n + 1 and 2n + 2 while its n-th group passes.
 Turn = tuple[int, int]
 _END = sys.maxsize
 
 _FP32_BYTES = 4
-#: Numbers of the loss of one row, and its label, on their way through the parts of the vocabulary.
+#: Numbers of the loss for one row, and its label, kept while the parts of the vocabulary pass.
 _SOFTMAX_NUMBERS = 16
 
 
@@ -54,17 +54,17 @@ class Transient:
 
     @classmethod
     def of_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
-        """Return memory that is there for a whole tick."""
+        """Return memory that is used for a whole tick."""
         return cls(name, nbytes, (tick, 0), (tick, _END))
 
 
 def peak_bytes(transients: Iterable[Transient]) -> int:
-    """Return the bytes of those that are there at once, where they are most."""
+    """Return the largest sum of simultaneous transients, in bytes."""
     changes: list[tuple[Turn, bool, int]] = []
     for each in transients:
         changes += [(each.first, False, each.nbytes), (each.last, True, -each.nbytes)]
     live = most = 0
-    for _, _, change in sorted(changes):  # what a turn makes is there beside what it frees
+    for _, _, change in sorted(changes):  # memory allocated in a turn coexists with memory freed in it
         live += change
         most = max(most, live)
     return most
@@ -73,20 +73,20 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
 def step_workspace_bytes(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> int:
-    """Return what the compute tier holds outside blocks at the fullest of a step, but for kept graphs."""
+    """Return the peak bytes outside of blocks in the compute tier during a step, without kept graphs."""
     in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
-    # Collectives may have a stream of their own on a device: neither takes the memory that the other one has freed.
+    # On a device, collectives may have a separate stream, so neither side reuses memory that the other has freed.
     return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
 def visit_transients(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> Iterator[Transient]:
-    """Yield what visits compute in: their own workspace, sums of gradients that are no blocks, rows that wait.
+    """Yield the memory of visits: their own workspace, sums of gradients that are not blocks, waiting rows.
 
-    All micro-batches' streams are there between two units, each with the input of one and the output of the other, and
-    once what stays until the backward; one micro-batch at a time is computed. Weights are decoded into one room, which
-    stays from visit to visit.
+    Between two units, the streams of all micro-batches exist: the input of one unit, the output of the other, and once
+    the bytes that stay until the backward. Only one micro-batch computes at a time. Weights are decoded into one
+    buffer, which stays from visit to visit.
     """
     step = (0, 0), (len(program.ticks), 0)
     moves = max((visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits), default=0)
@@ -106,10 +106,10 @@ def visit_transients(
 def kept_graphs(
     trace: VisitTrace, program: StepProgram, visits: Collection[int], num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the graphs of visits that wait for their backward; one of them is in what its own visit computes in, too.
+    """Yield the graphs of visits that wait for their backward. The visit's own memory already counts one graph.
 
     Args:
-        program: A step; its ticks are the same, whatever it keeps.
+        program: Program of a step. Its ticks do not depend on the kept graphs.
     """
     ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
     for visit in visits:
@@ -124,9 +124,9 @@ def kept_graphs(
 
 
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
-    """Return the bytes that each tick computes in, at most: results of operators, and sums of gradients.
+    """Return the most bytes that each tick computes in: results of operators, and sums of gradients.
 
-    A tick that keeps a graph, or whose layout is used one part after the other, counts as the largest one.
+    A tick that keeps a graph, or whose layout passes in parts, counts as the largest tick.
     """
     passing = {visit for visit, _ in program.cuts.passing}
     found: list[int | None] = []
@@ -152,7 +152,7 @@ def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int
 
 
 def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
-    """Yield the fp32 sums of a visit's gradients, one for each open sum of lanes. In fp32 the block is the first."""
+    """Yield the fp32 sums of a visit's gradients, one per open sum of lanes. An fp32 block is the first of them."""
 
     def nbytes(group: Group) -> int:
         blocks = [program.contents(number, key) for key, mode in group if mode != "r"]
@@ -173,9 +173,9 @@ def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
 def waiting_rows(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield what waits while parts of a gradient pass: rows of all micro-batches, and what comes back to them.
+    """Yield the memory of rows while parts of a gradient pass: rows of all micro-batches, and their gradients.
 
-    In the head these are its inputs with their gradients, in fp32, and in an embedding the rows to be added.
+    In the head these are its inputs with their gradients, in fp32; in an embedding, the rows to be added.
     """
     widths: dict[int, int] = {}
     head = [number for number, visit in enumerate(trace.visits) if visit.is_head]
@@ -190,17 +190,17 @@ def waiting_rows(
 
 
 def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[Transient]:
-    """Yield full copies of weights, sums of gradients, and what is received for them; nothing of one process.
+    """Yield full copies of weights, sums of gradients, and received sums; nothing for a single process.
 
-    A full copy is there from its gather to the end of the tick that it serves, a sum from there to the exchange of its
-    last part. Those of a part that passes are there within its tick.
+    A full copy lives from its gather to the end of the tick that it serves; a sum, from that tick to the exchange of
+    its last part. Memory of a passing part lives within its tick.
     """
     if not program.sharding.shards.are_whole:
         yield from _CollectiveMemory(graph, program).transients()
 
 
 class _CollectiveMemory:
-    """Follows what the collectives of a program take, tick by tick."""
+    """Memory of a program's collectives, followed tick by tick."""
 
     def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
         self._graph, self._program = graph, program
@@ -212,8 +212,8 @@ class _CollectiveMemory:
         self._num_sums = len(self._lanes.sums_of_rank(self._shards.rank))
         # On a GPU sums are sent while the next visit runs.
         self._sends_beside = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
-        self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # by the tick that they are for: gathers, in order
-        self._served: dict[tuple[Phase, int], int] = {}  # the last tick of each visit
+        self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # by the tick that needs them: gathers, in order
+        self._served: dict[tuple[Phase, int], int] = {}  # last tick of each visit
 
     def transients(self) -> Iterator[Transient]:
         for number, tick in enumerate(self._program.ticks):
@@ -237,7 +237,7 @@ class _CollectiveMemory:
             yield from self._of_parts(number, turn, group)
 
     def _of_an_exchange(self, number: int) -> Iterator[Transient]:
-        """Yield the sums that a visit has made, and what an exchange receives for one part of them after the other."""
+        """Yield the sums that a visit has made, and the received sums of one part after the other."""
         tick = self._program.ticks[number]
         assert tick.serves is not None
         made = self._served[tick.serves, tick.visit]
@@ -254,14 +254,14 @@ class _CollectiveMemory:
             yield Transient("sums", sums[whole], (made, 0), until)
 
     def _next_visit(self, number: int) -> int:
-        """Return the next tick of the model; the last one of all, if there is none."""
+        """Return the next tick of the model; the last tick of all if there is none."""
         ticks = self._program.ticks
         later = range(number + 1, len(ticks))
         return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
 
     def _of_parts(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
-        """Yield what parts of a weight and its gradient take that are gathered and exchanged together within a tick."""
-        using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)  # the weight goes before the exchange
+        """Yield the memory of parts of a weight and its gradient, gathered and exchanged together within a tick."""
+        using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)  # the weight is freed before the exchange
         open_sums = 0
         for key, mode in group:
             block = self._program.contents(number, key)

@@ -1,7 +1,7 @@
-"""What Triton kernels do that other packages launch: counted in a trace, where there is nothing that they could run on.
+"""Work of Triton kernels that other packages launch, counted in a trace, which has no device to run them on.
 
-A kernel reads a tensor where its source loads through the argument, and writes it where it stores through it, once
-each: what several programs of a launch read again, such as the weight of a norm, is in a cache by then.
+A kernel reads a tensor if its source loads through the argument, and writes it if it stores through it, once each.
+Repeated reads by several programs of a launch, such as the weight of a norm, hit a cache.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatrain.engine.work import Work
 
 __all__ = ["accesses", "has_products", "kernels_counted"]
 
-#: Functions of Triton's language -> how often they touch what they are given a pointer to.
+#: Functions of Triton's language -> number of accesses to the memory behind their pointer.
 _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}
 
 
 @contextmanager
 def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Give the work of each launch of a Triton kernel on fake tensors to `book`, and launch nothing.
+    """Report the work of each launch of a Triton kernel on fake tensors to `book`, and launch nothing.
 
-    Beside the work it is told what of it is not counted, or "": how large the products of a kernel are is not known.
-    And it is given the tensors among the arguments, of which some may depend on the others from then on.
+    `book` also gets a note about uncounted work, or "", because the size of a kernel's products is unknown. And it gets
+    the tensors among the arguments, some of which may depend on the others afterwards.
 
-    For the process: launches on tensors that are real go on. What a kernel would write stays without values, as all
-    fake tensors are.
+    The setting is process-wide: launches on real tensors continue. The output of a counted kernel stays without values,
+    like all fake tensors.
     """
-    if "triton" not in sys.modules:  # then nobody has made a kernel
+    if "triton" not in sys.modules:  # then no kernel exists
         yield
         return
     from torch._subclasses.fake_tensor import FakeTensor
@@ -67,7 +67,7 @@ def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iter
 
 def _function_of(kernel: Any) -> FunctionType:
     function = kernel
-    while not inspect.isfunction(function):  # of an autotuner, or of heuristics, which wrap each other
+    while not inspect.isfunction(function):  # autotuners and heuristics wrap a kernel, and each other
         function = function.fn
     return function
 
@@ -101,10 +101,10 @@ def has_products(function: Callable[..., Any]) -> bool:
 
 @cache
 def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
-    """Return how often a kernel touches what its arguments point to: 1 where it reads or writes it, 2 where both.
+    """Return a kernel's accesses to the memory behind each argument: 1 for reading or writing it, 2 for both.
 
-    Pointers are followed through sums and assignments in the kernel itself. Where it gives them to another function,
-    or where there is no source, nothing is known, and nothing said.
+    Pointers are followed through sums and assignments in the kernel itself. If it passes them to another function, or
+    without source, the result has no entry.
     """
     tree = _tree_of(function)
     if tree is None:
@@ -113,7 +113,7 @@ def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     found: dict[str, set[str]] = {}
 
     def behind(node: ast.AST) -> set[str]:
-        """Return the arguments that an address is made of; not those whose values it was loaded from."""
+        """Return the arguments that an address is made of, without arguments that it was loaded from."""
         if isinstance(node, ast.Call):
             return set()
         own = sources.get(node.id, set()) if isinstance(node, ast.Name) else set()

@@ -1,12 +1,11 @@
-"""Layers that do what an earlier one did: a trace counts their backward as that one's, and does not run it.
+"""Layers that repeat an earlier one: a trace copies the earlier backward's counts, and does not run theirs.
 
-A large model has a hundred layers, and most of a trace's time is their backwards, with a recompute in each. Which of
-them are alike no config says: a model's code may treat any layer in its own way. So the forward of each layer runs, and
-is compared with those of earlier ones operator by operator: which operator, what it is given, and what it returns,
-tensors by where they come from (a weight, a buffer, an argument, an earlier operator), shape, strides and dtype, and
-numbers by value. Where all of that is equal, autograd's graph is, and the same gradients arrive, the backward is equal.
-A layer that differs in anything is traced whole, and so is one of which a value had to be made up.
-docs/decisions/0087-layers-that-are-alike-are-traced-once.md
+A large model has a hundred layers. Their backwards, each with a recompute, take most of a trace's time. No config says
+which layers are equal: a model's code may treat any layer differently. So the forward of each layer runs, and is
+compared with earlier forwards, operator by operator: operator, arguments and results. Tensors are compared by origin (a
+weight, a buffer, an argument, an earlier operator), shape, strides and dtype; numbers by value. If all of these,
+autograd's graph and the arriving gradients are equal, the backward is equal. A layer with any difference is traced
+whole, and so is a layer with a guessed value. docs/decisions/0087-layers-that-are-alike-are-traced-once.md
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["CountedBackward", "Gradient", "Recorder", "RepeatedLayers", "gradients_of"]
 
-#: Compared by type and value.
+#: Types that are compared by type and value.
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-#: Gets an operator, its arguments and its result.
+#: Function that gets an operator, its arguments and its result.
 Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
 class _Counts(Protocol):
-    """Those of the trace: see `CountingMode`."""
+    """Counts of the trace: see `CountingMode`."""
 
     num_guesses: int
     num_storages: int
@@ -46,11 +45,11 @@ class _Counts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient of an input, with memory of its own.
+    """Gradient of an input, with separate memory.
 
     Attributes:
-        shape: Its shape; its elements have no gaps.
-        dtype: Its dtype.
+        shape: Shape without gaps between elements.
+        dtype: Dtype of the gradient.
     """
 
     shape: torch.Size
@@ -58,18 +57,18 @@ class Gradient:
     device: torch.device
 
     def made(self) -> Tensor:
-        """Return one like it."""
+        """Return a new tensor like it."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class CountedBackward:
-    """A backward that ran and was counted.
+    """Backward that ran and was counted.
 
     Attributes:
         owners: The unit's parameters, in their order, by owner's name.
-        work: Of all its operators, the recompute among them.
-        peak_nbytes: On top of what was held when it began.
+        work: Work of all its operators, including the recompute.
+        peak_nbytes: Peak on top of the bytes held at its start.
     """
 
     visit: int
@@ -82,10 +81,10 @@ class CountedBackward:
 def gradients_of(
     found: Sequence[Tensor | None], num_before: int, counts: _Counts
 ) -> tuple[Gradient | None, ...] | None:
-    """Return what a backward returned; None: some of it shares memory, or was there before.
+    """Return the results of a backward; None if some of them share memory, or existed before.
 
     Args:
-        num_before: How many storages were made before the backward.
+        num_before: Number of storages before the backward.
     """
     storages = set[int]()
     for tensor in found:
@@ -100,16 +99,16 @@ def gradients_of(
 
 
 class RepeatedLayers:
-    """The backwards of the layers of a trace, by what their forwards did."""
+    """Backwards of the layers of a trace, by the record of their forwards."""
 
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
-        self._kinds: dict[Hashable, int] = {}  # what a forward did -> its number: a record may take megabytes
+        self._kinds: dict[Hashable, int] = {}  # record of a forward -> its number: a record may take megabytes
         self._forwards: dict[int, int] = {}
         self._backwards: dict[Hashable, CountedBackward] = {}
 
     def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a unit; of a layer, keep what it did."""
+        """Run the forward of a unit. If it is a layer, keep a record of it."""
         counts, unit = self._counts, bound.unit
         if not unit.is_layer or unit.part is not None:
             return run(*args, **kwargs)
@@ -122,7 +121,7 @@ class RepeatedLayers:
         tree_map((args, kwargs), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         for index, tensor in enumerate(inputs):
             record.name(tensor, "argument", index)
-        record.note("begins with", tuple(inputs), {}, None)  # numbers show in what is done with them
+        record.note("begins with", tuple(inputs), {}, None)  # numbers appear in the operators that use them
         num_guesses = counts.num_guesses
         with _recording(counts, record.note):
             result = run(*args, **kwargs)
@@ -134,7 +133,7 @@ class RepeatedLayers:
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
-        """Return what a backward follows from; None: it has to run."""
+        """Return a key for all inputs of a backward; None if it has to run."""
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
@@ -146,16 +145,16 @@ class RepeatedLayers:
         return forward, tuple(arriving.entries)
 
     def earlier(self, key: Hashable) -> CountedBackward | None:
-        """Return the backward that ran of that key."""
+        """Return the counted backward with that key."""
         return self._backwards.get(key)
 
     def keep(self, key: Hashable, backward: CountedBackward) -> None:
-        """Keep a backward that ran."""
+        """Keep a counted backward."""
         self._backwards[key] = backward
 
 
 def _nodes_behind(result: Any) -> Hashable:
-    """Return autograd's graph of a result: the class of each node, and which nodes its gradients go to."""
+    """Return autograd's graph of a result: the class of each node, and the nodes that its gradients go to."""
     found: dict[Any, int] = {}
     edges: list[Hashable] = []
 
@@ -185,16 +184,16 @@ def _recording(counts: _Counts, recorder: Recorder) -> Iterator[None]:
 
 
 class _Opaque(Exception):
-    """Of an object, nobody can say whether another does the same."""
+    """Signal that an object cannot be compared."""
 
 
 @dataclass(slots=True)
 class _CallRecord:
-    """What was done, in values that can be compared.
+    """Record of executed operators, in comparable values.
 
     Attributes:
-        entries: What was done, in order.
-        is_complete: Whether all of it could be described.
+        entries: Operators in order.
+        is_complete: Whether all operators could be described.
     """
 
     counts: _Counts
@@ -202,23 +201,23 @@ class _CallRecord:
     is_complete: bool = True
     _num_before: int = 0
     _names: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)  # storage -> its names
-    _starts: dict[int, int] = field(default_factory=dict)  # storage -> the place in it that was named first
+    _starts: dict[int, int] = field(default_factory=dict)  # storage -> offset of the first named tensor in it
 
     def __post_init__(self) -> None:
         self._num_before = self.counts.num_storages
 
     def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
-        """Give a name to the memory of a tensor that is there already and stays."""
+        """Name the memory of a tensor that already exists and stays."""
         with torch._C.DisableTorchFunction():
             key = tensor.untyped_storage()._cdata
             self._names[key] = (*self._names.get(key, ()), (kind, which))
             self._starts.setdefault(key, int(tensor.storage_offset()))
 
     def note(self, what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note an operator, its arguments and its result."""
+        """Record an operator, its arguments and its result."""
         if not self.is_complete:
             return
-        # Those who look at what a model does with a weight or a mask are not to see this.
+        # Modes that observe a model's operations on weights or masks must not see this.
         with torch._C.DisableTorchFunction():
             try:
                 self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
@@ -228,7 +227,7 @@ class _CallRecord:
     def _described(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             key = value.untyped_storage()._cdata
-            # One layer may be given the first rows of a tensor, the next one the rows after these.
+            # One layer may get the first rows of a tensor, and the next layer the following rows.
             start = value.storage_offset() - self._starts.get(key, 0)
             return (self._place_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
         if isinstance(value, _PLAIN):
@@ -247,7 +246,7 @@ class _CallRecord:
         number = self.counts.number_of(tensor)
         if number is not None and number >= self._num_before:
             return number - self._num_before
-        # Made elsewhere, and alive until the end of the trace or not: only of a number it is known which it is.
+        # Made elsewhere, and possibly freed before the end of the trace: only a number identifies it.
         if number is None:
             raise _Opaque
         return ("number", number)
