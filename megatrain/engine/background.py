@@ -14,8 +14,8 @@ __all__ = ["BackgroundUpdates"]
 class BackgroundUpdates:
     """Thread that runs updates one after the other, in the order in which they were started. Used by one thread.
 
-    Before a thread uses a block of an update, it waits for the update and gets its error. On exit of the context, no
-    update runs any more. Updates also end after an error, because the code that catches it may free their memory.
+    A caller waits for an update before it uses its blocks, and gets its error. On exit of the context, no update runs
+    any more. Updates also end after an error, because the code that catches it may free their memory.
     """
 
     def __init__(self) -> None:

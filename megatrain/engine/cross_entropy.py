@@ -26,11 +26,11 @@ __all__ = ["PLAIN", "CrossEntropy", "RunningSoftmax", "column_of", "replaced_los
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Loss, MicroBatchLoss):
-    """Cross entropy of every token with a label, averaged over the step.
+    """Cross entropy of every token with a label, as a mean over the step.
 
     Attributes:
         label_smoothing_factor: Share of every target that is spread evenly over the vocabulary; 0 for no smoothing.
-        z_loss: Factor of a term of the loss, ``log(sum of the exponentials of the logits)**2``, averaged over the
+        z_loss: Factor of a term of the loss, ``log(sum of the exponentials of the logits)**2``, as a mean over the
             tokens with a label. It keeps logits from drifting (PaLM, arXiv 2204.02311). 0 for no z-loss.
     """
 

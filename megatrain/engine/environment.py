@@ -44,7 +44,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
 
     Raises:
         UnsupportedModelError: If the model uses an operation that has no deterministic kernel.
-        DeterminismError: If cuBLAS was initialized without its setting.
+        DeterminismError: If cuBLAS was initialized without its setting, or the setting has another value.
     """
     if device.type == "cpu" or not enabled:
         yield
@@ -165,7 +165,7 @@ def _explain(error: BaseException) -> str | None:
     if (failure := _failure_of_device(error)) is not None:
         return (
             f"the GPU failed: {str(failure).partition(chr(10))[0]}. No more can be computed in this process. `dmesg` "
-            "tells of faults of the hardware and of the driver (Xid). If it does not, a kernel is at fault: please "
+            "reports faults of the hardware and of the driver (Xid). If it does not, a kernel is at fault: please "
             "report it with what MEGATRAIN_TIER_DEBUG=1 and CUDA_LAUNCH_BLOCKING=1 show"
         )
     if _CPU_ALLOCATOR in str(error):

@@ -93,8 +93,7 @@ class SummedLoss:
     """Cross entropy of an evaluation pass.
 
     Attributes:
-        terms: Sums over tokens with a label. They are added exactly (`math.fsum`), so that their grouping has no
-            effect.
+        terms: Sums over tokens with a label. Added exactly (`math.fsum`), so that grouping has no effect.
     """
 
     terms: tuple[float, ...]
@@ -133,8 +132,7 @@ class LayerRunner:
         for plain cross entropy. recompute: Forward results kept for the backward. The weights of visits with kept
         graphs must stay unchanged and in
             place between forward and backward.
-        context: Makes the context in which forward and backward of a pass run; None for the graph's converters'
-        context.
+        context: Makes the context of forward and backward of a pass; None for the graph's converters' context.
 
     Attributes:
         bounds: Modules of all units with slots for their weights, by index.
@@ -261,7 +259,7 @@ class LayerRunner:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
             Either all
                 of them have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``), or none has.
-            num_items: Number of trained tokens to average over; None for the tokens of these micro-batches.
+            num_items: Number of trained tokens in the mean of the loss; None for the tokens of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
             first_number: Number of the first of these micro-batches in the step.
             size: Data about the whole step (``Loss.size_of_step``); None if these micro-batches are all of it.

@@ -24,8 +24,7 @@ __all__ = ["freed_memory_kept", "give_back_beyond_limit", "give_back_freed_memor
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 #: Tensors from this size on are mapped separately, and so returned when they are freed. The first size is for returning
-#: all memory. The second, for keeping it, is the largest that glibc takes from its heap. Smaller tensors share the
-#: heap.
+#: all memory. The second, for keeping it, is the largest in glibc's heap. Smaller tensors share it.
 _GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
 #: Least free end of the heap that glibc returns by itself: the most that mallopt accepts.
 _NEVER = 2**31 - 1

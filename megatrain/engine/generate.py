@@ -351,8 +351,7 @@ def generation_program(
 ) -> StepProgram:
     """Return the program of one pass: a token of every prompt, or, in the first pass, all tokens of the prompts.
 
-    With several ranks, each rank has some of the prompts and a shard of each weight. All ranks gather before each
-    visit.
+    With several ranks, each rank has some of the prompts and a shard of each weight, gathered before each visit.
 
     Args:
         program: Program with the weights. From a program of training, only durable blocks are used.

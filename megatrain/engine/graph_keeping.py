@@ -47,8 +47,7 @@ class GraphKeeping:
 class KeptGraph(KeptRun):
     """Graph of one run, kept from its forward to its backward. It has no blocks.
 
-    It holds autograd's saved tensors, and the inputs that need a gradient. It holds outputs only if autograd saved
-    them.
+    It holds autograd's saved tensors, and the inputs that need a gradient; outputs only if autograd saved them.
 
     Args:
         streams: Activations among the inputs, which are leaves of this graph.

@@ -164,8 +164,7 @@ class ChunkedHead:
     def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
         """Return the loss of a micro-batch that compares rows, and add its gradients to the sums for weights and rows.
 
-        All rows are added to the loss before any gradient is computed, because the compared rows are spread over
-        pieces.
+        All rows are added to the loss before any gradient is computed, because pieces split them.
         """
         rows = self._take_in_rows(item, num_items)
         loss = self._compare(item, rows)
@@ -218,8 +217,7 @@ class ChunkedHead:
     def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
         """Run all pieces of all micro-batches, part by part of the vocabulary.
 
-        The bits equal those from ``_run_one``: each piece and part has the same operations, and each sum the same
-        order.
+        The bits equal those from ``_run_one``: operations of pieces and parts are the same, as is each sum's order.
         """
         units = self._weights.bound(stack)
         with self._model.without_auxiliary_loss():

@@ -55,9 +55,7 @@ class MicroBatches:
         """Return micro-batches, their labelled rows, and the inputs of the loss, on the compute device. No host sync.
 
         Args:
-            micro_batches: Host tensors of all micro-batches of a pass, by number. A second call waits for the copies of
-            the
-                first.
+            micro_batches: Host tensors of all micro-batches, by number. A second call waits for the first's copies.
             labelled: Positions with a label and their labels, by number.
             read_by_loss: Results of ``Loss.read``, by number; empty without inputs of the loss.
 
@@ -215,8 +213,8 @@ class HostMirror(TorchFunctionMode):
     """Host mirror of integer tensors, which avoids host syncs if a model's own code reads their values.
 
     While the mirror is active, torch functions of mirrored tensors also run on their host copies, and reads return
-    values of these copies. Two kinds of tensors are not mirrored: results larger than the largest input (masks of [B,
-    1, S, S]), and tensors changed in place. Reads of these sync with the device. The values are the same either way.
+    values of these copies. Results larger than the largest input (masks of [B, 1, S, S]) are not mirrored, nor are
+    tensors changed in place. Reads of other tensors sync with the device. The values are the same either way.
 
     Used by one thread. Entered and left at every switch between a model's forward and the engine.
 

@@ -124,7 +124,7 @@ class Loss(Protocol):
         return nullcontext()
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> Mapping[str, Tensor]:
-        """Return the tensors of a micro-batch that the loss reads on the compute device, with their dtypes there.
+        """Return the tensors of a micro-batch that the loss reads, in their form for the compute device.
 
         Args:
             batch: The micro-batch on the host, with keys that only losses read (``base.batch_keys.LOSS_KEYS``).

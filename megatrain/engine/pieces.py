@@ -55,8 +55,8 @@ class GradientPlace(Protocol):
 class DecodedWeights:
     """Memory in which a visit decodes weights from their blocks. Used by one thread.
 
-    It is one buffer for a whole step. Requests of large, varying sizes between small ones would fragment a device's
-    allocator, which would take more memory than planned.
+    It is one buffer for a whole step. Otherwise a device's allocator would get requests of large, varying sizes between
+    small ones, and take more memory than planned.
 
     Args:
         nbytes: Memory of the visit that decodes most.

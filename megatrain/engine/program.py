@@ -93,8 +93,7 @@ class VisitMemory:
     """Bytes of one visit and one micro-batch on the compute device that are in no block.
 
     Attributes:
-        held_nbytes: Live bytes when the visit begins: hidden states, masks, tables; no weights or gradient
-            accumulators.
+        held_nbytes: Live bytes when the visit begins: hidden states, masks, tables; no weights or accumulators.
         stays_nbytes: Bytes of `held_nbytes` that live until the backward (masks, tables, ids, autograd's saved tensors
             between visits). In layer order each micro-batch holds these once, and the rest twice: for this visit and
             the next.
@@ -120,8 +119,7 @@ class TracedVisit:
         has_backward: Whether the backward recomputes the unit. False if nothing up to its output is trained, or if the
             loss does not depend on it: the visit is then announced without a lease of weights.
         saved: `(shape, dtype)` of every activation that is offloaded until the backward.
-        reused: Input index -> (visit, index) of an earlier visit's activation that is the same tensor. Both share one
-            block.
+        reused: Input index -> (visit, index) of an earlier visit's activation that is the same tensor, in one block.
         chance_of_no_token: Probability that no token is routed to these experts, assuming uniform routing.
         backward: Work of recompute and backward, as executed. Visits of the head have no work here.
         by_part: Owner's names of the parameters whose weight and gradient the visit can take part by part.
@@ -170,7 +168,7 @@ class VisitTrace:
         uncounted: Operators without a FLOP formula, and why. Byte counts do not depend on them.
         head: Work of the head phase, forward and backward, with a label for every token, each logit computed once.
         logits_flops: FLOPs of computing all logits once. The second pass recomputes the logits that were not kept.
-        dense_masks: Modules that receive masks of [S, S]. With any, memory is quadratic in the length of rows.
+        dense_masks: Causes of masks of [S, S]. With any, memory is quadratic in the length of rows.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -219,8 +217,7 @@ class BlockPlan:
 
     Attributes:
         part_of: Common key of all parts; empty if the block is no part.
-        in_folder: Whether the block is never written and the model's folder has its contents, so that checkpoints omit
-            it.
+        in_folder: Whether the block is never written and the model's folder has its contents, so checkpoints omit it.
         in_place: Whether each use can also read it from the folder, so that the folder may be its home.
         num_packed: Number of elements that a block of packed bytes decodes to; 0 without packed bytes.
     """

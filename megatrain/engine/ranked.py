@@ -367,9 +367,8 @@ class FullCopies:
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
         """Gather the parts of a layout. Return the last part's operation if it continues asynchronously.
 
-        Parts are gathered one after the other, because a part's padding ends in the next part, which overwrites it. A
-        shard is first copied, which rounds an average, and then gathered in place, so that its lease need not wait for
-        other ranks.
+        Parts are gathered in order, because a part's padding may reach into the next part, which overwrites it. A shard
+        is first copied, which rounds an average, and then gathered in place: its lease need not wait for other ranks.
         """
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
@@ -559,7 +558,7 @@ class ExchangedGradients:
         block, *others = (tensors[key] for key in keys)
         owned = len(self._program.sharding.shards.owned(elements))
         block.copy_(self._added(sums))
-        block[owned:].zero_()  # the block's padding
+        block[owned:].zero_()  # padding, in which the sums have elements of the next part
         if use > 0:
             return
         # The backward reaches the first use site last, so the sums of all sites are now complete.

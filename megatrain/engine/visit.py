@@ -145,7 +145,7 @@ class UnitVisit:
     def _backward_one(
         self, kept: KeptRun, grad_outputs: Sequence[Tensor | None], leaves: dict[str, Tensor], sink: GradientSink | None
     ) -> list[Tensor | None]:
-        """Run the backward of one micro-batch, over its kept graph or the graph of a recompute."""
+        """Run the backward of one micro-batch, over the graph that was kept or recomputed."""
         if all(gradient is None for gradient in grad_outputs):
             kept.skip()
             return [None] * len(kept.requires_grad)
@@ -226,12 +226,10 @@ class VisitSequence:
     """Visits of one pass over a group of micro-batches, in forward order, and their shared state.
 
     Their backwards come in reverse. Autograd never calls a visit that the loss does not depend on. So each backward
-    first closes the visits that are due before it. Ticks then come in the order of the program, whatever autograd
-    skips.
+    first closes the visits due before it. So ticks follow the program, whatever autograd skips.
 
     Attributes:
-        run_backward: Runs the backward of a visit, given the gradients of its outputs. It returns the inputs'
-        gradients.
+        run_backward: Runs the backward of a visit, given its outputs' gradients, and returns the inputs'.
     """
 
     def __init__(self, access: BlockAccess, random: RandomStates, activity: Activity) -> None:

@@ -1,1 +1,1 @@
-"""Several processes on one run: who they are, how they start, watch each other and end, and what each one owns."""
+"""Several processes on one run: their identity, start, mutual watch, end, and shards."""

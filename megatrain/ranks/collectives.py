@@ -1,14 +1,14 @@
-"""How bytes move between ranks: gather, exchange, scatter, gather to one rank. Nothing is added up here.
+"""Transfers between ranks: gather, exchange, scatter, gather to one rank. They add nothing.
 
-torch.distributed carries bytes, gloo between host memory and NCCL between GPUs. Its reductions are not used: the order
-in which they add depends on the number of ranks, the topology and the library. So every number of a run is made by the
-project's own kernels.
+torch.distributed carries bytes, gloo between host memory and NCCL between GPUs. Its reductions are not used: their
+order of additions depends on the number of ranks, the topology and the library. So the project's own kernels compute
+every number of a run.
 
-Ranks are all on one host, or each on a host of its own: every other rank is then behind the same link.
+Ranks are all on one host, or each on a separate host. So all other ranks are behind the same link.
 
-Collectives are matched by their order, and a rank that leaves one out makes all others wait forever. So only ticks of a
-program issue them, which are the same on all ranks (`check_same`), whatever the data are; and, where there is no
-program, what is announced first (`megatrain.embed.shared`).
+Collectives are matched by their order, and a rank that skips one makes all others wait forever. So only ticks of a
+program issue them, which are the same on all ranks (`check_same`) and do not depend on data. Without a program,
+collectives are announced first (`megatrain.embed.shared`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class RanksDifferError(WorldError):
-    """Ranks would not do the same: their collectives would not match. Raised on all of them."""
+    """Ranks would issue different collectives. Raised on all ranks."""
 
 
 def check_same(
@@ -45,16 +45,16 @@ def check_same(
     parts: Mapping[str, str],
     advice: str = "Start all of them with the same config, data and versions",
 ) -> None:
-    """Refuse what is not the same on all ranks. A collective: one digest travels while all agree.
+    """Refuse parts that differ between ranks. A collective; if all ranks agree, it sends only one digest.
 
     Args:
-        gather: Returns what every rank gave, by rank.
-        what: It is, in words: ``"config"``.
-        parts: Name -> text of each part, in the order in which they are compared.
-        advice: What to do where they differ.
+        gather: Returns every rank's item, by rank.
+        what: Name of the compared thing: ``"config"``.
+        parts: Name -> text of each part, in the order of comparison.
+        advice: Remedy for a difference.
 
     Raises:
-        RanksDifferError: names the first part that differs, and what it is on two ranks. On all ranks.
+        RanksDifferError: Names the first part that differs, and its text on two ranks. Raised on all ranks.
     """
     digests = {name: xxh3_128_hexdigest(text.encode()) for name, text in parts.items()}
     if len(set(gather(xxh3_128_hexdigest(repr(digests).encode())))) == 1:
@@ -71,21 +71,21 @@ def check_same(
 
 
 class Collectives:
-    """The ranks of a process group, as places to send bytes to. Used by one thread.
+    """Transfers between the ranks of a process group. Used by one thread.
 
-    Tensors are contiguous, of any dtype, and on the group's device: of the host with gloo, of a GPU with NCCL. On a
-    GPU collectives are queued on the current stream; on the host they are done when the call returns, or, if
-    ``is_async``, when the work that is returned has been waited for.
+    Tensors are contiguous, of any dtype, and on the group's device: the host with gloo, a GPU with NCCL. On a GPU,
+    collectives are queued on the current stream. On the host they are complete when the call returns, or, with
+    ``is_async``, after a wait for the returned work.
 
     Args:
-        group: Process group of the ranks; None: the default one.
-        tier: name of the tier that the tensors of ``gather`` and ``exchange`` are in: names the links.
-        num_hosts: on which the ranks of the default group are: 1, or one host for each rank.
+        group: Process group of the ranks; None for the default group.
+        tier: Name of the tier with the tensors of ``gather`` and ``exchange``, used in the names of links.
+        num_hosts: Number of hosts of the default group's ranks: 1, or one host for each rank.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
-        moved_bytes: by link, what ``gather`` and ``exchange`` sent to other ranks, and received.
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        moved_bytes: Bytes that ``gather`` and ``exchange`` sent to and received from other ranks, by link.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, tier: str = "ram", num_hosts: int = 1) -> None:
@@ -96,11 +96,11 @@ class Collectives:
         assert num_hosts in (1, self.size), f"{self.size} ranks on {num_hosts} hosts"
         self._place = PEER if num_hosts == 1 else NETWORK
         self.moved_bytes: Counter[str] = Counter(dict.fromkeys(peer_links(tier, self.size, num_hosts), 0))
-        # torch 2.13 deprecates the name that versions before it have.
+        # torch 2.13 deprecates the name in earlier versions.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def serves(self, device_type: str) -> bool:
-        """Return whether the group has a backend for the memory of such devices: ``"cpu"``, ``"cuda"``."""
+        """Return whether the group has a backend for the memory of a device type: ``"cpu"``, ``"cuda"``."""
         return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
     def gather(self, full: Tensor, shard: Tensor, *, is_async: bool = False) -> Work | None:
@@ -109,7 +109,7 @@ class Collectives:
         Args:
             full: [ranks * N]; written.
             shard: [N], the same length on all ranks.
-            is_async: On the host, the collective may still run when the call returns.
+            is_async: Whether the collective may still run when the call returns, on the host.
         """
         assert full.numel() == self.size * shard.numel() and full.dtype == shard.dtype, (full.shape, shard.shape)
         self._count((self.size - 1) * _nbytes(shard), (self.size - 1) * _nbytes(shard))
@@ -125,13 +125,13 @@ class Collectives:
         *,
         is_async: bool = False,
     ) -> Work | None:
-        """Send each rank its part of ``sent``, and write what each sends here into ``received``, in their order.
+        """Send each rank its part of ``sent``, and write the parts from all ranks into ``received``, in their order.
 
         Args:
-            received: 1-D, as long as the lengths together; written.
-            sent: 1-D, as long as the lengths together.
-            received_lengths: elements that come from each rank.
-            sent_lengths: elements that go to each rank.
+            received: 1-D, as long as the sum of its lengths; written.
+            sent: 1-D, as long as the sum of its lengths.
+            received_lengths: Number of elements from each rank.
+            sent_lengths: Number of elements to each rank.
         """
         assert received.numel() == sum(received_lengths) and sent.numel() == sum(sent_lengths)
         size = sent.element_size()
@@ -144,11 +144,11 @@ class Collectives:
         return work
 
     def scatter(self, shard: Tensor, shards: Sequence[Tensor] | None, source: int) -> None:
-        """Write the n-th of ``shards``, which rank ``source`` gives, into ``shard`` on rank n.
+        """Write the n-th of ``shards``, provided by rank ``source``, into ``shard`` on rank n.
 
         Args:
             shard: [N], the same length on all ranks; written.
-            shards: one for each rank, on the source alone.
+            shards: One for each rank, only on the source.
         """
         self._dist.scatter(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], source, group=self._group
@@ -159,23 +159,23 @@ class Collectives:
 
         Args:
             shard: [N], the same length on all ranks.
-            shards: one for each rank, on the target alone; written.
+            shards: One for each rank, only on the target; written.
         """
         self._dist.gather(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], target, group=self._group
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return what every rank gave, by rank. Objects as ``messages.encode`` takes them, through host memory."""
+        """Return every rank's item, by rank. Items are objects for ``messages.encode``, sent through host memory."""
         return gather_messages(item, self._group)
 
     def all_or_none(self, action: Callable[[], _Result]) -> _Result:
-        """Return the result of what every rank does at once; where it fails on one, all raise the first one's error.
+        """Return the result of an action that all ranks run at once. If it fails, all raise the first failed rank's.
 
-        So ranks that are refused say the same, and none of them waits for one that is gone.
+        So ranks that are refused report the same error, and none of them waits for a rank that has ended.
 
         Args:
-            action: no collective.
+            action: Runs no collective.
         """
         error: Exception | None = None
         result: list[_Result] = []
@@ -196,11 +196,11 @@ class Collectives:
 
 
 class Alone:
-    """The collectives of one process: nothing moves.
+    """Collectives of a single process, which move nothing.
 
     Attributes:
         rank: 0.
-        moved_bytes: Nothing.
+        moved_bytes: Empty.
     """
 
     rank, size = 0, 1
@@ -209,22 +209,22 @@ class Alone:
         self.moved_bytes: Mapping[str, int] = {}
 
     def gather_objects(self, item: _Result) -> list[_Result]:
-        """Return what every rank gave: this one."""
+        """Return every rank's item: this one."""
         return [item]
 
 
 def collectives_of(world: World, tier: str) -> Collectives | Alone:
-    """Return the collectives of a world; of several ranks all call this together, when they have joined it.
+    """Return the collectives of a world. Several ranks call this together, after joining it.
 
     Args:
-        world: The processes that train together.
-        tier: Name of the tier that layers run in.
+        world: Processes that train together.
+        tier: Name of the tier in which layers run.
     """
     return Alone() if world.is_single else Collectives(tier=tier, num_hosts=world.num_hosts)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes: not every backend knows every dtype."""
+    """Return a tensor as bytes, because not every backend supports every dtype."""
     return tensor.view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Parameters that torch.distributed shards (FSDP2, tensor parallelism): what of them this rank has.
+"""Local parts of parameters that torch.distributed shards (FSDP2, tensor parallelism).
 
-Public interfaces of ``DTensor`` alone. Importing ``torch.distributed.tensor`` takes a second: where nobody has done so
-there is no ``DTensor``, so nothing here imports it before it has met one.
+Uses only public interfaces of ``DTensor``. Importing ``torch.distributed.tensor`` takes a second. Before that import
+``DTensor`` cannot exist, so nothing here imports it before it has met one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is one of several ranks together."""
+    """Return whether a tensor is distributed over several ranks."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, over the same memory and without autograd; an ordinary tensor itself."""
+    """Return this rank's part of a tensor, with the same memory and without autograd. Other tensors are returned."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -46,7 +46,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> object:
-    """Return a value that changes when the contents do, also when code wrote to what this rank has of them."""
+    """Return a value that changes with the contents, even if code writes to this rank's part."""
     return (tensor._version, local_of(tensor)._version) if is_dtensor(tensor) else tensor._version
 
 
@@ -59,7 +59,7 @@ def check_parameter(parameter: DTensor) -> None:
     """Refuse a parameter whose values no rank has.
 
     Raises:
-        ValueError: it is a sum that has not been made yet.
+        ValueError: If it is a sum that has not been computed.
     """
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(
@@ -70,10 +70,10 @@ def check_parameter(parameter: DTensor) -> None:
 
 
 def check_gradient(gradient: Tensor, parameter: DTensor) -> None:
-    """Refuse a gradient that is not cut as its parameter is: this rank would not have that of its own elements.
+    """Refuse a gradient that is not sharded like its parameter, so that this rank would lack some of its elements.
 
     Raises:
-        ValueError: it is not.
+        ValueError: If the gradient is sharded differently.
     """
     if not is_dtensor(gradient):
         raise ValueError(
@@ -89,10 +89,10 @@ def check_gradient(gradient: Tensor, parameter: DTensor) -> None:
 
 
 def first_element(parameter: DTensor) -> int:
-    """Return a number for the first element that this rank has of a parameter.
+    """Return a number for this rank's first element of a parameter.
 
-    Where rows are dealt once, as FSDP2 does, it is the element's number in the whole parameter. Else it only tells
-    ranks apart.
+    If rows are sharded once, as in FSDP2, it is the element's number in the whole parameter. Otherwise it only
+    distinguishes ranks.
     """
     from torch.distributed.tensor import Shard
 
@@ -113,7 +113,7 @@ def first_element(parameter: DTensor) -> int:
 
 
 def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
-    """Return a DTensor that is cut as a parameter is, of what this rank has of it."""
+    """Return a DTensor that is sharded like a parameter, from this rank's part."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -127,13 +127,13 @@ def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
 
 
 def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
-    """Return, for each parameter, the sum of a value over the ranks that have shards of it; others keep theirs.
+    """Return, for each parameter, the sum of a value over the ranks with its shards. Other parameters keep theirs.
 
-    Added in the order of the ranks, so that all have the same bits. A collective: all ranks call it with the same
-    parameters.
+    Values are added in the order of the ranks, so that all ranks get the same bits. A collective: all ranks call it
+    with the same parameters.
 
     Args:
-        parameters: any number, of any meshes.
+        parameters: Any number of parameters, of any meshes.
         values: Numbers of this rank, one for each parameter.
     """
     totals = list(values)

@@ -1,4 +1,4 @@
-"""The ranks of a run as one of them sees them: meet, agree, tell each other, and end together."""
+"""The ranks of a run from the view of one rank: meet, agree, report, and end together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks of a run. One process alone is a group of one, with which nothing is exchanged.
+    """The ranks of a run. A single process is a group of one, which exchanges nothing.
 
     Args:
-        world: Place of this rank among all.
-        line: to the launcher that started it; None: torchrun or srun did.
+        world: Position of this rank among all.
+        line: Line to the launcher that started it; None if torchrun or srun started it.
     """
 
     def __init__(self, world: World, line: LauncherLine | None = None) -> None:
@@ -37,37 +37,37 @@ class RankGroup:
 
     @classmethod
     def single(cls) -> RankGroup:
-        """Return the group of a process that is alone."""
+        """Return the group of a single process."""
         return cls(World.single())
 
     @classmethod
     def of_environment(cls) -> RankGroup:
-        """Return the group that this process was started for; nobody is met yet, but its GPU is taken.
+        """Return the group that this process was started for. It has not met other ranks yet, but has taken its GPU.
 
         Raises:
-            WorldError: the environment describes none.
+            WorldError: If the environment describes no group.
         """
         line, world = LauncherLine.of_environment(), World.of_environment()
         if not world.is_single:
-            # Else torch warns of every connection that breaks as the ranks end one after the other.
+            # Otherwise torch warns about every broken connection while the ranks end one after the other.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             world.take_gpu()
         return cls(world, line)
 
     def meet(self) -> None:
-        """Meet the other ranks, and watch them from now on: whatever fails afterwards ends all, with one message.
+        """Meet the other ranks, and watch them from now on. A later failure of any rank ends all, with one message.
 
         Raises:
-            WorldError: nobody says where to meet, or not all ranks came.
+            WorldError: If no meeting point is known, or not all ranks came.
         """
         if self.world.is_single:
             return
         from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-        # torchrun's agent serves the store itself, and lives longer than rank 0.
+        # torchrun's agent serves the store itself, and outlives rank 0.
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.world.is_first and not is_agents
-        # A restarted set of ranks must not read what the one before has written.
+        # A restarted set of ranks must not read keys of the previous set.
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
             if self._line is None:
@@ -81,7 +81,7 @@ class RankGroup:
             else:
                 host, port = LOOPBACK, _port(self._line)
                 served = connect(self.world, host, port)
-            self._store = PrefixStore(attempt, served)  # rank 0's serves all others for as long as it exists
+            self._store = PrefixStore(attempt, served)  # rank 0's store serves all ranks for as long as it exists
             own = PrefixStore(attempt, connect(self.world, host, port))
             own.set(f"host/{self.world.rank}", self.world.host)
             self._watcher = Watcher(
@@ -93,18 +93,18 @@ class RankGroup:
             )
             self._watcher.start()
             for rank in range(self.world.size):
-                self._store.get(f"host/{rank}")  # waits for it
+                self._store.get(f"host/{rank}")  # waits for the rank
         except DistError as error:
             raise WorldError(
                 f"not all {self.world.size} ranks met within {CONNECT_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}"
             ) from error
 
     def join(self, device: str, table: DistributedConfig) -> None:
-        """Take this rank's cores, and form the group in which tensors travel, with the ranks that have met.
+        """Take this rank's cores, and form the group for tensors with the ranks that have met.
 
         Raises:
-            WorldError: there are other numbers of processes, or the ranks have not each a GPU of their own.
-            ConfigError: the config asks for a GPU and there is none.
+            WorldError: If the number of processes differs, or the ranks do not each have a separate GPU.
+            ConfigError: If the config requires a GPU and none exists.
         """
         import torch
 
@@ -117,14 +117,14 @@ class RankGroup:
         if table.processes not in (1, self.world.local_size):
             raise WorldError(
                 f"distributed.processes = {table.processes}, but {self.world.local_size} processes were started on "
-                "this machine. Leave the key out beside torchrun and srun, which start the processes themselves"
+                "this machine. Leave the key out under torchrun and srun, which start the processes themselves"
             )
         if table.threads != "auto":
             torch.set_num_threads(table.threads)
-        kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""  # other ranks may find one
+        kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""  # other ranks may find a GPU
         if kind.type == "cuda":
             kind, bus = torch.device("cuda", 0), machine.bus_of_gpu()
-        pins = table.numa == "auto" and self._line is not None  # torchrun has an option of its own for it
+        pins = table.numa == "auto" and self._line is not None  # torchrun has its own option for it
         if pins and kind.type == "cpu":
             os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
         init(self.world, kind, self._store, bus)
@@ -133,7 +133,7 @@ class RankGroup:
             self._settle_near(bus)
 
     def _settle_near(self, bus_id: str) -> None:
-        """Compute on cores near the GPU, divided among the ranks whose GPUs are on the same node."""
+        """Pin to cores near the GPU, divided among the ranks with GPUs on the same node."""
         near = sorted(set(cores_near(bus_id)) & os.sched_getaffinity(0))
         all_near = self.gather((self.world.host_number, near))
         neighbours = [rank for rank, each in enumerate(all_near) if each == (self.world.host_number, near)]
@@ -143,7 +143,7 @@ class RankGroup:
     # -- between the ranks ---------------------------------------------------------------------------------------
 
     def gather(self, item: T) -> list[T]:
-        """Return what every rank gave, by rank. A collective: all ranks call it, in the same order."""
+        """Return every rank's item, by rank. A collective: all ranks call it, in the same order."""
         if self.world.is_single:
             return [item]
         from megatrain.ranks.messages import gather_messages
@@ -151,7 +151,7 @@ class RankGroup:
         return gather_messages(item)
 
     def broadcast(self, item: T) -> T:
-        """Return what rank 0 gave; what others give does not count. A collective."""
+        """Return rank 0's item; other ranks' items are ignored. A collective."""
         if self.world.is_single:
             return item
         from megatrain.ranks.messages import broadcast_message
@@ -160,23 +160,23 @@ class RankGroup:
         return found
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor of host memory to a rank, which receives it."""
+        """Send a host tensor to a rank, which must receive it."""
         import torch.distributed as dist
 
         dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill a tensor of host memory with what a rank sends."""
+        """Fill a host tensor with a tensor sent by a rank."""
         import torch.distributed as dist
 
         dist.recv(tensor, rank)
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         self.gather(None)
 
     def one_after_the_other(self, work: Callable[[], T]) -> T:
-        """Do some work on the first rank of each host, and after it on the others: they find what it left."""
+        """Run some work on the first rank of each host, and then on the others, which find its results."""
         if self.world.is_single:
             return work()
         done: T
@@ -187,32 +187,32 @@ class RankGroup:
         return done
 
     def notify(self, text: str) -> None:
-        """Have rank 0 tell the user something, with the name of this rank. From any thread."""
+        """Make rank 0 report a text to the user, with the name of this rank. From any thread."""
         if self._watcher is not None:
             self._watcher.notify(text)
 
     def listen(
         self, *, on_notice: Callable[[str], None] | None = None, on_failure: Callable[[Failure], None] | None = None
     ) -> None:
-        """Set what is called, in a thread, with notices of other ranks, and before a failure ends this process."""
+        """Set callbacks, called in a thread, for notices of other ranks, and before a failure ends this process."""
         if on_failure is not None:
             self._on_failure = on_failure
         if self._watcher is not None and on_notice is not None:
             self._watcher.on_notice = on_notice
 
     def tell_launcher(self, **message: object) -> None:
-        """Tell the launcher something, where there is one."""
+        """Send a message to the launcher, if there is one."""
         if self._line is not None:
             self._line.send(**message)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def fail(self, message: str, exit_code: int, *, is_own: bool) -> NoReturn:
-        """End all ranks because this one failed; returns in none.
+        """End all ranks because this one failed. Never returns.
 
         Args:
-            exit_code: Status with which all processes end.
-            is_own: see ``Watcher.fail``.
+            exit_code: Exit code of all processes.
+            is_own: See ``Watcher.fail``.
         """
         _flush()
         if self._watcher is not None:
@@ -225,10 +225,10 @@ class RankGroup:
         os._exit(exit_code)
 
     def end(self, exit_code: int) -> NoReturn:
-        """End this process, one of several, after the run; returns in none.
+        """End this process, one of several, after the run. Never returns.
 
-        Not the end of the interpreter: destroying a gloo group joins, with the GIL held, a thread that may wait for
-        the GIL to free its last work.
+        Skips the end of the interpreter, because destroying a gloo group joins, with the GIL held, a thread that may
+        wait for the GIL to free its last work.
         """
         if self._watcher is not None:
             self._watcher.finish()
@@ -238,7 +238,7 @@ class RankGroup:
 
 
 def _port(line: LauncherLine) -> int:
-    """Return the port at which rank 0 is met, once it has told the launcher."""
+    """Return the port of the meeting point, after rank 0 has sent it to the launcher."""
     waited: Sequence[dict[str, object]] | None = []
     while waited is not None:
         for message in waited:
@@ -254,5 +254,5 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed: there is nobody to tell
+        except (OSError, ValueError):  # closed, so there is no reader
             continue

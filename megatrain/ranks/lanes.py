@@ -1,11 +1,11 @@
-"""Lanes: in which order the gradients of a step's micro-batches are added, whoever computes them.
+"""Lanes: the order in which the gradients of a step's micro-batches are added, on any number of ranks.
 
-Floating point sums depend on their order. So the micro-batches of a step are cut into lanes, contiguous and as equal
-as can be. Each lane is summed from its first micro-batch to its last, and the lanes are added in a binary tree that
-depends on their number alone. A rank that has some lanes of a step can add up the whole subtrees in them; whoever owns
-an element adds those of all ranks (`total`). With one lane the sum is the plain one, in the order of micro-batches.
+Floating point sums depend on their order. So the micro-batches of a step are cut into contiguous lanes of nearly equal
+size. Each lane is summed from its first micro-batch to its last. The lanes are added in a binary tree that depends only
+on their number. A rank with some lanes of a step adds up the whole subtrees in them. The owner of an element then adds
+the subtrees of all ranks (`total`). With one lane the sum is plain, in the order of micro-batches.
 
-The tree is left-complete: what is below a node is cut at the largest power of two that is less than its lanes.
+The tree is left-complete: a node is cut at the largest power of two that is less than its number of lanes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _Sum = TypeVar("_Sum")
 
 
 def micro_batches_of_lane(lane: int, num_lanes: int, num_micro_batches: int) -> range:
-    """Return the micro-batches of a lane: none, where there are fewer of them than lanes."""
+    """Return the micro-batches of a lane; empty for some lanes if there are fewer micro-batches than lanes."""
     return range(num_micro_batches * lane // num_lanes, num_micro_batches * (lane + 1) // num_lanes)
 
 
 def lane_of(micro_batch: int, num_lanes: int, num_micro_batches: int) -> int:
-    """Return the lane of a micro-batch, which is the only one that ``micro_batches_of_lane`` has it in."""
+    """Return the lane of a micro-batch, the only one for which ``micro_batches_of_lane`` contains it."""
     assert 0 <= micro_batch < num_micro_batches, (micro_batch, num_micro_batches)
     return ((micro_batch + 1) * num_lanes - 1) // num_micro_batches
 
 
 def lanes_of_rank(rank: int, num_ranks: int, num_lanes: int) -> range:
-    """Return the lanes of a rank: at least one, as there are no more ranks than lanes."""
+    """Return the lanes of a rank: at least one, because there are never more ranks than lanes."""
     assert 0 <= rank < num_ranks <= num_lanes, (rank, num_ranks, num_lanes)
     return range(num_lanes * rank // num_ranks, num_lanes * (rank + 1) // num_ranks)
 
@@ -68,7 +68,7 @@ def split(first: int, stop: int) -> int:
 
 
 def subtrees(first: int, stop: int, own_first: int, own_stop: int) -> list[Subtree]:
-    """Return the largest nodes below one, in order, whose lanes are all among ``own_first`` to ``own_stop``."""
+    """Return the largest nodes below one, in order, whose lanes are all from ``own_first`` to ``own_stop``."""
     if own_stop <= first or stop <= own_first:
         return []
     if own_first <= first and stop <= own_stop:
@@ -81,10 +81,10 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
     """Return the sum of the lanes ``first`` to ``stop``.
 
     Args:
-        first: lane of the node.
-        stop: past its last lane.
-        sums: Sums of nodes that together have every lane once.
-        add: returns the sum of two; it may change and return the left one, which is not used again.
+        first: First lane of the node.
+        stop: End of its lanes, exclusive.
+        sums: Sums of nodes that together contain every lane once.
+        add: Returns the sum of two sums. It may change and return the left one, which is not used again.
     """
     if (first, stop) in sums:
         return sums[first, stop]
@@ -95,32 +95,32 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
 def num_merges(lane: int, num_lanes: int, own: range) -> int:
     """Return how often the last two open sums are added when a lane's sum is complete.
 
-    Who takes lanes in order, opens a sum for each and does this after each has the sums of ``subtrees`` in the end, and
-    never more than ``most_open_sums`` at a time.
+    A caller takes lanes in order, opens a sum for each, and merges like this after each. Finally it has the sums of
+    ``subtrees``, and never more than ``most_open_sums`` open sums.
 
     Args:
-        own: the lanes that are taken.
+        own: Lanes that the caller takes.
     """
     (found,) = ((first, stop) for first, stop in subtrees(0, num_lanes, own.start, own.stop) if first <= lane < stop)
     first, stop = found
     count = 0
-    # As often as a node ends with this lane, other than as its only one.
+    # Once for each node that ends with this lane and has other lanes.
     while stop - first > 1:
         middle = split(first, stop)
         if lane < middle:
             first, stop, count = first, middle, 0
         else:
-            # The right half ends where its parent does.
+            # The right half ends with its parent.
             count = count + 1 if stop == lane + 1 else 0
             first = middle
     return count
 
 
 def most_open_sums(num_lanes: int, own: range | None = None) -> int:
-    """Return how many sums are open at once when lanes are taken in order.
+    """Return the largest number of open sums when lanes are taken in order.
 
     Args:
-        own: the lanes that are taken; None: all. The sums of its subtrees stay open to the end.
+        own: Lanes that are taken; None for all. The sums of its subtrees stay open.
     """
     own = range(num_lanes) if own is None else own
     now = most = 0
@@ -133,10 +133,10 @@ def most_open_sums(num_lanes: int, own: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of a step, and those of them that are summed here.
+    """Lanes of a step, and the lanes that this process sums.
 
     Attributes:
-        own: the lanes that are summed here.
+        own: Lanes that this process sums.
     """
 
     num_lanes: int
@@ -145,12 +145,12 @@ class Lanes:
 
     @classmethod
     def single(cls) -> Lanes:
-        """Return the one lane of any number of micro-batches."""
+        """Return the single lane of any number of micro-batches."""
         return cls(1, 1, range(1))
 
     @classmethod
     def all_of(cls, num_lanes: int, num_micro_batches: int) -> Lanes:
-        """Return the lanes of a step that one process runs."""
+        """Return the lanes of a step on a single process."""
         return cls(num_lanes, num_micro_batches, range(num_lanes))
 
     @classmethod
@@ -160,16 +160,16 @@ class Lanes:
 
     @property
     def subtrees(self) -> list[Subtree]:
-        """The nodes whose sums are left in the end, in order."""
+        """Nodes whose sums remain after all lanes, in order."""
         return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
 
     @property
     def most_open_sums(self) -> int:
-        """Sums that are open at once."""
+        """Largest number of open sums."""
         return most_open_sums(self.num_lanes, self.own)
 
     def lane_of(self, micro_batch: int) -> int:
-        """Return the lane of a micro-batch, by its number among those that are summed here."""
+        """Return the lane of a micro-batch, by its number among the micro-batches of this process."""
         if self.num_lanes == 1:
             return 0
         first = micro_batches_of_lane(self.own.start, self.num_lanes, self.num_micro_batches).start

@@ -1,7 +1,7 @@
-"""Start the ranks of this host, pass signals on to them, and end with the exit code of the run.
+"""Start the ranks of this host, forward signals to them, and end with the exit code of the run.
 
-Not torchrun's agent: it gives a run 30 s to save after SIGTERM, prints a table of its own, and turns exit code 75 into
-1. Imports no torch: the launcher stays a small process.
+Not torchrun's agent: it gives a run only 30 s to save after SIGTERM, prints its own table, and turns exit code 75 into
+1. Imports no torch, so that the launcher stays a small process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherLine, desc
 __all__ = ["launch"]
 
 _LOOK_S = 0.05
-#: Ranks that are told of a failure leave by themselves within this time: rank 0 writes the status of the run.
+#: Ranks that receive a failure end by themselves within this time: rank 0 writes the status of the run.
 _LEAVE_S = 2.0
-#: Ranks that fail for the same reason do so within this time; of these the lowest one's message is told.
+#: Ranks that fail for the same reason do so within this time. The lowest rank's message is reported.
 _TOGETHER_S = 0.5
-#: A second stop ends ranks that cannot end themselves, as they wait inside a collective, after this time.
+#: A second stop ends ranks after this time if they cannot end themselves, because they wait in a collective.
 _SECOND_STOP_S = 3.0
-#: One stop may arrive twice, at this process and from a parent that passes it on.
+#: One stop may arrive twice, at this process and from a parent that forwards it.
 _SAME_STOP_S = 0.5
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
@@ -38,11 +38,11 @@ _PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass
 class _Rank:
-    """A process that was started.
+    """A started process.
 
     Attributes:
-        is_done: it said that it ends as it should.
-        is_open: whether it may still say something.
+        is_done: Whether it announced a regular end.
+        is_open: Whether it may still send messages.
     """
 
     number: int
@@ -54,7 +54,7 @@ class _Rank:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self.process.poll() is not None
 
 
@@ -68,18 +68,18 @@ def launch(
 ) -> int:
     """Run a command in several processes on this host, the ranks of a world, and wait until all have ended.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 go on to rank 0, from which all others learn of them after the step. Each rank
-    is in a session of its own, so that Ctrl-C reaches it once. A rank that fails ends all; those that do not leave by
-    themselves are killed.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 go to rank 0. The other ranks get them from rank 0 after the step. Each rank has
+    a separate session, so that Ctrl-C reaches it once. A rank that fails ends all. Ranks that do not end by themselves
+    are killed.
 
     Args:
-        size: number of ranks.
-        threads: Threads of each rank's libraries; None: its part of the cores, as many for each.
-        on_failure: called once, with what a user is told of a run that failed.
-        on_message: called with what ranks say that is no failure.
+        size: Number of ranks.
+        threads: Threads of each rank's libraries; None for equal shares of the cores.
+        on_failure: Called once, with the failure that the user sees.
+        on_message: Called with other messages of ranks.
 
     Returns:
-        The exit code of rank 0, or that of the failure.
+        Exit code of rank 0, or of the failure.
     """
     launcher = _Launcher(size, on_failure, on_message)
     with launcher.signals():
@@ -102,7 +102,7 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Any:
-        """Pass signals on while the context is open; SIGHUP stays ignored where it is (``nohup``)."""
+        """Forward signals while the context is open. SIGHUP stays ignored if it already is (``nohup``)."""
         before = {
             number: signal.signal(number, self._pass_on)
             for number in _PASSED_ON
@@ -115,8 +115,8 @@ class _Launcher:
                 signal.signal(number, handler)
 
     def start(self, command: Sequence[str], threads: int | None) -> None:
-        """Start the ranks; rank 0 says at which port they meet."""
-        # The same number on all: on a CPU it decides about last bits.
+        """Start the ranks. Rank 0 sends the port of the meeting point."""
+        # The same number on all ranks, because on a CPU it decides about last bits.
         threads = threads or min(len(cores_of_rank(number, self._size)) for number in range(self._size))
         for number in range(self._size):
             environment = {
@@ -140,9 +140,9 @@ class _Launcher:
             self._ranks.append(_Rank(number, process, LauncherLine(ours)))
 
     def wait(self) -> int:
-        """Wait until all ranks have ended; return the exit code of the run."""
+        """Wait until all ranks have ended, and return the exit code of the run."""
         while True:
-            # In this order: what a rank said before it ended is here once it has ended.
+            # In this order: messages that a rank sent before its end have arrived by now.
             ended = [rank for rank in self._ranks if rank.has_ended]
             self._listen(0.0 if len(ended) == self._size else _LOOK_S)
             died = any(rank.said is None and not rank.is_done for rank in ended)
@@ -152,7 +152,7 @@ class _Launcher:
                 return self._ranks[0].process.returncode
 
     def kill(self) -> None:
-        """Kill the ranks that live, and close the lines to all."""
+        """Kill the living ranks, and close the lines to all ranks."""
         for rank in self._ranks:
             if not rank.has_ended:
                 rank.process.kill()
@@ -161,7 +161,7 @@ class _Launcher:
             rank.line.close()
 
     def _listen(self, timeout_s: float) -> None:
-        """Take what ranks say, for a moment."""
+        """Receive messages of ranks, for a moment."""
         ready, _, _ = select.select([rank.line for rank in self._ranks if rank.is_open], [], [], timeout_s)
         for rank in self._ranks:
             while rank.is_open and rank.line in ready:
@@ -187,7 +187,7 @@ class _Launcher:
         return self._force_s is not None and time.monotonic() > self._force_s
 
     def _end(self) -> int:
-        """End all ranks after a failure; tell of it, and return its exit code."""
+        """End all ranks after a failure, report it, and return its exit code."""
         end_s = time.monotonic() + _TOGETHER_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
             self._listen(_LOOK_S)
@@ -202,7 +202,7 @@ class _Launcher:
         return failure.exit_code
 
     def _failure(self) -> Failure:
-        """Return why the run ends: what a rank said of itself, else how one died, else what ranks say of others."""
+        """Return the reason for the end: a rank's own failure, else a process's exit, else reports on other ranks."""
         host = socket.gethostname()
         own = {rank.number: rank.said for rank in self._ranks if rank.said and rank.said.rank == rank.number}
         if own:

@@ -1,9 +1,9 @@
-"""What ranks tell each other, as bytes: JSON and arrays, no pickle.
+"""Messages between ranks as bytes: JSON and arrays, no pickle.
 
-Whoever can reach the port of a process group can send a rank bytes. Unpickling them would run what they say; reading
-JSON cannot. Python's types go through it by tags (a tuple is ``{"tuple": [...]}``), arrays beside it as they are in
-memory. Records come back as what they were, but only classes of this project are looked up: dataclasses, pydantic
-models, enums, named tuples, and its own and Python's exceptions.
+Any program that can reach the port of a process group can send a rank bytes. Unpickling them could run code; reading
+JSON cannot. Tags in JSON represent Python's types (a tuple is ``{"tuple": [...]}``). Arrays follow as they are in
+memory. Records come back as their classes, but only classes of this project are looked up: dataclasses, pydantic
+models, enums, named tuples, and its exceptions and Python's.
 
 A message is the length of the JSON text (8 bytes, little-endian), the text, and the arrays one after the other, each
 at a multiple of 8 bytes.
@@ -34,7 +34,7 @@ __all__ = ["MessageError", "broadcast_message", "decode", "encode", "gather_mess
 #: Packages whose classes a message may name.
 _PACKAGES = ("megatrain", "tiered", "megatrain_tier_cli")
 _HEADER = struct.Struct("<Q")
-#: What reading raises where bytes are no message; RuntimeError: of torch, and too deep a nesting.
+#: Errors of reading bytes that are no message. RuntimeError comes from torch, and from too deep a nesting.
 _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError),
     struct.error,
@@ -43,19 +43,18 @@ _ALIGNMENT = 8
 
 
 class MessageError(ValueError):
-    """Bytes are no message of this project, or name what no message may name."""
+    """Bytes are no message of this project, or refer to a forbidden class."""
 
 
 def encode(item: object) -> bytes:
-    """Return an object as bytes that ``decode`` reads.
+    """Return an object as bytes for ``decode``.
 
     Args:
         item: None, bool, int, float, str, bytes, Path; lists, tuples, sets and mappings of them; numpy arrays and
-            scalars, tensors of the host; exceptions; dataclasses, pydantic models, enums and named tuples of this
-            project.
+            scalars, host tensors; exceptions; dataclasses, pydantic models, enums and named tuples of this project.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: If it contains anything else.
     """
     buffers: list[bytes] = []
     text = json.dumps(_tagged(item, buffers), separators=(",", ":")).encode()
@@ -64,10 +63,10 @@ def encode(item: object) -> bytes:
 
 
 def decode(message: bytes | bytearray | memoryview) -> Any:
-    """Return what ``encode`` was given.
+    """Return the object that was encoded.
 
     Raises:
-        MessageError: these bytes are no message, or name a class that is not this project's.
+        MessageError: If the bytes are no message, or name a class that is not this project's.
     """
     data = memoryview(message)
     try:
@@ -84,11 +83,11 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
 
 
 def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank of a group gave, by rank. A collective, through host memory.
+    """Return every rank's item, by rank. A collective of a group, through host memory.
 
     Args:
-        item: as ``encode`` takes it.
-        group: that has a backend for host memory; None: the default group.
+        item: Object for ``encode``.
+        group: Group with a backend for host memory; None for the default group.
     """
     import torch.distributed as dist
 
@@ -105,10 +104,10 @@ def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_message(item: object, *, source: int = 0) -> Any:
-    """Return what one rank of the default group gave; what others give does not count. A collective.
+    """Return one rank's item in the default group; other ranks' items are ignored. A collective.
 
     Args:
-        item: as ``encode`` takes it; used on ``source`` alone.
+        item: Object for ``encode``; used only on ``source``.
     """
     import torch.distributed as dist
 
@@ -123,7 +122,7 @@ def broadcast_message(item: object, *, source: int = 0) -> Any:
 
 
 def _after(offset: int) -> int:
-    """Return the next place at which something may begin."""
+    """Return the next aligned offset."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -136,7 +135,7 @@ def _name(kind: type) -> list[str]:
 
 
 def _tagged(item: Any, buffers: list[bytes]) -> Any:
-    """Return JSON values for an object; what is neither a list nor a plain value is an object of one tag."""
+    """Return JSON values for an object. Anything except lists and plain values becomes an object with one tag."""
     kind = type(item)
     if item is None or kind in (bool, int, float, str):
         return item
@@ -181,7 +180,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 
 def _or_text(item: Any, buffers: list[bytes]) -> Any:
-    """Return an argument of an exception: where it is nothing that can be sent, as text. Errors must always arrive."""
+    """Return an argument of an exception, as text if it cannot be sent, so that errors always arrive."""
     before = len(buffers)
     try:
         return _tagged(item, buffers)
@@ -195,7 +194,7 @@ def _attributes(error: Exception, buffers: list[bytes]) -> list[Any]:
 
 
 class _Reader:
-    """Reads the tree of a message. Arrays are read in the order in which they were written: depth first."""
+    """Reader of the tree of a message. Arrays are read in the order of writing: depth first."""
 
     def __init__(self, data: memoryview, start: int) -> None:
         self._data, self._at = data, start
@@ -260,7 +259,7 @@ class _Reader:
         kind = _class(content[0])
         if not is_dataclass(kind):
             raise MessageError(f"{kind} is no record")
-        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # as it was: what its constructor would do was done where it was made
+        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # the constructor has already run at the sender
         names = {field.name for field in fields(kind)}
         for name, value in content[1]:
             if name not in names:
@@ -297,7 +296,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _class(name: Sequence[str], default: type | None = None) -> Any:
-    """Return a class of this project by its module and name; another one's is ``default``, or refused."""
+    """Return a class of this project by its module and name; for other classes, ``default`` or an error."""
     module, qualname = name
     if module.partition(".")[0] not in _PACKAGES:
         if default is None:
@@ -305,7 +304,7 @@ def _class(name: Sequence[str], default: type | None = None) -> Any:
         return default
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = vars(found)[part]  # of its own: nothing that a module has imported
+        found = vars(found)[part]  # excludes names that a module has imported
     if not isinstance(found, type) or found.__module__ != module:
         raise MessageError(f"{module}.{qualname} is no class of this project")
     return found

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a step, so that all do the same next."""
+"""Records that ranks exchange at the end of a step, so that all take the same next action."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["Agreed", "StepRecord"]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One rank after a step.
+    """State of one rank after a step.
 
     Attributes:
-        stops: a signal asks this rank for the end of the run.
-        saves: a signal asks this rank for a checkpoint, or it is due by this rank's clock.
-        is_hung_up: its terminal was closed.
-        is_paused: it waited for space on a drive when it wrote this.
-        step_s: seconds of the step.
-        tier_used_bytes: tier -> bytes of slots in use after the step.
-        stall_s: cause -> seconds that the step waited for it.
-        link_bytes: ``"ram->nvme"``, ``"ram->ranks"`` -> bytes moved during the step.
-        written_bytes: path on a drive -> bytes written to it during the step.
-        rss_bytes: resident memory of the process.
+        stops: Whether a signal requests this rank to end the run.
+        saves: Whether a signal requests a checkpoint from this rank, or it is due by this rank's clock.
+        is_hung_up: Whether its terminal was closed.
+        is_paused: Whether it was waiting for space on a drive.
+        step_s: Seconds of the step.
+        tier_used_bytes: Tier -> bytes of slots in use after the step.
+        stall_s: Cause -> seconds that the step waited for it.
+        link_bytes: Link (``"ram->nvme"``, ``"ram->ranks"``) -> bytes moved during the step.
+        written_bytes: Path on a drive -> bytes written to it during the step.
+        rss_bytes: Resident memory of the process.
     """
 
     stops: bool
@@ -38,19 +38,19 @@ class StepRecord:
     rss_bytes: int = 0
 
     def figures(self) -> dict[str, Any]:
-        """Return what ``StepMetrics.ranks`` has of it."""
+        """Return its figures for ``StepMetrics.ranks``."""
         values = asdict(self)
         return {name: value for name, value in values.items() if name not in ("stops", "saves", "is_hung_up")}
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks do after a step: the same, as it follows from the records of all.
+    """Action of all ranks after a step, derived from the records of all ranks.
 
     Attributes:
-        stops: the run ends after this step.
-        saves: it is saved after this step.
-        is_hung_up: the terminal of a rank was closed.
+        stops: Whether the run ends after this step.
+        saves: Whether the run is saved after this step.
+        is_hung_up: Whether the terminal of a rank was closed.
     """
 
     stops: bool = False
@@ -59,7 +59,7 @@ class Agreed:
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> Agreed:
-        """Return what follows from the records: what one rank is asked for, all do."""
+        """Return the common action: a request to one rank applies to all."""
         return cls(
             stops=any(record.stops for record in records),
             saves=any(record.saves for record in records),

@@ -1,8 +1,8 @@
-"""Which elements of a block belong to which rank.
+"""Shards: the elements of a block that belong to each rank.
 
-Every rank owns one contiguous range of each part of a layout: its *shard*. The weight's shard, the state's and the
-gradient's have the same range, so an update needs no other rank. All shards of a part are equally long, and begin at
-multiples of `SHARD_BLOCK_ELEMENTS`: no partial sum of a norm lies on two ranks. What lies past the end of the part is
+Every rank owns one contiguous range of each part of a layout: its *shard*. Weight, state and gradient have shards with
+the same range, so an update needs no other rank. All shards of a part have equal lengths, and begin at multiples of
+`SHARD_BLOCK_ELEMENTS`, so that no partial sum of a norm is split between ranks. Elements past the end of the part are
 zeros.
 """
 
@@ -14,21 +14,20 @@ from megatrain.ranks.lanes import Lanes, lanes_of_rank, micro_batches_of_rank, s
 
 __all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "Sharding", "RankShards", "peer_links"]
 
-#: Stand for the other ranks of a host, and for those of other hosts, in the names of links: ``"ranks->ram"``,
-#: ``"gpu->hosts"``.
+#: Names of the other ranks on a host, and on other hosts, in the names of links: ``"ranks->ram"``, ``"gpu->hosts"``.
 PEER, NETWORK = "ranks", "hosts"
 
 SHARD_BLOCK_ELEMENTS = 65_536
-"""Shards are multiples of this: the elements of one partial sum of a norm, and what parts begin at multiples of."""
+"""Shards are multiples of this. It is the length of one partial sum of a norm, and parts begin at its multiples."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """The shards of a rank. A run of one process owns everything, and its blocks are as long as the parts.
+    """Shards of a rank. A single process owns everything, and its blocks are as long as the parts.
 
     Attributes:
-        rank: whose blocks these are, from 0.
-        size: number of ranks.
+        rank: Number of the blocks' rank, from 0.
+        size: Number of ranks.
     """
 
     rank: int = 0
@@ -50,18 +49,18 @@ class RankShards:
         return -(-blocks // self.size) * SHARD_BLOCK_ELEMENTS
 
     def gathered(self, part: range) -> range:
-        """Return where in a full copy of a layout all shards of a part are, one after the other.
+        """Return the range of all shards of a part, one after the other, in a full copy of a layout.
 
-        It may end in the next part, or past the layout: the last shards hold what lies past the part.
+        It may end in the next part, or past the layout, because the last shards include padding.
         """
         return range(part.start, part.start + self.size * self.num_elements(part))
 
     def owned(self, part: range, rank: int | None = None) -> range:
-        """Return the elements of a part that a rank owns, counted as the part is; none where its shard lies past it.
+        """Return the elements of a part that a rank owns, in the part's numbering; empty if its shard is all padding.
 
         Args:
-            part: range of elements of a layout.
-            rank: None: this one.
+            part: Range of elements of a layout.
+            rank: Number of the rank; None for this one.
         """
         length = self.num_elements(part)
         start = part.start + (self.rank if rank is None else rank) * length
@@ -72,7 +71,7 @@ def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
     """Return the links between a tier and other ranks.
 
     Args:
-        size: number of ranks.
+        size: Number of ranks.
     """
     place = PEER if num_hosts == 1 else NETWORK
     return [] if size == 1 else [f"{place}->{tier}", f"{tier}->{place}"]
@@ -80,12 +79,12 @@ def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RankLanes:
-    """Which lanes of a step each rank computes (`lanes.py`).
+    """Lanes of a step that each rank computes (`lanes.py`).
 
     Attributes:
-        count: lanes of a step, at least one for each rank.
-        size: number of ranks.
-        num_hosts: 1, or one host for each rank; `plan.planner.check_ranks` refuses anything else.
+        count: Lanes of a step, at least one for each rank.
+        size: Number of ranks.
+        num_hosts: 1, or one host for each rank; `plan.planner.check_ranks` refuses other numbers.
     """
 
     count: int = 1
@@ -102,7 +101,7 @@ class RankLanes:
 
     @property
     def num_sums(self) -> int:
-        """Sums of all ranks together."""
+        """Number of sums of all ranks together."""
         return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
 
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
@@ -112,13 +111,13 @@ class RankLanes:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What one rank has, and does, of a step that all ranks of a run make together. One process does all of it.
+    """Share of one rank in a step that all ranks of a run make together. A single process makes all of it.
 
     Attributes:
-        shards: The elements of each part that this rank's blocks hold.
-        lanes: Which sums of gradients come from which rank.
-        own_lanes: In which this rank adds the gradients of its micro-batches.
-        gathers_ahead: How many visits before it is needed a weight is gathered.
+        shards: Elements of each part in this rank's blocks.
+        lanes: Sums of gradients that come from each rank.
+        own_lanes: Lanes in which this rank adds the gradients of its micro-batches.
+        gathers_ahead: Number of visits between a gather and the visit that needs the weight.
     """
 
     shards: RankShards = field(default_factory=RankShards)

@@ -1,7 +1,7 @@
-"""Ranks watch each other: when one fails, or falls silent, all end within seconds, with one message that names it.
+"""Mutual watch of ranks: if one fails or stops responding, all end within seconds, with one message that names it.
 
-A rank that waits in a collective waits forever for one that is gone, and a kernel of NCCL cannot be interrupted: so
-threads watch, and leave by ``os._exit``. Nothing is lost by it: what a run continues from survives a ``SIGKILL``.
+A rank in a collective waits forever for a rank that has ended, and a kernel of NCCL cannot be interrupted. So threads
+watch, and end the process by ``os._exit``. Nothing is lost: the checkpoints of a run survive a ``SIGKILL``.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ __all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherLine", "Watcher", "describe_
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
 _LOOK_S = 0.1
-#: A rank whose collective broke waits so long for the reason: it says more than "connection reset".
+#: Time that a rank waits for the reason of a broken collective, which is clearer than "connection reset".
 _REASON_S = 2.0
-#: Beats that stay away for so long after a collective broke name the rank that broke it.
+#: After a broken collective, a rank whose heartbeats are missing for this time is reported as the cause.
 _BROKEN_S = 2.5
-#: Ranks that fail for the same reason do so within this time; of these the lowest one's message is told.
+#: Ranks that fail for the same reason do so within this time. The lowest rank's message is reported.
 _TOGETHER_S = 0.5
-#: A store that is alive answers within this time.
+#: A living store answers within this time.
 _ANSWER_S = 0.5
-#: Rank 0 waits so long for the others to end before it, as what they read may be in its memory.
+#: Time that rank 0 waits for the others to end first, because it may serve the store that they read.
 _LEAVE_S = 3.0
-#: A rank that finds a wrong config waits so long for rank 0 to find it too.
+#: Time that a rank with a wrong config waits for rank 0 to find the same error.
 _ALIKE_S = 2.0
-#: Exit codes of a wrong config, of what does not fit, and of unusable data.
+#: Exit codes for a wrong config, for a model that does not fit, and for unusable data.
 _OF_ALL = (2, 3, 4)
 _FAILED, _TOLD, _NOTICES = "failed", "told", "notices"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run of several ranks ends.
+    """Reason for the end of a run of several ranks.
 
     Attributes:
-        rank: the one that failed; -1: no single one.
-        host: Host on which that rank ran.
-        exit_code: Status with which all processes end.
-        message: for the user, without the rank.
-        is_shared: all ranks failed with this message.
+        rank: Number of the failed rank; -1 if it is no single rank.
+        host: Host of that rank.
+        exit_code: Exit code of all processes.
+        message: Message for the user, without the rank.
+        is_shared: Whether all ranks failed with this message.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Failure:
     is_shared: bool = False
 
     def __str__(self) -> str:
-        """Return the message as it is told. What is wrong for rank 0 in config, model or data is so for all ranks."""
+        """Return the reported message. Rank 0's errors in config, model or data apply to all ranks."""
         if self.is_shared or self.rank < 0 or (self.rank == 0 and self.exit_code in _OF_ALL):
             return self.message
         return f"rank {self.rank} (on {self.host}): {self.message}"
@@ -80,11 +80,11 @@ class Failure:
 
     @classmethod
     def told_of(cls, failures: Mapping[int, Failure], size: int) -> Failure:
-        """Return which of the failures of several ranks is told: the lowest one's.
+        """Return the failure to report of several ranks' failures: the lowest rank's.
 
         Args:
-            failures: by the rank that told of it.
-            size: number of ranks.
+            failures: Failures by the rank that reported them.
+            size: Number of ranks.
         """
         first = failures[min(failures)]
         alike = [each for each in failures.values() if each.message == first.message]
@@ -93,21 +93,21 @@ class Failure:
 
 
 def describe_end(code: int) -> str:
-    """Return how a process ended whose exit code is all that is known."""
+    """Return a description of a process's end, from its exit code alone."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        advice = ". The kernel does so when memory is used up: dmesg says" if name == "SIGKILL" else ""
+        advice = ". The kernel does so when memory is used up: see dmesg" if name == "SIGKILL" else ""
         return f"was ended by {name}{advice}"
     return f"ended with exit code {code}, without a message"
 
 
 class LauncherLine:
-    """The connection of a rank with the launcher that started it: lines of JSON in both directions. Thread-safe.
+    """Connection of a rank with its launcher: lines of JSON in both directions. Thread-safe.
 
-    It comes as the rank's stdin: a socket without a name that others could open, and which is closed when either ends.
+    It is the rank's stdin: a socket without a name that others could open, which is closed when either side ends.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -117,7 +117,7 @@ class LauncherLine:
 
     @classmethod
     def of_environment(cls) -> LauncherLine | None:
-        """Return the line of a rank that a launcher started, None elsewhere. Its stdin is empty from now on."""
+        """Return the line of a rank that a launcher started; None for other processes. Its stdin is then empty."""
         if os.environ.pop(LAUNCHED_VARIABLE, None) is None:
             return None
         connection = socket.socket(fileno=os.dup(0))
@@ -127,16 +127,16 @@ class LauncherLine:
         return cls(connection)
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait for."""
+        """Return the descriptor to wait for."""
         return self._connection.fileno()
 
     def send(self, **message: object) -> None:
-        """Send a message; one that has nobody left to read it is lost."""
+        """Send a message. If the reader has ended, the message is lost."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
-        """Return the messages that have come, after waiting for some bytes; None: the other end is closed."""
+        """Wait for some bytes, and return the messages that have arrived; None if the other end is closed."""
         self._connection.settimeout(timeout_s)
         try:
             data = self._connection.recv(1 << 16)
@@ -155,15 +155,15 @@ class LauncherLine:
 
 
 class Watcher:
-    """Watches the other ranks from threads of its own, and ends this process when one of them is gone.
+    """Watch over the other ranks in separate threads, which end this process if one of the ranks is gone.
 
     Args:
-        world: Place of this rank among all.
-        store: a connection of its own, at which ranks meet.
-        timeout_s: a rank that has not been heard of for so long is taken for dead.
-        line: to the launcher, which then tells of failures in place of the ranks.
-        on_notice: called on rank 0, in a thread, with the notices of others.
-        on_failure: called in a thread before this process ends for a failure, with its message and exit code.
+        world: Position of this rank among all.
+        store: Separate connection to the store at which the ranks meet.
+        timeout_s: A rank that sends no heartbeat for this long is considered dead.
+        line: Line to the launcher, which then reports failures in place of the ranks.
+        on_notice: Called on rank 0, in a thread, with the notices of others.
+        on_failure: Called in a thread before a failure ends this process, with the failure.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class Watcher:
         self._leaving = threading.Lock()
         self._beats: dict[int, bytes] = {}
         self._seen_s: dict[int, float] = {}
-        self._gone: set[int] = set()  # ended as they should
+        self._gone: set[int] = set()  # ended regularly
         self._answered_s = time.monotonic()
         self._limit_s = timeout_s
         self._lost_store = False
         self._num_notices = 0
         self._failure: Failure | None = None
-        self._tells: bool | None = None  # the message to the user, once it is decided
+        self._tells: bool | None = None  # whether this rank reports to the user; None if undecided
         self._threads = [
             threading.Thread(target=target, name=f"ranks-{name}", daemon=True)
             for name, target in (("beat", self._beat), ("watch", self._watch))
@@ -197,22 +197,22 @@ class Watcher:
             self._threads.append(threading.Thread(target=self._listen, name="ranks-launcher", daemon=True))
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set after how long a silent rank is taken for dead."""
+        """Set the time after which a silent rank is considered dead."""
         self._timeout_s = self._limit_s = timeout_s
 
     def start(self) -> None:
-        """Begin to watch. Ranks that have not started yet are waited for elsewhere."""
+        """Begin to watch. The caller waits for ranks that have not started yet."""
         for thread in self._threads:
             thread.start()
 
-    # -- told by this rank ---------------------------------------------------------------------------------------
+    # -- reports of this rank ------------------------------------------------------------------------------------
 
     def notify(self, text: str) -> None:
-        """Have rank 0 tell the user something, with the name of this rank. From any thread."""
+        """Make rank 0 report a text to the user, with the name of this rank. From any thread."""
         if self._world.is_first:
             self.on_notice(text)
             return
-        with contextlib.suppress(Exception):  # whoever cannot reach the store is about to end
+        with contextlib.suppress(Exception):  # a rank that cannot reach the store is about to end
             number = self._store.add(_NOTICES, 1)
             self._store.set(f"notice/{number}", f"rank {self._world.rank}: {text}")
 
@@ -220,9 +220,9 @@ class Watcher:
         """End all ranks because this one failed.
 
         Args:
-            exit_code: Status with which all processes end.
-            is_own: the error is one of this rank's own. Else it may be what the end of another looks like from here, a
-                collective that broke: then the reason is waited for.
+            exit_code: Exit code of all processes.
+            is_own: Whether this rank caused the error. If not, it may be a collective that another rank's end broke,
+                and this rank first waits for that reason.
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
@@ -230,8 +230,8 @@ class Watcher:
         mine = Failure(self._world.rank, self._world.host, exit_code, message)
         with contextlib.suppress(Exception):
             self._store.set(f"{_FAILED}/{self._world.rank}", mine.to_json())
-            # What is wrong in config, model or data is so for all ranks, mostly: rank 0 is about to fail as well, and
-            # its message is told.
+            # Errors in config, model or data usually apply to all ranks: rank 0 is about to fail also, and its message
+            # is reported.
             end_s = time.monotonic() + (_ALIKE_S if exit_code in _OF_ALL else 0.0)
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
                 time.sleep(_LOOK_S / 2)
@@ -240,7 +240,7 @@ class Watcher:
         self._leave(mine)
 
     def finish(self) -> None:
-        """End the watch, as this rank is done. Rank 0, which may serve the store, waits until all others are."""
+        """End the watch, because this rank is done. Rank 0, which may serve the store, waits for all others."""
         with contextlib.suppress(Exception):
             self._store.set(f"gone/{self._world.rank}", "1")
             if self._world.is_first:
@@ -284,7 +284,7 @@ class Watcher:
             self._gone.add(rank)
 
     def _told(self) -> Failure:
-        """Return the failure that is told, of all that ranks have written."""
+        """Return the failure to report, of all failures that ranks have written."""
         first = Failure.from_json(self._store.get(_FAILED))
         self._tells = self._claim()
         time.sleep(0.0 if self._line is not None else _TOGETHER_S)
@@ -300,12 +300,12 @@ class Watcher:
             self.on_notice(self._store.get(f"notice/{self._num_notices}").decode())
 
     def _watch(self) -> None:
-        """Judge what the other threads find."""
+        """Judge the findings of the other threads."""
         before_s = time.monotonic()
         while not self._over.wait(_LOOK_S):
             now_s = time.monotonic()
             if now_s - before_s > 5 * _LOOK_S:
-                # This process was stopped itself, or got no time: what it did not see is nobody's silence.
+                # This process was stopped or got no time, so other ranks may have sent heartbeats meanwhile.
                 self._answered_s += now_s - before_s
                 self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in self._seen_s.items()}
             before_s = now_s
@@ -314,7 +314,7 @@ class Watcher:
                 self._leave(failure)
 
     def _find(self, now_s: float) -> Failure | None:
-        """Return what is wrong with another rank."""
+        """Return the failure of another rank, or None."""
         if self._lost_store:
             return self._without_store("has ended without a message")
         if now_s - self._answered_s > self._limit_s:
@@ -327,7 +327,7 @@ class Watcher:
         return None
 
     def _ask(self, question: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
-        """Return the store's answer; None where none comes: it may be served by the rank that is stopped."""
+        """Return the store's answer, or None without an answer: a stopped rank may serve it."""
         answers: list[bytes] = []
 
         def ask() -> None:
@@ -358,7 +358,7 @@ class Watcher:
         return "another host" if name is None else name.decode()
 
     def _listen(self) -> None:
-        """Take what the launcher says; leave where it has ended."""
+        """Receive messages of the launcher. Record a failure if it has ended."""
         assert self._line is not None
         while not self._over.is_set():
             messages = self._line.receive(_LOOK_S)
@@ -373,7 +373,7 @@ class Watcher:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _leave(self, failure: Failure) -> NoReturn:
-        """End this process. Whichever thread comes second waits here until the first has."""
+        """End this process. A second thread waits here until the first has ended it."""
         with self._leaving:
             with contextlib.suppress(Exception):
                 self.on_failure(failure)
@@ -389,7 +389,7 @@ class Watcher:
             os._exit(failure.exit_code)
 
     def _see_off(self, failure: Failure) -> bytes:
-        """On rank 0, which may serve the store, wait until the others have read in it why they end."""
+        """On rank 0, which may serve the store, wait until the others have read the failure from it."""
         self._store.set(f"gone/{self._world.rank}", "1")
         others = set(range(self._world.size)) - {self._world.rank, failure.rank}
         while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in others]):
@@ -397,12 +397,12 @@ class Watcher:
         return b""
 
     def _claim(self) -> bool:
-        """Return whether this rank is the first that wants to tell the user."""
+        """Return whether this rank is the first that wants to report to the user."""
         mine = str(self._world.rank)
         return bool(self._store.compare_set(_TOLD, "", mine) == mine.encode())
 
     def _is_teller(self, failure: Failure) -> bool:
-        """Return whether this rank tells the user: the first; without an answer of the store the lowest alive."""
+        """Return whether this rank reports to the user: the first one, or without a store the lowest living rank."""
         if self._tells is None and not self._lost_store:
             answer = self._ask(lambda: b"1" if self._claim() else b"")
             self._tells = None if answer is None else bool(answer)

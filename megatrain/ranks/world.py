@@ -1,6 +1,6 @@
-"""The processes ("ranks") of a run: which one this is, read from its environment, and the group that they form.
+"""The processes ("ranks") of a run: the rank of this process, read from its environment, and the group of all.
 
-Only joining the group imports torch: the launcher and ``--help`` need none of it.
+Only joining the group imports torch; the launcher and ``--help`` do not need it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ __all__ = [
     "meeting_point",
 ]
 
-#: Set by torchrun for each of its processes, and by our launcher.
+#: Set by torchrun for each of its processes, and by this project's launcher.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-#: Set by srun inside a job step; a batch script has those of the job alone, and is no rank.
+#: Set by srun inside a job step. A batch script has only the variables of the job, and is no rank.
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-#: The GPUs that a process sees, by number or name.
+#: GPUs visible to a process, by number or name.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: A rank may pause for hours for a full drive: silence is the watcher's business, not the group's.
+#: A rank may pause for hours for a full drive. The watcher handles silence, not the group.
 _GROUP_TIMEOUT = timedelta(days=1)
-#: Until all ranks have started; those of other hosts import from slow file systems.
+#: Time until all ranks have started. Ranks on other hosts may import from slow file systems.
 CONNECT_TIMEOUT_S = 600.0
-#: Where ranks of one host meet: nobody on the network can reach it.
+#: Meeting point of ranks on one host, unreachable from the network.
 LOOPBACK = "127.0.0.1"
-#: The interface that gloo and NCCL listen on where all ranks are on one host.
+#: Interface on which gloo and NCCL listen if all ranks are on one host.
 _LOOPBACK_INTERFACE = "lo"
 
 
 class WorldError(Exception):
-    """The environment or the config describes no usable set of ranks; the text says what to do."""
+    """The environment or the config describes no usable set of ranks. The text has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class World:
     """The ranks of a run, seen from one of them.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
-        local_rank: number of this process on its host, from 0.
-        local_size: number of processes on each host.
-        num_hosts: all have ``local_size`` ranks; rank r is on the host with number ``r // local_size``.
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        local_rank: Number of this process on its host, from 0.
+        local_size: Number of processes on each host.
+        num_hosts: Hosts with ``local_size`` ranks each; rank r is on the host with number ``r // local_size``.
     """
 
     rank: int
@@ -70,20 +70,20 @@ class World:
 
     @classmethod
     def single(cls) -> World:
-        """Return the world of a process that is alone."""
+        """Return the world of a single process."""
         return cls(0, 1, 0, 1, socket.gethostname(), 1)
 
     @classmethod
     def local(cls, rank: int, size: int, num_hosts: int = 1) -> World:
-        """Return the world of one of ``size`` processes on this host, or on several that are like it."""
+        """Return the world of one of ``size`` processes on this host, or on several equal hosts."""
         return cls(rank, size, rank % (size // num_hosts), size // num_hosts, socket.gethostname(), num_hosts)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """Return the world that torchrun, srun or our launcher describes; that of one process without one.
+        """Return the world that torchrun, srun or this project's launcher describes, or a world of one process.
 
         Raises:
-            WorldError: the variables contradict each other, or the hosts have different numbers of ranks.
+            WorldError: If the variables contradict each other, or the hosts have different numbers of ranks.
         """
         if all(name in environment for name in _NAMES):
             rank, size, local_rank, local_size = (_number(environment, name) for name in _NAMES)
@@ -108,25 +108,25 @@ class World:
 
     @property
     def is_single(self) -> bool:
-        """Whether the process is alone."""
+        """Whether this is the only process."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone has the run's folder and tells of the run."""
+        """Whether this is rank 0, which alone holds the run's folder and reports on the run."""
         return self.rank == 0
 
     @property
     def host_number(self) -> int:
-        """The number of this host, from 0."""
+        """Number of this host, from 0."""
         return self.rank // self.local_size
 
     def take_gpu(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Make one GPU the only one that this process sees, so that all of its threads compute there.
 
-        To be called before anything asks for GPUs, even whether there are any: CUDA reads the variable when it is first
-        asked, and never again. So the GPUs are not counted; a rank beyond the last one sees none. Where every process
-        sees one of its own already, as Slurm may arrange it, that stays.
+        Call it before any query about GPUs, even about their existence: CUDA reads the variable at the first query and
+        never again. So the GPUs are not counted; a rank beyond the last GPU sees none. If every process already sees
+        only its own GPU, as Slurm may arrange, nothing changes.
         """
         if self.is_single:
             return
@@ -139,11 +139,11 @@ class World:
             environment[_VISIBLE] = names[self.local_rank] if self.local_rank < len(names) else ""
 
     def folder_in(self, folder: Path) -> Path:
-        """Return where in a folder of the run this rank has its own files: the folder itself, if it is alone."""
+        """Return this rank's subfolder of a folder of the run; the folder itself for a single process."""
         return folder if self.is_single else folder / f"rank{self.rank:05d}"
 
     def name_of(self, rank: int, host: str = "") -> str:
-        """Return what messages call a rank: ``rank 3``, with its host where there are several."""
+        """Return the name of a rank in messages: ``rank 3``, with its host if there are several hosts."""
         return f"rank {rank} ({host})" if host and self.num_hosts > 1 else f"rank {rank}"
 
 
@@ -155,7 +155,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each host that srun names: ``"2(x3),1"`` -> 2, 2, 2, 1."""
+    """Return the tasks of each host in srun's list: ``"2(x3),1"`` -> 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -166,7 +166,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first of the hosts that Slurm names: ``"a[03-07,12],b"`` -> ``"a03"``."""
+    """Return the first host in Slurm's list: ``"a[03-07,12],b"`` -> ``"a03"``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if match is None:
         raise WorldError(f"SLURM_STEP_NODELIST = {nodes!r} in the environment cannot be read. Set MASTER_ADDR")
@@ -174,16 +174,16 @@ def _first_host(nodes: str) -> str:
 
 
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port at which rank 0 is met, as torchrun or srun have it.
+    """Return host and port of the meeting point with rank 0, as set by torchrun or srun.
 
     Raises:
-        WorldError: the environment does not say.
+        WorldError: If the environment does not contain them.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if "MASTER_PORT" in environment:
         return host, _number(environment, "MASTER_PORT")
     if "SLURM_JOB_ID" in environment:
-        # Two steps of one job meet at different ports.
+        # Two steps of one job must meet at different ports.
         number = 97 * _number(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", 0))
         return host, _FIRST_PORT + number % _NUM_PORTS
     raise WorldError(
@@ -192,17 +192,17 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
 
 def connect(world: World, host: str, port: int, *, serves: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
-    """Return a connection of its own to the store at which ranks meet. Thread-safe, but its calls wait for each other.
+    """Return a new connection to the store at which ranks meet. Thread-safe, but its calls wait for each other.
 
-    A store that is served on ``LOOPBACK`` listens there alone. On any other host torch's store listens on all
-    interfaces of the machine, whatever it is told, and answers whoever asks: that is for networks closed to others.
+    A store on ``LOOPBACK`` listens only there. On any other host torch's store always listens on all interfaces of the
+    machine, and answers any client: use it only in networks closed to others.
 
     Args:
-        world: Place of this rank among all.
-        host: at which the store is served.
-        port: at which the store is served; 0 where this rank serves it: a free one.
-        serves: this rank serves it, for as long as the connection exists.
-        timeout_s: how long a call waits for a key.
+        world: Position of this rank among all.
+        host: Host that serves the store.
+        port: Port of the store; 0 for a free one, if this rank serves it.
+        serves: Whether this rank serves the store, for as long as the connection exists.
+        timeout_s: Time that a call waits for a key.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -223,25 +223,25 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
 
 
 def init(world: World, device: torch.device, store: Store, bus: str = "") -> None:
-    """Join the default group of torch.distributed: gloo for host memory, NCCL for that of GPUs.
+    """Join the default group of torch.distributed: gloo for host memory, NCCL for GPU memory.
 
-    Waits for all ranks. The group adds nothing up, so the order of sums is never the library's.
+    Waits for all ranks. The group adds nothing, so the library never decides the order of sums.
 
     Args:
-        world: Place of this rank among all; alone, it joins nothing.
-        device: Where layers run; a GPU is the only one that this process sees.
-        store: at which the ranks meet; each run has its own keys in it.
-        bus: address of the GPU; "" where it is not known.
+        world: Position of this rank among all; a single process joins nothing.
+        device: Device of the layers; a GPU is the only one that this process sees.
+        store: Store at which the ranks meet; each run has its own keys in it.
+        bus: Address of the GPU; "" if it is unknown.
 
     Raises:
-        WorldError: some ranks have a GPU and others none, or two of a host compute on the same one.
+        WorldError: If only some ranks have a GPU, or two ranks on a host compute on the same one.
     """
     import torch.distributed as dist
 
     if world.is_single:
         return
     if world.num_hosts == 1:
-        # Before the group is made: both listen on the interface that this names, else on one that others can reach.
+        # This precedes the group: both listen on the named interface, otherwise on one that others can reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     on_gpu = device.type == "cuda"
@@ -257,14 +257,14 @@ def init(world: World, device: torch.device, store: Store, bus: str = "") -> Non
 
 
 def _check_gpus(world: World, store: Store, bus: str | None) -> None:
-    """Make sure that each rank has a GPU of its own, or none has one. All ranks call it.
+    """Check that each rank has a separate GPU, or that no rank has a GPU. All ranks call it.
 
-    NCCL would say no more than "invalid usage"; and where one rank has no GPU, the others would wait for it for ever.
+    NCCL would only report "invalid usage". If one rank had no GPU, the others would wait for it forever.
 
     Args:
-        world: Place of this rank among all.
-        store: at which the ranks meet.
-        bus: address of this rank's GPU, "" where it is not known; None: it has none.
+        world: Position of this rank among all.
+        store: Store at which the ranks meet.
+        bus: Address of this rank's GPU, "" if it is unknown; None if it has no GPU.
     """
     store.set(f"gpu/{world.rank}", f"{world.host} {'none' if bus is None else bus}")
     found = [store.get(f"gpu/{rank}").decode().rpartition(" ")[::2] for rank in range(world.size)]
@@ -282,5 +282,5 @@ def _check_gpus(world: World, store: Store, bus: str | None) -> None:
         if same is not None:
             raise WorldError(
                 f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process for "
-                "each GPU, and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES)"
+                "each GPU, and let each see either all of them or only its GPU (CUDA_VISIBLE_DEVICES)"
             )

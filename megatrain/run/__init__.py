@@ -1,1 +1,1 @@
-"""A run as others see it: its folder, figures and loggers, status, signals and timeline."""
+"""External view of a run: its folder, figures and loggers, status, signals and timeline."""

@@ -1,6 +1,6 @@
-"""The folder of a run, locked while the run has it, and what it would continue from.
+"""Folder of a run, locked while the run uses it, and the checkpoint from which a run would continue.
 
-Only locking imports torch and the store: ``status``, ``save`` and ``stop`` look at folders and answer at once.
+Only locking imports torch and the store: ``status``, ``save`` and ``stop`` read folders and answer at once.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 
 #: Output of a run without a terminal, inside ``output_dir``.
 LOG_NAME = "run.log"
-#: What a run writes into its folder, and the names under which it does that before they take their places.
+#: Files that a run writes into its folder, and their temporary names before they are renamed.
 _WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
 _LOCK_ATTEMPTS = 5  # living_owner holds the lock for an instant
 _LOCK_RETRY_S = 0.02
 
 
 def open_to_all(folders: Iterable[Path]) -> str:
-    """Return which of some folders every user of this machine can write in, in a sentence; "" for none of them.
+    """Return a sentence with the folders in which every user of this machine can write; "" for no such folder.
 
-    A folder with the sticky bit is none: in it each can remove only what is his.
+    Folders with the sticky bit do not count: users can only remove their own files there.
     """
     found = []
     for folder in folders:
@@ -58,20 +58,20 @@ def open_to_all(folders: Iterable[Path]) -> str:
 
 
 class RunFolder:
-    """The folder of one run, locked while the context is open.
+    """Folder of one run, locked while the context is open.
 
     Args:
         path: ``output_dir``; created if missing, and removed again if it holds only its lock and status.
 
     Attributes:
-        path: absolute.
-        final: folder of the trained model.
-        dead_owner: after entering, the process that died holding the lock.
+        path: Absolute path.
+        final: Folder of the trained model.
+        dead_owner: Process that died with the lock, known after entering.
 
     Raises:
-        LockedError: on entering: a living run holds the lock.
-        UnusableDirectoryError: on entering: a file that the run writes is a symbolic link there.
-        OSError: on entering: the folder cannot be created or locked.
+        LockedError: On entering, if a living run holds the lock.
+        UnusableDirectoryError: On entering, if a file that the run writes is a symbolic link there.
+        OSError: On entering, if the folder cannot be created or locked.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -106,11 +106,11 @@ class RunFolder:
             lock.release()
 
     def keep_lock(self) -> str | None:
-        """Lock the folder again if its lock file was removed; return a message about that, None if nothing happened.
+        """Lock the folder again if its lock file was removed. Return a message about that, or None.
 
         Raises:
-            LockedError: another run has locked the folder since.
-            OSError: the folder itself is gone.
+            LockedError: If another run has locked the folder since.
+            OSError: If the folder itself was removed.
         """
         with self._locking:
             assert self._lock is not None
@@ -126,7 +126,7 @@ class RunFolder:
         path = self.path / LOCK_NAME
         return (
             f"warning: '{path}' was removed while this run uses the folder. It is locked again; checkpoints may be "
-            f"gone, too: megatrain-tier ckpt ls {shlex.quote(str(self.path))}"
+            f"gone: megatrain-tier ckpt ls {shlex.quote(str(self.path))}"
         )
 
     def _remove_if_unused(self) -> None:
@@ -143,17 +143,17 @@ class RunFolder:
 
 
 class LockKeeper(RunObserver):
-    """Checks once a second, and after each step, that the run still holds the lock of its folder.
+    """Observer that checks once a second, and after each step, that the run still holds the lock of its folder.
 
     Args:
-        tell: called with messages for the user.
+        tell: Called with messages for the user.
     """
 
     def __init__(self, folder: RunFolder, tell: Callable[[str], None]) -> None:
         self._folder, self._tell = folder, tell
 
     def look(self) -> None:
-        """Lock the folder again if its lock file is gone; what fails is raised after the step."""
+        """Lock the folder again if its lock file is gone. Errors are raised after the step."""
         with contextlib.suppress(TieredError, OSError):
             self._report()
 
@@ -184,9 +184,9 @@ def _lock(path: Path) -> DirectoryLock:
 
 
 def committed_step(path: Path | str) -> int | None:
-    """Return the step of the checkpoint, or copy of one, that a run in this folder would continue, or None.
+    """Return the step of the checkpoint or copy from which a run in this folder would continue, or None.
 
-    Looks at manifests and file names only; checksums are verified when the blocks are read.
+    It reads only manifests and file names. Checksums are verified when the blocks are read.
     """
     found = usable_checkpoint(path)
     return None if found is None else found.step

@@ -1,4 +1,4 @@
-"""Where the figures of a run go, as ``logging.report_to`` says: ``metrics.jsonl`` and the trackers of accelerate."""
+"""Loggers of a run's figures, chosen by ``logging.report_to``: ``metrics.jsonl`` and the trackers of accelerate."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers"
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
-#: The runs of this folder at each tracker: name -> id, and the last steps logged there.
+#: This folder's runs at each tracker: name -> id, and the last steps logged there.
 TRACKERS_NAME = "trackers.json"
 
 
 class Logger(RunObserver):
-    """An observer that holds a file or a connection. A context manager that ends with ``close``."""
+    """Observer that holds a file or a connection. A context manager that ends with ``close``."""
 
     def __enter__(self) -> Self:
         return self
@@ -43,19 +43,19 @@ class Logger(RunObserver):
         self.close()
 
     def close(self) -> None:
-        """Release what is held. Safe to call twice."""
+        """Release the file or connection. Safe to call twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggingSpec:
-    """Where the figures of a run go.
+    """Destinations of the figures of a run.
 
     Attributes:
         table: ``[logging]``.
         run_name: Name of the run, as trackers show it.
-        output_dir: Folder of the run, where files of metrics go.
-        values: the resolved config as nested tables.
-        toml: the resolved config as a file.
+        output_dir: Folder of the run, for files of metrics.
+        values: Resolved config as nested tables.
+        toml: Resolved config as a file.
     """
 
     table: LoggingConfig
@@ -69,7 +69,7 @@ def check_loggers(spec: LoggingSpec) -> None:
     """Check that the packages of all trackers in ``logging.report_to`` are installed.
 
     Raises:
-        ConfigError: what is missing, and how to install it.
+        ConfigError: If a package is missing; the text says how to install it.
     """
     problems = [
         Problem(
@@ -90,16 +90,16 @@ def make_loggers(
 ) -> list[Logger]:
     """Return a logger for each entry of ``logging.report_to``. ``output_dir`` must exist.
 
-    Steps after ``continued_from`` are logged again; each logger drops, replaces or keeps those it has.
+    Steps after ``continued_from`` are logged again. Each logger drops, replaces or keeps the earlier entries.
 
     Args:
-        spec: Which loggers, and where they write.
-        continued_from: steps done before, if this run continues a checkpoint.
-        on_notice: called when a tracker fails; the run goes on without it.
+        spec: Names and destinations of the loggers.
+        continued_from: Number of finished steps, if this run continues a checkpoint.
+        on_notice: Called when a tracker fails. The run continues without it.
 
     Raises:
-        ConfigError: a package is not installed.
-        OSError: ``metrics.jsonl`` cannot be written.
+        ConfigError: If a package is not installed.
+        OSError: If ``metrics.jsonl`` cannot be written.
     """
     check_loggers(spec)
     return [
@@ -114,15 +114,15 @@ def make_loggers(
 
 
 class MetricsLog(Logger):
-    """Appends a JSON object per step, evaluation and checkpoint to a file, each at once.
+    """Logger that appends a JSON object per step, evaluation and checkpoint to a file, each at once.
 
-    Objects of evaluations have ``"event": "evaluation"``, those of checkpoints ``"checkpoint"``, those of steps none.
-    Figures that a full drive does not take are kept and written once there is space.
+    Objects of evaluations have ``"event": "evaluation"``, objects of checkpoints ``"checkpoint"``. Objects of steps
+    have no ``event``. If the drive is full, figures are kept and written once there is space.
 
     Args:
-        path: the file; its folder must exist.
-        continued_from: steps done before, if this run continues a checkpoint: lines of later steps are dropped, since
-            they come again. Else the file of an earlier run is moved to ``metrics.old.jsonl``.
+        path: Path of the file, in an existing folder.
+        continued_from: Number of finished steps, if this run continues a checkpoint: lines of later steps are dropped,
+            because they will be logged again. Otherwise the file of an earlier run is moved to ``metrics.old.jsonl``.
     """
 
     def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
@@ -136,7 +136,7 @@ class MetricsLog(Logger):
         self._unwritten = b""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # An error that is on its way must not be replaced by that of a full drive.
+        # An error that is being raised must not be replaced by the error of a full drive.
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -156,7 +156,7 @@ class MetricsLog(Logger):
         """Close the file. Safe to call twice.
 
         Raises:
-            OSError: lines that a full drive did not take still cannot be written.
+            OSError: If lines that a full drive rejected still cannot be written.
         """
         fd, self._fd = self._fd, -1
         if fd < 0:
@@ -182,7 +182,7 @@ class MetricsLog(Logger):
 
 
 def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
-    """Return the last evaluation of each set, up to a step, in a ``metrics.jsonl``; none if there is no file."""
+    """Return the last evaluation of each set, up to a step, from a ``metrics.jsonl``; empty without a file."""
     found = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -198,7 +198,7 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:
-    """Rewrite the file without lines of later steps, and without a line that a crash has cut off."""
+    """Rewrite the file without lines of later steps, and without a line that a crash has truncated."""
     partial = path.with_name(path.name + ".partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
@@ -217,13 +217,13 @@ def _is_of_steps_up_to(last_step: int, line: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a tracker starts with.
+    """Arguments of a starting tracker.
 
     Attributes:
-        spec: Which project and name the run has at the tracker.
-        run_id: What the tracker calls the run; None: it is to make one.
-        is_new: whether that run does not exist yet.
-        first_step: the first one that is logged from now on.
+        spec: Project and name of the run at the tracker.
+        run_id: Id of the run at the tracker; None if the tracker makes one.
+        is_new: Whether that run does not exist yet.
+        first_step: First step that is logged from now on.
     """
 
     spec: LoggingSpec
@@ -234,16 +234,16 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Tracker:
-    """How a run uses one of accelerate's trackers.
+    """Use of one of accelerate's trackers by a run.
 
     Attributes:
-        arguments: keyword arguments of the tracker.
-        make_id: makes the id of a new run; None: the tracker does.
-        read_id: reads the id of a run from the started tracker.
-        keeps_repeats: a step that is logged twice would be there twice: steps that it has are not sent again.
-        on_start: called with the started tracker.
-        finish: ends the run; called with the tracker and None after an error.
-        has_nan: whether it takes figures that are not finite.
+        arguments: Makes the keyword arguments of the tracker.
+        make_id: Makes the id of a new run; None if the tracker does.
+        read_id: Reads the id of a run from the started tracker.
+        keeps_repeats: Whether the tracker stores a repeated step twice. If so, steps that it has are not sent again.
+        on_start: Called with the started tracker.
+        finish: Ends the run. It is called with the tracker, and with None after an error.
+        has_nan: Whether it accepts figures that are not finite.
     """
 
     arguments: Callable[[_Start], dict[str, Any]]
@@ -260,7 +260,7 @@ def _log_text_of_config(tracker: Any, start: _Start) -> None:
 
 
 def _log_config_once(tracker: Any, start: _Start) -> None:
-    # A run's parameters cannot change: MLflow refuses another value, and a continued run has them.
+    # A run's parameters cannot change: MLflow refuses a different value, and a continued run already has them.
     if start.is_new:
         tracker.store_init_configuration(_flat(start.spec.values))
 
@@ -282,7 +282,7 @@ def _finish_mlflow(tracker: Any, summary: RunSummary | None) -> None:
 
 _TRACKERS: dict[str, _Tracker] = {
     "tensorboard": _Tracker(
-        # Files of earlier starts stay; purge_step makes TensorBoard hide the steps in them that come again.
+        # Files of earlier starts stay. purge_step makes TensorBoard hide the steps in them that are logged again.
         lambda start: {
             "run_name": TENSORBOARD_NAME,
             "logging_dir": str(start.spec.output_dir),
@@ -291,7 +291,7 @@ _TRACKERS: dict[str, _Tracker] = {
         on_start=_log_text_of_config,
         has_nan=True,
     ),
-    # WANDB_MODE=offline needs no network. The service keeps what it has of a step.
+    # WANDB_MODE=offline needs no network. The service keeps the first figures of a repeated step.
     "wandb": _Tracker(
         lambda start: {
             "run_name": start.spec.table.project,
@@ -327,7 +327,7 @@ _TRACKERS: dict[str, _Tracker] = {
         },
         keeps_repeats=True,
     ),
-    # Its runs are known by their names.
+    # trackio identifies its runs by name.
     "trackio": _Tracker(
         lambda start: {
             "run_name": start.spec.table.project,
@@ -351,15 +351,15 @@ _TRACKERS: dict[str, _Tracker] = {
 
 
 class TrackerLog(Logger):
-    """Logs to one of accelerate's trackers: one run there over all starts of a run here.
+    """Logger for one of accelerate's trackers, with one run there for all starts of a run here.
 
-    A tracker is dispensable: its first error is reported, then it is given up, and training goes on.
+    A tracker is dispensable: its first error is reported, then it is dropped, and training continues.
 
     Args:
-        name: as in ``logging.report_to``.
-        spec: Which trackers, and what they call the run.
-        continued_from: steps done before, if this run continues a checkpoint; else a new run is made at the tracker.
-        on_notice: called with the text of the first error.
+        name: Name in ``logging.report_to``.
+        spec: Project and name of the run at the tracker.
+        continued_from: Number of finished steps, if this run continues a checkpoint; None for a new run at the tracker.
+        on_notice: Called with the text of the first error.
     """
 
     def __init__(
@@ -384,7 +384,7 @@ class TrackerLog(Logger):
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         scalars = scalars_of_checkpoint(metrics)
         if self._name == "wandb":
-            # It takes no figures of a step that is over, and this one was written while training went on.
+            # wandb rejects figures of an earlier step, and this checkpoint was written while training continued.
             self._try(lambda tracker: tracker.log({**scalars, "checkpoint/step": metrics.step}, commit=False))
         else:
             self._log("checkpoint", scalars, metrics.step)
@@ -398,7 +398,7 @@ class TrackerLog(Logger):
 
     def _start(self, spec: LoggingSpec, first_step: int) -> None:
         tracking = importlib.import_module("accelerate.tracking")
-        # Its logging refuses to work without this state. On the CPU: the run has the device.
+        # Its logging requires this state. On the CPU, because the run uses the device.
         importlib.import_module("accelerate").PartialState(cpu=True)
         is_new = "id" not in self._known
         if is_new:
@@ -418,12 +418,12 @@ class TrackerLog(Logger):
         shown = {name: value for name, value in scalars.items() if self._about.has_nan or math.isfinite(value)}
         self._try(lambda tracker: tracker.log(shown, step=step))
         if self._about.keeps_repeats and self._tracker is not None:
-            # After the figures: a kill between the two doubles a point, the other order would lose it.
+            # After the figures: a kill between the two duplicates a point, the other order would lose it.
             self._known[kind] = step
             self._remember()
 
     def _remember(self) -> None:
-        """Write the id of the run at the tracker, and the last steps that it has."""
+        """Write the id of the run at the tracker, and its last logged steps."""
         partial = self._path.with_name(self._path.name + ".partial")
         with contextlib.suppress(OSError):  # a full drive
             partial.write_text(json.dumps({**_read_json(self._path), self._name: self._known}) + "\n", encoding="utf-8")
@@ -434,16 +434,16 @@ class TrackerLog(Logger):
         self._tracker = None
 
     def _try(self, action: Callable[[Any], object]) -> None:
-        """Call an action with the tracker, unless it was given up or has ended."""
+        """Call an action with the tracker, unless it was dropped or has ended."""
         if self._tracker is not None:
             try:
                 action(self._tracker)
-            except Exception as error:  # of any kind: a tracker must not end a run of days
+            except Exception as error:  # any error: a tracker must not end a run of days
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._tracker = None
-        self._on_notice(f"no more figures for {self._name}: {type(error).__name__}: {error}. The run goes on")
+        self._on_notice(f"no more figures for {self._name}: {type(error).__name__}: {error}. The run continues")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -455,7 +455,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values with dotted names; what is no scalar becomes text."""
+    """Return nested values with dotted names. Values that are not scalars become text."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The record of a run: ``plan.json``, written at each start, and ``summary.json``, at each end."""
+"""Record of a run: ``plan.json``, written at each start, and ``summary.json``, at each end."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FORMAT = 1
 
 
 def write_plan(plan: Plan, continued_from: int | None) -> Path:
-    """Write what is planned into ``output_dir``, at the start of a run; return the file.
+    """Write the plan into ``output_dir`` at the start of a run, and return the file.
 
-    A run that is continued has several starts: the earlier ones are kept.
+    A continued run has several starts. The file keeps the earlier ones.
 
     Args:
-        continued_from: Steps done before, if the run is continued; None: it starts anew, and the record of an earlier
-            run is replaced.
+        continued_from: Number of finished steps, if the run is continued; None for a new run, which replaces the record
+            of an earlier run.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file cannot be written.
     """
     path = plan.run.output_dir / PLAN_NAME
     if continued_from is None:
@@ -51,7 +51,7 @@ def write_plan(plan: Plan, continued_from: int | None) -> Path:
 
 
 def write_summary(summary: RunSummary, output_dir: Path) -> None:
-    """Add the end of a start to ``summary.json``. A full or broken drive is no reason to fail the run."""
+    """Add the end of a start to ``summary.json``. A full or broken drive does not fail the run."""
     path = output_dir / SUMMARY_NAME
     ends = [*read_entries(path, "ends"), {"at": now_text(), **summary.to_json()}]
     with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values; sizes in bytes, times in seconds."""
-    # Not at the top: readers of records need no torch.
+    # Imported here, because readers of records need no torch.
     from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import replay
 
@@ -85,7 +85,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 
 
 def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
-    """Return what the run is on: processor, RAM, GPU, and its drives."""
+    """Return the machine of the run: processor, RAM, GPU, and its drives."""
     from megatrain.machine.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
 
     profile = load_profile().machine
@@ -105,7 +105,7 @@ def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
 def _write(path: Path, values: Mapping[str, Any]) -> Path:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)  # a reader sees the old record or the new one, never a part
+    os.replace(partial, path)  # a reader sees the old record or the new one, never a mixture
     return path
 
 

@@ -1,4 +1,4 @@
-"""Signals of a living run: finish the step and stop, save and go on, or end at once."""
+"""Signals of a running run: stop after the step, save and continue, or end at once."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _STOPPING = "stopping after this step, and saving; once more to stop at once without saving"
-#: One stop may arrive twice: at the process and at its group, from a terminal and from a parent that passes it on.
+#: One stop may arrive twice, at the process and at its group, from a terminal and from a parent that forwards it.
 SAME_STOP_S = 0.5
 
 
 class RunSignals:
-    """Handles signals while training runs. A context manager; without effect outside the main thread.
+    """Signal handlers during training. A context manager; without effect outside the main thread.
 
     SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step, SIGUSR1 a checkpoint after it.
-    A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread; a
-    second SIGHUP does not, as closing a terminal is no request to throw work away. SIGHUP stays ignored where it is
-    (``nohup``).
+    A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread. A
+    second SIGHUP does not, because closing a terminal is no request to lose work. SIGHUP stays ignored if it already
+    is (``nohup``).
 
     Args:
-        stops_after_step: else the first SIGTERM, SIGINT or SIGHUP raises at once.
-        is_stuck: whether the step may be waiting for space on a drive, and cannot end.
-        activity: gets the notice for the user; without one, or where nothing shows it, it is written to stderr.
+        stops_after_step: Whether a stop waits for the step. If not, the first SIGTERM, SIGINT or SIGHUP raises at once.
+        is_stuck: Returns whether the step may be waiting for space on a drive, and cannot end.
+        activity: Receives the notice for the user. If it is None or not displayed, the notice goes to stderr.
 
     Attributes:
-        stop_requested: the run is to end after its step.
-        save_requested: the run is to save after its step; reset by the caller once it did.
-        is_hung_up: the terminal was closed.
+        stop_requested: Whether the run must end after its step.
+        save_requested: Whether the run must save after its step; the caller resets it afterwards.
+        is_hung_up: Whether the terminal was closed.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RunSignals:
         self._activity.notice = ""
 
     def steps_are_over(self) -> None:
-        """Let the next SIGTERM or SIGINT raise at once: there is no step left after which to stop."""
+        """Make the next SIGTERM or SIGINT raise at once, because no step is left after which to stop."""
         self._has_steps_left = False
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
@@ -88,7 +88,7 @@ class RunSignals:
         self.stop_requested, self._requested_s = True, time.monotonic()
         self._activity.notice = _STOPPING
         if not self._activity.is_watched:
-            # Past Python's streams: the signal may have come in the middle of a print.
+            # Past Python's streams, because the signal may have interrupted a print.
             with contextlib.suppress(OSError):
                 os.write(2, f"{_STOPPING}\n".encode())
 
@@ -97,7 +97,7 @@ class RunSignals:
             raise KeyboardInterrupt
         self.is_hung_up = True
         if not self.stop_requested:
-            # Without a notice: there is no terminal. A later stop from elsewhere must not count as the second.
+            # Without a notice, because there is no terminal. A later stop from elsewhere must not count as the second.
             self.stop_requested, self._requested_s = True, time.monotonic()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:

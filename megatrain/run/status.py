@@ -1,6 +1,6 @@
-"""``status.json``: where a run stands, written by the run about once a second and read by other processes.
+"""``status.json``: progress of a run, written by the run about once a second and read by other processes.
 
-A courtesy: nothing that a run computes depends on it. Reading it imports neither torch nor the store.
+Nothing that a run computes depends on it. Reading it imports neither torch nor the store.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 STATUS_NAME = "status.json"
 _INTERVAL_S = 1.0
 _READ_ATTEMPTS, _READ_RETRY_S = 3, 0.02
-#: Seconds without a word from a living run that writes every second, after which something is wrong.
+#: Seconds without an update after which a run counts as broken. A living run writes every second.
 SILENT_S = 15.0
 
 State = Literal["starting", "training", "paused", "exporting", "done", "stopped", "failed"]
@@ -50,22 +50,22 @@ FINAL_STATES: tuple[State, ...] = ("done", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class RunStatus(StoredRecord):
-    """Where a run stands. Times are ISO 8601, UTC.
+    """Progress of a run. Times are ISO 8601, UTC.
 
     Attributes:
         state: ``starting`` until the first step; ``paused`` while a drive is full; the last three are final.
-        pid: Number of the process that wrote this.
-        host: Name of the machine where that process is.
-        step: steps done.
+        pid: Id of the process that wrote this.
+        host: Name of that process's machine.
+        step: Number of finished steps.
         metrics: Figures of the last step; None before the first.
-        checkpoint_step: step of the newest checkpoint; None if there is none.
-        checkpoint_at: when that checkpoint was done.
-        evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and ``preferences``
-            where the set is one.
-        activity: what the run was doing, see ``Moment``.
-        exit_code: What the process ended with; None while it runs.
-        updated_at: when this was written.
-        message: the last one for the user; of a failed run, why it failed.
+        checkpoint_step: Step of the newest checkpoint; None without a checkpoint.
+        checkpoint_at: Time at which that checkpoint was finished.
+        evaluations: Set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and ``preferences``
+            for sets of preferences.
+        activity: Present operation of the run, see ``Moment``.
+        exit_code: Exit code of the process; None while it runs.
+        updated_at: Time of writing.
+        message: Last message for the user; for a failed run, the reason.
     """
 
     state: State
@@ -85,7 +85,7 @@ class RunStatus(StoredRecord):
 
 
 def read_status(path: Path | str) -> RunStatus | None:
-    """Return what a run last wrote into its folder, or None if nothing can be read."""
+    """Return the last status that a run wrote into its folder, or None if it cannot be read."""
     for attempt in range(_READ_ATTEMPTS):
         try:
             return RunStatus.from_json(json.loads(Path(path, STATUS_NAME).read_bytes()))
@@ -98,10 +98,10 @@ def read_status(path: Path | str) -> RunStatus | None:
 
 
 def write_status(path: Path | str, status: RunStatus) -> None:
-    """Replace the ``status.json`` of a folder at once or not at all. Never raises for a full or broken drive.
+    """Replace the ``status.json`` of a folder atomically. Never raises for a full or broken drive.
 
-    On a full drive it is written over the one that is there, which takes no new room: that the run waits for room is
-    what people look for then. A reader may meet it half written, and reads it again.
+    On a full drive the present file is overwritten in place, which needs no space: users must still see that the run
+    waits for space. A reader that finds it half written reads it again.
     """
     temporary = Path(path, f".{STATUS_NAME}.tmp")
     text = json.dumps(replace(status, updated_at=now_text()).to_json(), allow_nan=False) + "\n"
@@ -117,27 +117,27 @@ def write_status(path: Path | str, status: RunStatus) -> None:
 
 
 def _write_over(path: Path, data: bytes) -> None:
-    """Write into the blocks that a file has already; what is longer than they are is left out as a whole."""
+    """Write into the existing blocks of a file. Data that exceeds them is not written at all."""
     with path.open("r+b") as file:
         known = os.fstat(file.fileno())
         room = max(known.st_size, known.st_blocks * 512)
         if len(data) <= room:
-            file.write(data.ljust(known.st_size))  # spaces after JSON: a shorter file would be another length
+            file.write(data.ljust(known.st_size))  # JSON allows trailing spaces, and the file keeps its length
             file.flush()
 
 
 class StatusWriter(RunObserver):
-    """An observer that keeps ``status.json`` current. Nothing is written before the first event.
+    """Observer that keeps ``status.json`` current. Nothing is written before the first event.
 
-    A context manager, entered inside that of the run's folder: from the start of training a thread writes once a second
-    what the run is doing, and an exception that leaves the context is written as the end of the run.
+    A context manager, entered inside the context of the run's folder. From the start of training, a thread writes the
+    present operation once a second. An exception that leaves the context is written as the end of the run.
 
     Args:
-        path: the run's folder, locked. What the last run wrote stands until the first event, as far as the checkpoint
-            that this run continues reaches.
-        is_paused: whether the run waits for space on a drive. Called at every message.
-        exit_code_of: returns the exit code of the process after an error, or after a summary.
-        on_interval: called by the thread that writes, once a second. It must not raise.
+        path: The run's folder, locked. Until the first event, the status of the last run stays, up to the checkpoint
+            that this run continues.
+        is_paused: Returns whether the run waits for space on a drive. Called at every message.
+        exit_code_of: Returns the exit code of the process after an error, or after a summary.
+        on_interval: Called by the writing thread once a second. It must not raise.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class StatusWriter(RunObserver):
         self._activity = activity or Activity()
         self._is_paused = is_paused
         self._exit_code_of = exit_code_of or _exit_code_of
-        # Reentrant: a signal may interrupt a write, and its handler may send a message.
+        # Reentrant, because a signal may interrupt a write, and its handler may send a message.
         self._changing = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -163,7 +163,7 @@ class StatusWriter(RunObserver):
         self._written_s: float | None = None
         self._status = _continued(path, run_name)
         before = read_status(path)
-        self._was_done = before is not None and before.state == "done"  # until training starts that is what is true
+        self._was_done = before is not None and before.state == "done"  # which stays true until training starts
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -172,7 +172,7 @@ class StatusWriter(RunObserver):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Before the folder is unlocked: its next owner must be the only one that writes.
+        # This precedes the unlock of the folder: its next owner must be the only writer.
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -186,7 +186,7 @@ class StatusWriter(RunObserver):
         self._write(True, state=state, **({} if message is None else {"message": message}))
 
     def fail(self, message: str, exit_code: int) -> None:
-        """Write how the run ends, from another thread: this process is about to, without leaving the context."""
+        """Write the end of the run from another thread. This process then ends without leaving the context."""
         if self._written_s is not None:
             self._over.set()
             self._write(True, state="failed", message=message, exit_code=exit_code, activity={})
@@ -210,7 +210,7 @@ class StatusWriter(RunObserver):
         )
 
     def on_message(self, text: str) -> None:
-        """Write a message: it may be that the run waits for space, or goes on."""
+        """Write a message. It may report that the run waits for space, or continues."""
         state = self._status.state
         if self._is_paused():
             state, self._was_done = "paused", False
@@ -225,7 +225,7 @@ class StatusWriter(RunObserver):
         self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
 
     def on_end(self, summary: RunSummary) -> None:
-        self._over.set()  # before the final state is written: the thread must not write over it
+        self._over.set()  # before the final state is written, so that the thread does not overwrite it
         last = {name: _shown(metrics) for name, metrics in summary.evaluations.items()}
         self._write(
             True,
@@ -245,7 +245,7 @@ class StatusWriter(RunObserver):
     def _write(self, force: bool, **changes: Any) -> None:
         """Change the status and write it, at most once a second unless ``force``."""
         with self._changing:
-            if self._was_done:  # a start that found nothing to do, or has not begun
+            if self._was_done:  # a start without work, or not yet begun
                 return
             if self._over.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
                 return
@@ -257,7 +257,7 @@ class StatusWriter(RunObserver):
 
 
 def _continued(path: Path, run_name: str) -> RunStatus:
-    """Return the first status of a run: that of the run before, up to the checkpoint that it continues."""
+    """Return the first status of a run: the previous run's, up to the checkpoint that it continues."""
     status = RunStatus("starting", run_name=run_name)
     saved, before = usable_checkpoint(path), read_status(path)
     if saved is None or saved.step is None:

@@ -1,4 +1,4 @@
-"""[logging] and [profile]: what is shown and kept of a run."""
+"""[logging] and [profile]: output and records of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ReportTargets = Annotated[
 
 
 class LoggingConfig(Table, json_schema_extra=all_alter("no")):
-    """``[logging]``: what is shown and kept."""
+    """``[logging]``: output and records."""
 
     logging_steps: int = key("Steps between two log lines.", 1, ge=1, same_name=HF)
     report_to: ReportTargets = key(

@@ -1,8 +1,8 @@
-"""Traces one forward and backward without computing: which units a model visits, and the memory and work of each.
+"""Trace of one forward and backward without computing: the visited units, and the memory and work of each visit.
 
-The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. Its `BlockAccess` is the tracer,
-which reads the counters at every tick. Where a model reads values (a mixture of experts that loops over the experts
-that were hit), the trace makes them up and says that its byte counts are estimates.
+The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. The tracer is its `BlockAccess`,
+and reads the counters at every tick. If a model reads values (a mixture of experts that loops over the experts with
+tokens), the trace guesses them and reports that its byte counts are estimates.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ __all__ = [
 
 _RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
 _ALIGNMENT_BYTES = 512  # allocators round sizes up to it
-_TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add to it
+_TRACED_PIECES = 2  # of the head: the first piece begins the gradient, the others add to it
 _IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
 _ANY_NBYTES = 1 << 50  # of a fake tensor
-_LOSS_NBYTES = 4  # what each piece leaves until the end of the step
+_LOSS_NBYTES = 4  # bytes of each piece that stay until the end of the step
 _DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -89,20 +89,20 @@ def trace_visits(
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
     Args:
-        graph: The model; unchanged, and nothing is allocated on `device`.
+        graph: Model, which does not change. Nothing is allocated on `device`.
         batch_size: Rows of the micro-batch.
         seq_len: Tokens per row.
-        compute_dtype: Must be the graph's.
+        compute_dtype: Dtype of the graph.
         device: Compute device: kernels and their workspaces differ between devices.
         padded: Whether rows may have padding or hold several documents. If not, each row is one document.
-        is_compiled: Whether layers are compiled, as `ModelGraph.computing` is told. If not, the memory of rows of
-            several documents may be that of rows of one.
-        example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
-            and sizes of images, is known to the trace. None: all is text.
-        top_k: Trace a forward alone that scores so many likeliest words of each token. None: forward and backward.
+        is_compiled: Whether layers are compiled, for `ModelGraph.computing`. If not, rows of several documents may
+            count with the memory of rows of one document.
+        example: Micro-batch of that size with images, on the host. The trace knows the values that the model reads on
+            the host: numbers and sizes of images. None if all is text.
+        top_k: Number of likeliest tokens to score, in a trace of only a forward. None for forward and backward.
 
-    Raises:
-        UnsupportedModelError: the model cannot be streamed.
+        Raises:
+            UnsupportedModelError: If the model cannot be streamed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -115,12 +115,12 @@ def trace_visits(
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-            # Outside of the pause: pixels are held from the beginning of a step to its end.
+            # Outside of the pause, because pixels are held during the whole step.
             for name, value in (example or {}).items():
                 batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
                 tracer.counts.know(batch[name], value)
             with tracer.counts.paused():
-                # All pieces of the head are alike: a few are traced, the rest is added below.
+                # All pieces of the head are equal: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
                 loss = objective.loss.of_micro_batch({}, objective.loss.made_up(num_rows, device), None)
@@ -137,7 +137,7 @@ def trace_visits(
             tracer.close()
     trace = tracer.trace()
     if top_k is not None:
-        trace = replace(trace, logits_flops=0)  # nothing makes them a second time
+        trace = replace(trace, logits_flops=0)  # a forward computes the logits once
     trace = _with_all_pieces(trace, num_rows, num_tokens, objective.loss.row_nbytes)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
@@ -152,15 +152,15 @@ def trace_generation(
     """Trace a forward that fills the model's cache with `batch_size` x `seq_len` tokens.
 
     Args:
-        graph: The model; unchanged, and nothing is allocated on `device`.
+        graph: Model, which does not change. Nothing is allocated on `device`.
         batch_size: Prompts of a micro-batch.
         seq_len: Tokens of a prompt and its completion together.
 
-    Returns:
-        The trace, whose visits are none of a head's, and visit -> bytes that the cache holds of it then.
+        Returns:
+            The trace, without visits of a head, and visit -> bytes of its cache.
 
-    Raises:
-        UnsupportedModelError: the model cannot generate, or not with streamed weights.
+        Raises:
+            UnsupportedModelError: If the model cannot generate, or not with streamed weights.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import DynamicCache
@@ -205,7 +205,7 @@ def trace_generation(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device with its index: without one, operators on fake tensors would ask the driver for it."""
+    """Return the device with its index. Without an index, operators on fake tensors would ask the driver for it."""
     if device != torch.device("cuda"):
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -213,7 +213,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 @contextmanager
 def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> Iterator[None]:
-    """Have fake copies of a model's buffers on the compute device."""
+    """Replace a model's buffers by fake copies on the compute device."""
     before = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         with fake:
@@ -226,12 +226,12 @@ def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) 
 
 @contextmanager
 def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
-    """Explain it if a model that also reads images does not run on text alone, or on images as they are prepared."""
+    """Explain an error of a model that also reads images, on text alone or on prepared images."""
     try:
         yield
     except UnsupportedModelError:
         raise
-    except Exception as error:  # every family's code raises other types
+    except Exception as error:  # the code of each family raises different types
         if not reads_more_than_text(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -248,9 +248,9 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
-    """Return the trace of a head of ``num_tokens`` rows, given that of its first ``num_rows``.
+    """Return the trace of a head of ``num_tokens`` rows, given the trace of its first ``num_rows``.
 
-    All parts of the vocabulary but the last were computed a second time, which is no work of the model.
+    The traced run computed all parts of the vocabulary except the last a second time. That is not work of the model.
     """
     again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
     num_more = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
@@ -293,7 +293,7 @@ class _Phase:
 
 
 class _Tracer:
-    """Runs the engine on fake tensors, as its `BlockAccess`: hands out fake weights, reads the counts at every tick."""
+    """Engine run on fake tensors. Its `BlockAccess` provides fake weights and reads the counts at every tick."""
 
     def __init__(
         self,
@@ -306,13 +306,13 @@ class _Tracer:
         is_compiled: bool,
     ) -> None:
         self.counts = CountingMode()
-        self._dense_masks: dict[str, None] = {}  # in the order in which they are met
+        self._dense_masks: dict[str, None] = {}  # in the order of their first use
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
-        self._counted: dict[Any, int] = {}  # kind of part -> the visit that is counted
-        self._alike: dict[int, int] = {}  # visit of a part -> that one
+        self._counted: dict[Any, int] = {}  # kind of part -> its counted visit
+        self._alike: dict[int, int] = {}  # visit of a part -> counted visit of its kind
         self._misses: dict[int, float] = {}  # visit of a part -> chance that a token is not routed to it
         self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
@@ -321,8 +321,8 @@ class _Tracer:
         self._savable: dict[int, tuple[Savable, Savable]] = {}  # visit -> results of attention, and of all products
         self._unneeded: dict[int, Unneeded] = {}
         self._filled: dict[int, set[str]] = {}
-        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
-        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
+        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are only rows
+        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are only looked up in
         self._stays: dict[int, int] = {}  # visit -> bytes
         self._repeated = RepeatedLayers(self.counts)
         self.runner = LayerRunner(
@@ -348,7 +348,7 @@ class _Tracer:
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
-            self._note_visits()  # the forward is over, and the backward has not yet freed what visits share
+            self._note_visits()  # the forward is over, and the backward has not yet freed the visits' shared memory
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
         self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
@@ -361,7 +361,7 @@ class _Tracer:
 
     def _note_visits(self) -> None:
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
-        # Made before a visit and alive at the end of the forward: not a stream, which the next visit would give anew.
+        # Made before a visit and live at the end of the forward, so not a stream: the next visit would make a new one.
         for phase in self._phases:
             if phase.name == "forward":
                 self._stays[phase.visit] = self.counts.nbytes_made_before(phase.first_storage)
@@ -382,7 +382,7 @@ class _Tracer:
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         names = {owner for _, owner, _ in unit.params}
-        with self.counts.paused():  # they are blocks, or counted by the planner
+        with self.counts.paused():  # these are blocks, or counted by the planner
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
         accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
         yield accumulator
@@ -407,9 +407,9 @@ class _Tracer:
     # -- the units' forwards ------------------------------------------------------------------------------------
 
     def _guessing(self, bound: BoundUnit) -> Callable[..., Any]:
-        """Return the unit's forward; a layer that fails on made-up values is taken to return its input.
+        """Return the unit's forward. If a layer fails on guessed values, its input is taken as its output.
 
-        The gradients of its parameters are counted all the same, but nothing of what it computes inside.
+        The gradients of its parameters are still counted, but nothing that it computes inside.
         """
         forward = bound.forward
 
@@ -421,7 +421,7 @@ class _Tracer:
                 except (UnsupportedModelError, CountingError):
                     raise
                 except Exception as error:
-                    self.counts.work = work  # not that before it failed, as if it were all
+                    self.counts.work = work  # drop the work before the failure, which is only a part
                     stream = args[0] if args else kwargs.get("hidden_states")
                     if not bound.unit.is_layer or not isinstance(stream, Tensor):
                         raise
@@ -436,7 +436,7 @@ class _Tracer:
 
     @contextmanager
     def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
-        """Note the weights of which a run of a unit takes rows once, by `F.embedding`, and nothing else."""
+        """Record the weights of a unit whose rows a run takes once, by `F.embedding`, without other uses."""
         uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
         with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
             yield
@@ -445,7 +445,7 @@ class _Tracer:
         self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
     def _once(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a part, of which one among all that are alike runs and is counted.
+        """Return the forward of a part. Only one of all equal parts runs and is counted.
 
         A large model has a thousand such visits.
         """
@@ -456,12 +456,12 @@ class _Tracer:
             self._misses[visit] = part.chance_of_no_token(args)
             if self._alike[visit] == visit:
                 return cast("Tensor", forward(*args))
-            return part.uncomputed(args)  # the gradients of its weights are in the counts of the other visit
+            return part.uncomputed(args)  # the counts of the other visit include the gradients of its weights
 
         return once
 
     def _measured(self, bound: BoundUnit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a unit's forward that, in a recompute, measures the graph it builds, and what that does not need."""
+        """Return a unit's forward that measures a recompute: the graph that it builds, and its unneeded products."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not self._phases or self._phases[-1].name != "backward":
@@ -488,7 +488,7 @@ class _Tracer:
             finally:
                 self.counts.on_launch = None
             self._note_graph(value, saved)
-            # A guess: a run may take another way. A part: how many tokens go to it is not known.
+            # After a guess, a run may take a different path. For a part, the number of its tokens is unknown.
             if self.counts.num_guesses == num_guesses and bound.unit.part is None:
                 self._unneeded[visit] = uses.unneeded(_tensors(value))
             unneeded = self._unneeded.get(visit, NOTHING_UNNEEDED)
@@ -498,7 +498,7 @@ class _Tracer:
         return measured
 
     def _backward(self, visit: UnitVisit, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of a visit, or count it as the one of an earlier visit that did the same."""
+        """Run the backward of a visit, or copy the counts of an earlier visit with an equal backward."""
         key = self._repeated.key(visit.number, gradients)
         if key is not None and (earlier := self._repeated.earlier(key)) is not None:
             return visit.replaced_backward(partial(self._counted_as, earlier, visit))
@@ -529,11 +529,11 @@ class _Tracer:
         return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
 
     def _note_graph(self, value: Any, saved: Collection[int | None]) -> None:
-        """Note the size of a recompute's graph: what is alive of all that the visit made since its backward began.
+        """Record the size of a recompute's graph: the live storages that the visit made since its backward began.
 
         Args:
-            value: Its result, which the rest of the model holds; the graph holds what autograd saved of it.
-            saved: Numbers of the storages that autograd saved; where one was, another may be by now.
+            value: Result of the unit, held by the rest of the model. The graph holds the saved tensors in it.
+            saved: Numbers of the storages that autograd saved. Addresses may have been reused by now.
         """
         alive = dict(self.counts.new_nbytes)
 
@@ -550,7 +550,7 @@ class _Tracer:
 
     def trace(self) -> VisitTrace:
         """Return the trace."""
-        if not self._units:  # a forward alone of a model that is not cut
+        if not self._units:  # only a forward, of a model that is not cut
             self._note_visits()
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
@@ -575,22 +575,22 @@ class _Tracer:
     def _traced(
         self, number: int, phases: Mapping[tuple[str, int], _Phase], first_head: int, last_stays: int
     ) -> TracedVisit:
-        """Return what was counted of one visit.
+        """Return the counts of one visit.
 
         Args:
             phases: Counts by name of the phase and visit.
             first_head: First visit of the head.
-            last_stays: Bytes that stay until the backward behind the last layer.
+            last_stays: Bytes that stay until the backward after the last layer.
         """
         unit, is_head = self._graph.units[self._units[number]], number >= first_head
         counted = self._alike.get(number, number)
         forward = phases.get(("forward", counted)) or phases["head", first_head]
-        none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # a forward alone
+        none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # only a forward
         backward = phases.get(("backward", counted)) or none
         held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
         stays_nbytes = min(held_nbytes, self._stays.get(number, last_stays))
         graph_nbytes = self._graph_nbytes.get(counted, 0)
-        # A part was counted with all tokens, which bounds the memory; its work is that of its share.
+        # A part was counted with all tokens, which bounds the memory. Its work is scaled to its share.
         memory = VisitMemory(held_nbytes, stays_nbytes, forward.peak_nbytes, backward.peak_nbytes, graph_nbytes)
         unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
         saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
@@ -599,7 +599,7 @@ class _Tracer:
         if saved and not is_head and unit.part is None and not reused:
             attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
         by_part = self.runner.by_part_in_head
-        if not is_head:  # activations come back for one run, and looking rows up takes one of its own
+        if not is_head:  # saved inputs are read for one run, and a look-up of rows would be another run
             rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
             by_part = frozenset() if saved else frozenset(rows)
         return TracedVisit(
@@ -620,10 +620,10 @@ class _Tracer:
 
 
 class _GenerationTracer(_Tracer):
-    """Traces forwards that use a cache; its blocks are as large as one likes.
+    """Tracer of forwards that use a cache. Its cache blocks have no limit.
 
     Attributes:
-        units: visit -> index of its unit.
+        units: Visit -> index of its unit.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -637,7 +637,7 @@ class _GenerationTracer(_Tracer):
             yield weights
 
     def visits_of_forward(self) -> Iterator[TracedVisit]:
-        """Yield what was counted of each visit."""
+        """Yield the counts of each visit."""
         phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
         for number, phase in phases.items():
             unit, counted = self.units[number], phases[self._alike.get(number, number)]
@@ -654,14 +654,14 @@ class _GenerationTracer(_Tracer):
 
 
 class _Uses(TorchFunctionMode):
-    """Counts what functions of torch do with weights.
+    """Mode that counts the uses of weights by functions of torch.
 
     Args:
-        owners: id of a weight -> its owner's name.
+        owners: Id of a weight -> its owner's name.
 
     Attributes:
-        num_look_ups: plain calls of `F.embedding`, by owner's name.
-        others: owners' names of weights that something else was done with.
+        num_look_ups: Plain calls of `F.embedding`, by owner's name.
+        others: Owners' names of weights with other uses.
     """
 
     def __init__(self, owners: Mapping[int, str]) -> None:
@@ -699,7 +699,7 @@ def _is_plain_look_up(
 def _lists_are_read() -> Iterator[None]:
     """Support ``torch.tensor([scalars])`` under fake tensors, which torch reads outside of dispatch.
 
-    Not by a mode of torch functions: those are switched off while one runs, in which a forward may be suspended.
+    Not a mode of torch functions: modes are off while such a function runs, and a forward may be suspended in one.
     """
     before = torch.tensor
 
@@ -716,11 +716,11 @@ def _lists_are_read() -> Iterator[None]:
 
 
 class _TracedAccumulator(GradientAccumulator):
-    """Takes the memory and the FLOPs of the accumulators of a run.
+    """Accumulators that only take memory and FLOPs.
 
     Attributes:
-        with_rows: parameters that rows were added to.
-        with_more: parameters that something else was added to.
+        with_rows: Parameters to which rows were added.
+        with_more: Parameters to which something else was added.
     """
 
     def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
@@ -742,28 +742,28 @@ class _TracedAccumulator(GradientAccumulator):
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        # For a sum of the product and what is there already, torch has no fake kernel.
+        # torch has no fake kernel for adding a product to a present sum.
         torch.mm(left, right, out_dtype=target.dtype, out=target)
 
 
 class CountingError(RuntimeError):
-    """The trace failed at counting, not the model at running: its counts are wrong."""
+    """The trace failed at counting, not the model at running. Its counts are wrong."""
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts work and the bytes of live storages, and makes up the values that fake tensors do not have.
+    """Mode that counts work and the bytes of live storages, and guesses the values that fake tensors do not have.
 
     Attributes:
-        live_nbytes: Bytes of the storages alive now.
-        peak_nbytes: largest ``live_nbytes`` since this was reset.
-        work: What the operators did since this was reset.
-        num_storages: how many were made so far.
-        new_nbytes: by storage, of those alive that were made since this was cleared.
-        uncounted: operators without a FLOP formula, and why.
-        where: name of the unit that runs.
-        num_guesses: how often a value was made up.
-        on_launch: is given the tensors of each launch that is no operator of torch; None: nobody follows them.
-        recorder: is given each operator, and the work of such a launch with its tensors; None: nobody records them.
+        live_nbytes: Bytes of the live storages.
+        peak_nbytes: Largest ``live_nbytes`` since its last reset.
+        work: Work of the operators since its last reset.
+        num_storages: Number of storages made so far.
+        new_nbytes: Bytes of live storages made since its last clear, by storage.
+        uncounted: Operators without a FLOP formula, and why.
+        where: Name of the running unit.
+        num_guesses: Number of guessed values.
+        on_launch: Called with the tensors of each launch that is not an operator of torch; None without an observer.
+        recorder: Called with each operator, and with the work and tensors of such a launch; None without a recorder.
     """
 
     def __init__(self) -> None:
@@ -779,24 +779,24 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._guesses: dict[str, list[str]] = {}
         self.new_nbytes: dict[int, int] = {}
         self.num_storages = 0
-        self._known: dict[int, tuple[int, int]] = {}  # storage alive -> its bytes, and how many were made before it
+        self._known: dict[int, tuple[int, int]] = {}  # live storage -> its bytes, and the number of earlier storages
         self._paused = False
-        self._values = WeakTensorKeyDictionary()  # fake tensor -> the real one that it stands for
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> real tensor with its values
 
     def nbytes_made_before(self, number: int) -> int:
-        """Return the bytes of the storages alive that are among the first ``number`` that were made."""
+        """Return the bytes of the live storages among the first ``number`` storages."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return how many storages were made before that of a tensor; None: it was made elsewhere."""
+        """Return the number of storages made before a tensor's storage; None if it was made elsewhere."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
-        """Count work that no operator of torch does.
+        """Count work that is not done by operators of torch.
 
         Args:
-            uncounted: What is not, in words; "": nothing.
+            uncounted: Description of uncounted work, or "".
         """
         self.work += work
         if self.on_launch is not None:
@@ -808,7 +808,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the memory of what is made inside: those bytes are in blocks."""
+        """Do not count the memory of tensors made inside, which are in blocks."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -816,13 +816,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Take it that a fake tensor has the values of a real one on the host; what is computed of it is known, too."""
+        """Give a fake tensor the values of a real host tensor. Results computed from it are also known."""
         with _disable_current_modes():
             self._values[tensor] = value.clone()
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Note guesses under the name of a unit."""
+        """Record guesses under the name of a unit."""
         before, self.where = self.where, name
         try:
             yield
@@ -830,7 +830,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.where = before
 
     def guess(self, what: str) -> None:
-        """Note a made-up value, and why; reported once for all units that have it."""
+        """Record a guessed value, and the reason. It is reported once for all units that have it."""
         self.num_guesses += 1
         names = self._guesses.setdefault(what, [])
         if self.where not in names:
@@ -838,7 +838,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """Where values were made up, which and why: a sentence each."""
+        """Guessed values, with place and reason, one sentence each."""
         return tuple(
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
             for what, names in self._guesses.items()
@@ -847,7 +847,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE_OF and not self._values:  # autograd asks hundreds of times for each layer
+        if func is _DEVICE_OF and not self._values:  # autograd calls it hundreds of times per layer
             return func(*args)
         kwargs = kwargs or {}
         result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
@@ -862,7 +862,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator of which some tensors may be known, and note the values of its result."""
+        """Return the result of an operator whose tensors may be known, and store the values of its result."""
         inputs: list[Tensor] = []
         tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
@@ -899,7 +899,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _numbered(self, indices: Sequence[Any]) -> list[Any]:
-        """Return indices with known masks as the numbers that they choose: how many is not known of a mask."""
+        """Return indices with known masks replaced by the selected numbers, because a mask's count is unknown."""
         found: list[Any] = []
         for index in indices:
             if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
@@ -913,7 +913,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator: fake tensors, or a made-up number."""
+        """Return the result of an operator: fake tensors, or a guessed number."""
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
             if (known := getattr(args[0], "constant", None)) is not None:
@@ -927,10 +927,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = max(args[0].shape, default=1)
             return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
         if func is aten.rand.default and not args[0]:
-            # Layer drop: a layer is left out where this number is below a rate. The plan is for all layers.
+            # Layer drop: a layer is skipped if this number is below a rate. The plan is for all layers.
             return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # torch's fake kernel takes bf16 alone; the real one takes fp32 too.
+            # torch's fake kernel accepts only bf16; the real kernel also accepts fp32.
             with self.paused():
                 lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
                 shape = func(*lowered, *args[2:], **kwargs).shape
@@ -950,7 +950,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
-        """Return the work of a call. Where torch's formula of its FLOPs fails, only MFU is lost: the plan goes on."""
+        """Return the work of a call. If torch's FLOP formula fails, only MFU is lost: the plan continues."""
         flops = 0
         try:
             flops = count_flops(func, args, kwargs, result)
@@ -981,16 +981,16 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.new_nbytes.pop(key, None)
 
 
-#: Elements of a tensor whose values the trace computes.
+#: Largest number of elements of a tensor whose values the trace computes.
 _MOST_KNOWN = 1 << 25
-#: Known values of these would be others than those of a run, or are of no use.
+#: Operators whose known values would differ from a run's, or are of no use.
 _NOT_REPEATED = frozenset(
     {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
 )
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has values of its own: constants of the model's code, in the trace as well."""
+    """Return whether a tensor has real values, like constants in the model's code, even in a trace."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
@@ -1011,14 +1011,14 @@ _NO_FLOPS = 0
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """Floating-point operations of one optimizer step; 0 where the trace has estimates.
+    """FLOPs of one optimizer step; 0 if the trace does not know all FLOPs.
 
-    Matrix products, convolutions and attention are counted, two for each multiplication and addition; causal attention
-    in full, as kernels are rated; the optimizer not.
+    Matrix products, convolutions and attention are counted, with two FLOPs for each multiplication and addition. Causal
+    attention counts in full, as kernels are rated. The optimizer does not count.
 
     Attributes:
-        model: Operations of one forward and one backward of the tokens that are not padding.
-        hardware: All operations that ran, recomputed forwards and padding included.
+        model: FLOPs of one forward and one backward of the tokens that are not padding.
+        hardware: All executed FLOPs, with recomputed forwards and padding.
     """
 
     model: int = _NO_FLOPS
@@ -1038,16 +1038,16 @@ def step_flops(
     num_trained_tokens: int,
     recompute: Recompute = KEEP_NOTHING,
 ) -> StepFlops:
-    """Return the FLOPs of a step from those of the micro-batch that was traced.
+    """Return the FLOPs of a step, scaled from the traced micro-batch.
 
-    Layers cost the same for each place of a row, the head for each trained token. Attention is counted as in rows of
-    the traced length, which is too much where rows are shorter.
+    Layers cost the same for each position of a row, the head for each trained token. Attention counts as in rows of the
+    traced length, which is too much if rows are shorter.
 
     Args:
-        num_places: tokens of all micro-batches, padding included.
-        num_real_tokens: those without padding.
-        num_trained_tokens: those with a label.
-        recompute: what is kept of the forward; of a loss that compares rows no logits are.
+        num_places: Tokens of all micro-batches, with padding.
+        num_real_tokens: Tokens without padding.
+        num_trained_tokens: Tokens with a label.
+        recompute: Forward results kept for the backward. For a loss that compares rows, it keeps no logits.
     """
     if not is_counted(trace):
         return StepFlops()
@@ -1076,7 +1076,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 @cache
 def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return operator -> formula: torch's, and ours where it has none."""
+    """Return operator -> formula: torch's formulas, and additional ones."""
     from torch.utils import flop_counter
 
     counter: Any = flop_counter  # its functions carry no types
@@ -1085,7 +1085,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of groups of rows [M, K] times one matrix each [E, K, N], or of their backward."""
+    """Return the FLOPs of groups of rows [M, K] times one matrix each [E, K, N], or of their backward."""
     rows, inner = a.shape[-2:]
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return int(2 * groups * rows * inner * b.shape[-1])
