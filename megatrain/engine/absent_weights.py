@@ -93,7 +93,7 @@ class AbsentWeight(Tensor):
             raise UnsupportedModelError(
                 "the model",
                 f"its code uses {name} outside of the weight's own module ({getattr(func, '__name__', func)}); such a "
-                f"weight cannot be streamed. Looks at up to {_MOST_LOOKED_AT:,} elements can",
+                f"weight cannot be streamed. Reads of up to {_MOST_LOOKED_AT:,} elements can",
             )
         unit, owner = self.site
         given = (WeightLook(owner),) if rows is None else (WeightLook(owner), rows)

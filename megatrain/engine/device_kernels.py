@@ -56,8 +56,8 @@ def stands_for_gpu(tensor: Tensor) -> bool:
 def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
     """Trace the work of a GPU with Triton, with fake CPU tensors on a machine that may have neither.
 
-    Otherwise a plan would count the operators that replace these kernels, products that add to fp32, and attention
-    over documents on the CPU. The setting is process-wide, because the greenlets of a trace have separate contexts.
+    Otherwise a plan would count the CPU's replacements of these kernels, of products that add to fp32, and of attention
+    over documents. The setting is process-wide, because the greenlets of a trace have separate contexts.
 
     Args:
         enabled: Whether fake CPU tensors represent GPU tensors.

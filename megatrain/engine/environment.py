@@ -64,7 +64,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         if "does not have a deterministic implementation" not in str(error):
             raise
         operation = str(error).partition(" does not have")[0]
-        reason = f"its {operation} has no kernel on {device.type} that gives the same bits at every run. "
+        reason = f"its {operation} has no kernel on {device.type} that gives the same bits in every run. "
         raise UnsupportedModelError(model_type, f"{reason}Write full_determinism = false") from error
     finally:
         torch.set_deterministic_debug_mode(mode)
@@ -123,16 +123,16 @@ def _check_cublas() -> None:
         os.environ[_CUBLAS] = _REPEATABLE[0]
     elif setting not in _REPEATABLE:
         raise DeterminismError(
-            f"{_CUBLAS} is '{setting}' in the environment, with which cuBLAS gives other bits at every run: set it to "
-            f"{_REPEATABLE[0]}, or unset it, or write full_determinism = false"
+            f"{_CUBLAS} is '{setting}' in the environment, with which cuBLAS gives different bits in every run: set it "
+            f"to {_REPEATABLE[0]}, or unset it, or write full_determinism = false"
         )
 
 
 def _too_late(what: str) -> str:
     return (
-        f"{_CUBLAS} {what}, and torch reads it once: without it cuBLAS may add in another order at every run. Start "
-        f"again with {_CUBLAS}={_REPEATABLE[0]} in the environment, or import megatrain before anything uses the GPU; "
-        "or write full_determinism = false"
+        f"{_CUBLAS} {what}, and torch reads it once: without it cuBLAS may add in a different order in every run. "
+        f"Start again with {_CUBLAS}={_REPEATABLE[0]} in the environment, or import megatrain before anything uses the "
+        "GPU; or write full_determinism = false"
     )
 
 
@@ -159,12 +159,12 @@ def _explain(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         said = str(error).partition(" If reserved but unallocated")[0].removeprefix("CUDA out of memory. ")
         return (
-            f"out of GPU memory: {said} Another program may have taken what was free when this one began (nvidia-smi "
-            "names it). If none has, set a smaller tiers.gpu.size, or a shorter data.max_length"
+            f"out of GPU memory: {said} Another program may have taken memory that was free at the start (nvidia-smi "
+            "shows it). If none has, set a smaller tiers.gpu.size, or a shorter data.max_length"
         )
     if (failure := _failure_of_device(error)) is not None:
         return (
-            f"the GPU failed: {str(failure).partition(chr(10))[0]}. No more can be computed in this process. `dmesg` "
+            f"the GPU failed: {str(failure).partition(chr(10))[0]}. This process cannot compute any more. `dmesg` "
             "reports faults of the hardware and of the driver (Xid). If it does not, a kernel is at fault: please "
             "report it with what MEGATRAIN_TIER_DEBUG=1 and CUDA_LAUNCH_BLOCKING=1 show"
         )

@@ -146,7 +146,7 @@ def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
             found = torch.autograd.grad(out, inputs, out.detach())
         first = first or found
         if not all(map(torch.equal, found, first)):
-            reason = f"the installed {_PACKAGES[kernels]} gives other bits at every run. Install a newer build"
+            reason = f"the installed {_PACKAGES[kernels]} gives different bits in every run. Install a newer build"
             raise unsupported_flash(kernels, reason)
 
 

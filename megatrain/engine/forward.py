@@ -390,7 +390,7 @@ class LayerRunner:
         Returns:
             `logits` of each micro-batch on the host, in the shape of the model's class.
         """
-        assert self._plan is None, "logits of words come in pieces"
+        assert self._plan is None, "a model with a chunked head has no whole logits"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
         with self._evaluating(micro_batches, shifted) as (batches, _), self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
@@ -400,7 +400,7 @@ class LayerRunner:
     def _last_hidden(self, output: Any) -> Tensor:
         if self._plan is None:
             raise UnsupportedModelError(
-                type(self._graph.model).__name__, "its hidden states cannot be had apart from its head: no embeddings"
+                type(self._graph.model).__name__, "its hidden states are not available without its head: no embeddings"
             )
         hidden: Tensor = output["last_hidden_state"]
         return hidden

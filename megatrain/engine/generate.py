@@ -280,7 +280,7 @@ class _KeptCache:
         found = [place for place in _places(self._cache) if id(place[0][place[1]]) not in self._absent]
         if room is None and any(holder[key].numel() for holder, key in found):
             raise UnsupportedModelError(
-                "the model", f"visit {visit} keeps something in the cache that no other forward of it kept there"
+                "the model", f"visit {visit} stores a tensor in the cache that no other forward of it stored"
             )
         if room is None:
             return

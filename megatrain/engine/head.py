@@ -131,7 +131,7 @@ class ChunkedHead:
         """
         with ExitStack() as stack:
             self._weights.bound(stack)
-            assert not self._weights.passes, "weights that are only read do not come part by part"
+            assert not self._weights.passes, "weights for scores do not pass in parts"
             for item in outputs:
                 self._resume(item)
                 found = [RunningTopK(item.labels[:0], 0, temperature).scores()]

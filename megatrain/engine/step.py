@@ -175,7 +175,7 @@ class StepEngine:
         what = "nothing was updated in this step"
         if scales.num_used:
             what = (
-                f"{scales.num_used} layers, those nearer to the loss, were already updated in this step, so the run "
+                f"{scales.num_used} layers, the nearest to the loss, were already updated in this step, so the run "
                 "must resume from its last checkpoint"
             )
         text = f"step {number + 1}: the gradient of {scales.left_out[0]} is not finite (loss {result.loss}); {what}"

@@ -4,11 +4,12 @@ A unit runs again in its backward to restore autograd's saved tensors. The resul
 one of them: it is added to the residual stream, the gradient of this sum needs no values, and the next unit has its own
 copy. If a norm follows, the result is needed. So the graph decides, not the model family.
 
-The trace decides it. `ProductUses` follows the result of each product with a bound weight through a run on fake
-tensors, storage by storage. A product is needed if autograd saves a tensor that depends on it. It is also needed if
-such a tensor outlives the run, changes an earlier tensor, draws random numbers or is read on the host. `without_values`
-runs a unit with NaN in place of the other products: a mistake would show in every gradient and stop the run, not change
-it a little. docs/decisions/0080-products-that-nobody-needs.md
+The trace finds these products. `ProductUses` follows the result of each product with a bound weight through a run on
+fake tensors, storage by storage. A product is needed if autograd saves a tensor that depends on it. It is also needed
+if such a tensor outlives the run, changes an earlier tensor, draws random numbers or is read on the host.
+`without_values` runs a unit with NaN in place of the other products: a mistake would show in every gradient and stop
+the run, not change it a little.
+docs/decisions/0080-products-that-nobody-needs.md
 """
 
 from __future__ import annotations

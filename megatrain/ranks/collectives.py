@@ -170,7 +170,7 @@ class Collectives:
         return gather_messages(item, self._group)
 
     def all_or_none(self, action: Callable[[], _Result]) -> _Result:
-        """Return the result of an action that all ranks run at once. If it fails, all raise the first failed rank's.
+        """Return the result of an action that all ranks run. If it fails, all raise the first failed rank's error.
 
         So ranks that are refused report the same error, and none of them waits for a rank that has ended.
 

@@ -1,7 +1,7 @@
 """Local parts of parameters that torch.distributed shards (FSDP2, tensor parallelism).
 
-Uses only public interfaces of ``DTensor``. Importing ``torch.distributed.tensor`` takes a second. Before that import
-``DTensor`` cannot exist, so nothing here imports it before it has met one.
+Uses only public interfaces of ``DTensor``. Importing ``torch.distributed.tensor`` takes a second. Without that import
+no ``DTensor`` exists, so nothing here imports it until it gets one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_parameter(parameter: DTensor) -> None:
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor with the placements "
-            f"{tuple(parameter.placements)}: what each rank has is a term of a sum, which cannot be trained. Make it "
+            f"{tuple(parameter.placements)}: each rank has only a term of a sum, which cannot be trained. Make it "
             "Shard or Replicate first: parameter.redistribute(...)"
         )
 

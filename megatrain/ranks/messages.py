@@ -3,7 +3,7 @@
 Any program that can reach the port of a process group can send a rank bytes. Unpickling them could run code; reading
 JSON cannot. Tags in JSON represent Python's types (a tuple is ``{"tuple": [...]}``). Arrays follow as they are in
 memory. Records come back as their classes, but only classes of this project are looked up: dataclasses, pydantic
-models, enums, named tuples, and its exceptions and Python's.
+models, enums, named tuples, and exceptions (also Python's).
 
 A message is the length of the JSON text (8 bytes, little-endian), the text, and the arrays one after the other, each
 at a multiple of 8 bytes.
@@ -79,7 +79,7 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
     except MessageError:
         raise
     except _UNREADABLE as error:
-        raise MessageError(f"what another rank sent cannot be read: {error}") from error
+        raise MessageError(f"a message of another rank cannot be read: {error}") from error
 
 
 def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any]:
@@ -171,7 +171,7 @@ def _tagged(item: Any, buffers: list[bytes]) -> Any:
         array = np.ascontiguousarray(item)
         buffers.append(array.tobytes())
         return {"array": [array.dtype.str, list(np.shape(item)), array.nbytes, isinstance(item, np.generic)]}
-    raise TypeError(f"ranks tell each other no {kind.__module__}.{kind.__qualname__}: {item!r}")
+    raise TypeError(f"ranks cannot send each other a {kind.__module__}.{kind.__qualname__}: {item!r}")
 
 
 def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
@@ -300,11 +300,11 @@ def _class(name: Sequence[str], default: type | None = None) -> Any:
     module, qualname = name
     if module.partition(".")[0] not in _PACKAGES:
         if default is None:
-            raise MessageError(f"a message names {module}.{qualname}, which is none of this project's classes")
+            raise MessageError(f"a message names {module}.{qualname}, which is not a class of this project")
         return default
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = vars(found)[part]  # excludes names that a module has imported
     if not isinstance(found, type) or found.__module__ != module:
-        raise MessageError(f"{module}.{qualname} is no class of this project")
+        raise MessageError(f"{module}.{qualname} is not a class of this project")
     return found

@@ -155,7 +155,7 @@ class LauncherLine:
 
 
 class Watcher:
-    """Watch over the other ranks in separate threads, which end this process if one of the ranks is gone.
+    """Watcher of the other ranks, with threads that end this process if one of the ranks is gone.
 
     Args:
         world: Position of this rank among all.

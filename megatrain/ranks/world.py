@@ -151,7 +151,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise WorldError(f"{name} = {environment[name]!r} in the environment is no number") from None
+        raise WorldError(f"{name} = {environment[name]!r} in the environment is not a number") from None
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -65,7 +65,7 @@ __all__ = [
 _RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
 _ALIGNMENT_BYTES = 512  # allocators round sizes up to it
 _TRACED_PIECES = 2  # of the head: the first piece begins the gradient, the others add to it
-_IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
+_IMAGES_UNCOUNTED = "images: their number in a step is not known beforehand"
 _ANY_NBYTES = 1 << 50  # of a fake tensor
 _LOSS_NBYTES = 4  # bytes of each piece that stay until the end of the step
 _DEVICE_OF = torch.ops.prim.device.default
@@ -167,7 +167,7 @@ def trace_generation(
 
     device = _with_index(torch.device(device))
     if not graph.model.can_generate():
-        raise UnsupportedModelError(type(graph.model).__name__, "it has no head that makes text")
+        raise UnsupportedModelError(type(graph.model).__name__, "it has no head that generates text")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
         tracer = _GenerationTracer(graph, graph.dtype, device, None, None, None, False)
@@ -340,10 +340,10 @@ class _Tracer:
         self.runner.visits.run_backward = self._backward
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
-        raise AssertionError("where tokens are routed to is not known in a trace")
+        raise AssertionError("a trace does not know the routing of tokens")
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        raise AssertionError("where tokens are routed to is not known in a trace")
+        raise AssertionError("a trace does not know the routing of tokens")
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
