@@ -194,7 +194,7 @@ class RankWindow:
         self.held_bytes = self.most_bytes = 0
 
     def start_step(self) -> None:
-        """Reset the counter. A failed step may have left work on either stream."""
+        """Reset the counter, and make the streams wait for each other: a failed step may have left work on them."""
         self.held_bytes = 0
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
