@@ -125,8 +125,8 @@ class CapturedArguments:
         tensors: The tensors in the arguments, each once; offloaded ones become None.
         activations: Numbers of the tensors that are activations: hidden states, and all tensors that require grad.
 
-        Raises:
-            UnsupportedModelError: If an argument is an object of unknown kind that has differentiable tensors.
+    Raises:
+        UnsupportedModelError: If an argument is an object of unknown kind that has differentiable tensors.
     """
 
     def __init__(self, unit_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

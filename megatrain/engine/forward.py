@@ -106,13 +106,12 @@ class PassOrder:
 
     Attributes:
         by: "layer" for all micro-batches of a unit before the next unit; "micro_batch" for one micro-batch at a time.
-        Both
-            give the same bits.
+            Both give the same bits.
         head_rows: Rows of logits at a time; None for the model's default. It changes bits of the head's weight
-        gradient, so
-            runs to be compared need the same value.
+            gradient: compare only runs with the same value.
         head_columns: Columns of the vocabulary at a time, which change bits also; 0 for whole logits; None for the
-        default. parts_in_turn: Whether all rows pass a part of the vocabulary before the next part. It changes no bits.
+            default.
+        parts_in_turn: Whether all rows pass a part of the vocabulary before the next part. It changes no bits.
     """
 
     by: Literal["layer", "micro_batch"] = "layer"
@@ -128,10 +127,10 @@ class LayerRunner:
     its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
 
     Args:
-        trace: Expected visits, which the forward is checked against; None for no check. objective: Loss and noise; None
-        for plain cross entropy. recompute: Forward results kept for the backward. The weights of visits with kept
-        graphs must stay unchanged and in
-            place between forward and backward.
+        trace: Expected visits, which the forward is checked against; None for no check.
+        objective: Loss and noise; None for plain cross entropy.
+        recompute: Forward results kept for the backward. The weights of visits with kept graphs must stay unchanged and
+            in place until then.
         context: Makes the context of forward and backward of a pass; None for the graph's converters' context.
 
     Attributes:
@@ -257,8 +256,8 @@ class LayerRunner:
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-            Either all
-                of them have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``), or none has.
+                Either all or none of them
+                have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``).
             num_items: Number of trained tokens in the mean of the loss; None for the tokens of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
             first_number: Number of the first of these micro-batches in the step.
@@ -588,11 +587,13 @@ class Trunk:
     """Forwards of all micro-batches up to the cut before the head, or to their end without a cut.
 
     Args:
-        visits: Sequence to which the running pass appends its visits, with their shared state. bounds: Modules of all
-        units with slots for their weights, by index. head: Plan with the cut of the model; None if its forward runs to
-        the end. trace: Expected visits, which the forward is checked against; None for no check. mirror: Host mirror of
-        the inputs, active while a model's own code runs; None if that code reads from the device. recompute: Forward
-        results that visits keep for the backward.
+        visits: Sequence to which the running pass appends its visits, with their shared state.
+        bounds: Modules of all units with slots for their weights, by index.
+        head: Plan with the cut of the model; None if its forward runs to the end.
+        trace: Expected visits, which the forward is checked against; None for no check.
+        mirror: Host mirror of the inputs, active while the model's own code runs; None if that code reads from the
+            device.
+        recompute: Forward results that visits keep for the backward.
     """
 
     def __init__(

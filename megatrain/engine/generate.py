@@ -59,11 +59,11 @@ class GenerationRunner:
     """Runner of functions that call a model's forward repeatedly, all in lockstep.
 
     Args:
-        bounds: Modules of all units with slots for their weights, by index; None to create them. trace: Visits of a
-        forward, which each forward is checked against; None for no check. num_micro_batches: Planned micro-batches.
-        Cache blocks of missing micro-batches are leased like the others. any_rank: Collective that returns whether any
-        rank continues, given whether this rank does. All ranks run the same
-            number of passes. None for a single process.
+        bounds: Modules of all units with slots for their weights, by index; None to create them.
+        trace: Visits of a forward, which each forward is checked against; None for no check.
+        num_micro_batches: Planned micro-batches. Cache blocks of missing micro-batches are leased like the others.
+        any_rank: Collective that returns whether any rank continues, given whether this rank does: all ranks run the
+            same number of passes. None for a single process.
 
     Attributes:
         kept_nbytes: Visit -> bytes of the first micro-batch's cache at the end of the last run.

@@ -35,12 +35,15 @@ class HeadPlan:
     """Cut of a model before its head.
 
     Attributes:
-        trunk: Submodule whose output the head starts from. units: Units that run after the cut, in order of their first
-        call. vocab_size: Columns of the logits. cut_weight: Owner's name of the weight whose product the logits are, if
-        they may come in parts of the vocabulary. logit_nbytes: Bytes of one logit's graph from the last product to the
-        loss. borders: First rows of the cut weight's parts, without the first part's. is_product: Whether the logits
-        are only the product of the trunk's output with the cut weight. If so, a part of them
-            is made without the model's forward, which would otherwise run for every piece and part.
+        trunk: Submodule whose output the head starts from.
+        units: Units that run after the cut, in order of their first call.
+        vocab_size: Columns of the logits.
+        cut_weight: Owner's name of the weight whose product the logits are, if they may come in parts of the
+            vocabulary.
+        logit_nbytes: Bytes of one logit's graph from the last product to the loss.
+        borders: First rows of the cut weight's parts, without the first part's.
+        is_product: Whether the logits are only the product of the trunk's output with the cut weight. If so, a part of
+            them is made without the model's forward, which would otherwise run for every piece and part.
     """
 
     trunk: nn.Module

@@ -125,9 +125,8 @@ class StepEngine:
 
         Raises:
             NonFiniteGradientError: If the gradient is not finite. Weights and state are as before the step. But if
-            updates
-                are not deferred and other layers were already updated, weights and state belong to no step, and every
-                further call raises this error.
+                updates are not deferred and other layers were already updated, weights and state belong to no step, and
+                every further call raises this error.
             NoTrainedTokensError: If no position of the step has a label.
         """
         self._refuse_if_spoiled()

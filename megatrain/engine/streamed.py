@@ -41,13 +41,14 @@ class StepRecipe:
     """Computation of the steps of a model.
 
     Attributes:
-        segments: Returns the updated segments of a layout, with learning rate and decay. max_grad_norm: Limit of the
-        global norm, or of each layer's norm if updates are not deferred; 0 for no clipping. device_optimizer: Updates
-        blocks in the compute tier, if the program has such updates. nonfinite: Treatment of a gradient that is NaN or
-        infinite: ``stop`` raises, ``skip`` skips its update, ``ignore``
-            uses it. If updates are not deferred, each layer's gradient is judged alone.
-        seed: Seed of the random numbers for dropout and noise. order: "layer" for all micro-batches of a unit before
-        the next unit; "micro_batch" for one micro-batch at a time.
+        segments: Returns the updated segments of a layout, with learning rate and decay.
+        max_grad_norm: Limit of the global norm, or of each layer's norm if updates are not deferred; 0 for no clipping.
+        device_optimizer: Updates blocks in the compute tier, if the program has such updates.
+        nonfinite: Treatment of a gradient that is NaN or infinite: ``stop`` raises, ``skip`` skips its update,
+            ``ignore`` uses it. If updates are not deferred, each layer's gradient is judged alone.
+        seed: Seed of the random numbers for dropout and noise.
+        order: "layer" for all micro-batches of a unit before the next unit; "micro_batch" for one micro-batch at a
+            time.
     """
 
     optimizer: Optimizer

@@ -101,8 +101,8 @@ def trace_visits(
             the host: numbers and sizes of images. None if all is text.
         top_k: Number of likeliest tokens to score, in a trace of only a forward. None for forward and backward.
 
-        Raises:
-            UnsupportedModelError: If the model cannot be streamed.
+    Raises:
+        UnsupportedModelError: If the model cannot be streamed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -156,11 +156,11 @@ def trace_generation(
         batch_size: Prompts of a micro-batch.
         seq_len: Tokens of a prompt and its completion together.
 
-        Returns:
-            The trace, without visits of a head, and visit -> bytes of its cache.
+    Returns:
+        The trace, without visits of a head, and visit -> bytes of its cache.
 
-        Raises:
-            UnsupportedModelError: If the model cannot generate, or not with streamed weights.
+    Raises:
+        UnsupportedModelError: If the model cannot generate, or not with streamed weights.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import DynamicCache
