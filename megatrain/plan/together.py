@@ -184,7 +184,7 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
     known = {key: drive for key, drive in drives.items() if key not in unknown}
     if slower:
         names = [of_ranks[each].name for each in sorted(slower)]
-        lines.append(f"rates           each is the lowest of {len(of_ranks)} ranks; rates of {_listed(names)} are lower")
+        lines.append(f"rates           the lowest of {len(of_ranks)} ranks; rates of {_listed(names)} are lower")
     return LoadedProfile(machine.model_copy(update={"drives": known}), ranks=tuple(lines))
 
 

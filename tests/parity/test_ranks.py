@@ -378,7 +378,7 @@ def check_rates(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["rates"]["nvme"] > 100 * alone[0].seconds["nvme"]
     assert first["rates"]["step"] == second["rates"]["step"] == alone[1].step_s
     assert first["rates"]["bound by"] == second["rates"]["bound by"] == "nvme"
-    both = "rates           each is the lowest of 2 ranks; rates of rank 0 and rank 1 are lower"
+    both = "rates           the lowest of 2 ranks; rates of rank 0 and rank 1 are lower"
     assert both in first["notes"] and both in second["notes"]
     assert "predicted step  of rank 1, the slowest rank" in first["notes"]
 

@@ -39,7 +39,7 @@ def test_each_rate_is_the_slowest(tmp_path: Path) -> None:
     assert (known.read_bytes_per_s, known.write_bytes_per_s, known.mixed_bytes_per_s) == (3e9, 1e9, 2e9)
     assert (known.sustained_write_bytes_per_s, known.computing_s_per_byte) == (5e8, 1e-9)
     assert found.drives.keys() == {file_system_of(tmp_path).key}
-    assert loaded.ranks == ("rates           each is the lowest of 2 ranks; rates of rank 0 and rank 1 are lower",)
+    assert loaded.ranks == ("rates           the lowest of 2 ranks; rates of rank 0 and rank 1 are lower",)
 
 
 def test_ranks_of_one_machine_plan_with_its_rates(tmp_path: Path) -> None:
