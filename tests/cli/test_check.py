@@ -48,7 +48,7 @@ def test_all_is_well(run: SavedRun) -> None:
         "config", "model", "tokenizer", "data", "plan", "disk", "steps", "checkpoints", "weights",
     ]  # fmt: skip
     assert {line.split()[0] for line in lines[:-1]} == {"ok"}
-    assert "all 20 tensors are there" in lines[1]
+    assert "all 20 tensors exist" in lines[1]
     assert lines[-1] == "no problem found"
 
 

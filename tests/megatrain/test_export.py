@@ -161,7 +161,7 @@ def test_the_model_folder_is_gone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "w")
     assert run.run(steps=2).exit_code == 0
     (run.folder / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"the model in '.*w/model', which is not there.*--model"):
+    with pytest.raises(CheckpointError, match=r"the model in '.*w/model', which does not exist.*--model"):
         export_checkpoint(run.out, tmp_path / "out")
     with pytest.raises(ModelFolderError, match="is not a folder"):
         export_checkpoint(run.out, tmp_path / "out", model_folder=tmp_path / "nowhere")

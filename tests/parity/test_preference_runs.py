@@ -132,13 +132,13 @@ def test_a_run_that_goes_on_has_its_reference(tiny_model: Path, tmp_path: Path, 
     body = values.tobytes()
     header = json.loads(whole.partition(b"\n")[0]) | {"checksum": checksum(body)}
     kept.write_bytes(json.dumps(header).encode() + b"\n" + body)
-    with pytest.raises(DataError, match="another model than the one that this run started from"):
+    with pytest.raises(DataError, match="another model than this run's initial one"):
         train_whole(folder, text)
     kept.write_bytes(whole[:-4] + b"abcd")
     with pytest.raises(DataError, match="it is damaged"):
         train_whole(folder, text)
     kept.unlink()
-    with pytest.raises(DataError, match="is gone"):
+    with pytest.raises(DataError, match="are missing"):
         train_whole(folder, text)
     kept.write_bytes(whole)
     second = train_whole(folder, text)

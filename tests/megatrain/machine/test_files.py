@@ -84,7 +84,7 @@ def broken(tmp_path: Path) -> Path:
         (('is = "24GiB"', "is = 24"), "has no unit"),
         (('is = "160TFLOP/s"', 'is = "160TB/s"'), 'Write for example "794TFLOP/s"'),
         (('source = "NVIDIA data sheet"', 'note = "x"'), "gpu.memory.note: is not a key of a machine file"),
-        ((', source = "NVIDIA data sheet"', ""), "needs one of source, estimate and measured"),
+        ((', source = "NVIDIA data sheet"', ""), "one of source, estimate and measured"),
         (("[ram]\n", '[ram]\nspeed = "fast"\n'), "ram.speed: is not a key of a machine file"),
         (("in_use =", "# in_use ="), "ram.in_use: is missing"),
     ],
@@ -121,7 +121,7 @@ def test_sizes_left_to_the_machine_are_those_of_the_machine(tmp_path: Path) -> N
     assert plan.objections == () and plan.fits
     assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
     assert (
-        "predicted for rtx4090-128gb" in plan.estimate.notes[-1] and "nothing was measured" in plan.estimate.notes[-1]
+        "predicted for rtx4090-128gb" in plan.estimate.notes[-1] and "no rate was measured" in plan.estimate.notes[-1]
     )
     assert plan.run.tiers.rates == (5e9, 5e9)
 

@@ -79,7 +79,7 @@ def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path
     most = graph.config.max_position_embeddings
     assert list(warnings_of(config(tmp_path, f"data.max_length={most}"), graph)) == []
     (longer,) = warnings_of(config(tmp_path, f"data.max_length={most + 1}"), graph)
-    assert f"max_position_embeddings = {most}" in longer and "has not learned" in longer
+    assert f"max_position_embeddings = {most}" in longer and "was not trained on later" in longer
     (new,) = warnings_of(config(tmp_path, f"data.max_length={most + 1}", "train_from_scratch=true"), graph)
     assert "raise it in config.json" in new
 
