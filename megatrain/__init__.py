@@ -1,4 +1,4 @@
-"""megatrain: trains Hugging Face decoders layer by layer out of a tiered store; its parts for other trainers."""
+"""megatrain: trains Hugging Face decoders layer by layer from a tiered store; its parts work in other trainers."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ else:
     __getattr__, _names, __all__ = lazy_names(__name__, distribution="megatrain-tier")
 
     def __dir__() -> list[str]:
-        """Return the public names. Without lightning, `help` would end with an error at that name."""
+        """Return the public names. Without lightning, ``help`` would fail at that name."""
         return [name for name in _names() if name != "lightning" or find_spec("lightning") is not None]
 
 
 def _ask_for_repeatable_products() -> None:
-    """Set what makes the libraries of matrix products add in the same order, while it can still be set.
+    """Make the matrix-product libraries add in a fixed order, while this can still be set.
 
-    Each reads its variable once, at its first product, and that may come long before the engine is made. MKL's sums
-    depend on the number of threads by default, and ranks of one host have fewer than a run of one process; its strict
-    mode gives a row the same bits among any others, too, on a processor of Intel. For cuBLAS the variable stays unset
-    where CUDA is in use already, so that ``megatrain.engine.environment`` can tell.
+    Each library reads its variable once, at its first product, possibly long before the engine exists. By default,
+    MKL's sums depend on the number of threads, and ranks of one host have fewer than a single process. Its strict mode
+    also gives a row the same bits among any other rows, on an Intel processor. The cuBLAS variable stays unset if CUDA
+    is already in use, so that ``megatrain.engine.environment`` can detect it.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch = sys.modules.get("torch")
@@ -55,10 +55,10 @@ def _ask_for_repeatable_products() -> None:
 
 
 def _shorten_openmp_spinning() -> None:
-    """Let OpenMP's threads spin for about 0.1 ms and then sleep, unless the user chose how they wait.
+    """Let OpenMP threads spin for about 0.1 ms and then sleep, unless the user chose how they wait.
 
-    A spinning thread takes a core from those that transfer and update blocks. Waking a sleeping one takes longer than
-    an operator of a small model (decision 0111). Nothing changes in a process that has imported torch already.
+    A spinning thread takes a core from the threads that transfer and update blocks. Waking a thread takes longer than
+    an operator of a small model (decision 0111). Has no effect if the process has imported torch already.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # GNU, in torch's packages for Linux

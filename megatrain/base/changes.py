@@ -1,4 +1,4 @@
-"""What differs between two configs, by what it means for the results of a run that is continued."""
+"""Differences between two configs, sorted by their effect on the results of a resumed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Change:
 
     Attributes:
         key: as users write it, ``optimizer.groups.0.learning_rate``.
-        before: its first value as TOML has it; None: not set.
+        before: its first value as TOML has it; None if it is not set.
         now: its second value, likewise.
     """
 
@@ -34,8 +34,8 @@ class ConfigChanges:
     """All keys that differ, in the order of the config.
 
     Attributes:
-        altering: the run goes on with other numbers.
-        free: it goes on with the same ones.
+        altering: changes after which the run computes other numbers.
+        free: changes that leave the results the same.
     """
 
     altering: tuple[Change, ...]

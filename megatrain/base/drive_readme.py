@@ -15,22 +15,22 @@ README_NAME = "README.txt"
 _TEXT = """\
 This folder belongs to megatrain-tier. CHECKPOINTS LIE HERE: it is no scratch space.
 
-snap/          parts of checkpoints that no other place has. Without this folder they cannot be opened.
-live/, .pool/  blocks of the run that uses the folder now, or used it last: weights, gradients, optimizer state.
-               What a checkpoint shares with them takes its room only once (hard links).
-the files      say whose the folder is, who uses it, and how much was written to it.
+snap/          parts of checkpoints that exist nowhere else. Without this folder they cannot be opened.
+live/, .pool/  blocks of the current or last run of this folder: weights, gradients, optimizer state.
+               Data that they share with a checkpoint takes space only once (hard links).
+the files      record the owner of the folder, its current user, and the bytes written to it.
 
-Checkpoints of these runs lie here, or will (the next run that uses the folder writes this file anew):
+Checkpoints of these runs are or will be stored here (the next run that uses the folder rewrites this file):
 {runs}
 
 What may be deleted, and how:
-  what ended runs left and no checkpoint needs     megatrain-tier clean {folder}
+  leftovers of ended runs, not in any checkpoint   megatrain-tier clean {folder}
   a checkpoint                                     megatrain-tier ckpt ls RUN
                                                    megatrain-tier ckpt rm RUN --step N
   the whole folder                                 megatrain-tier ckpt rm RUN --all, for each of these runs; then rm -r
 Deleting anything else by hand destroys checkpoints.
 
-A run with `save_copy = true` in its [checkpoint] table keeps whole copies in its output_dir, which need nothing of this
+A run with `save_copy = true` in its [checkpoint] table keeps whole copies in its output_dir, which do not need this
 folder.
 """
 

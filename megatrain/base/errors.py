@@ -1,4 +1,4 @@
-"""Errors for users that any package may raise: a config, or a model, that cannot be used."""
+"""Errors for users that any package may raise: an unusable config or model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ConfigError", "ModelFolderError", "Problem", "UnsupportedModelError"
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot be trained here. The text names the model, what was looked for, and what to do."""
+    """The model cannot be trained here. The text names the model, the missing property and the remedy."""
 
     def __init__(self, model: str, problem: str) -> None:
         self.model = model
@@ -23,14 +23,14 @@ class UnsupportedModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake.
+    """One mistake in a config.
 
     Attributes:
-        key: dotted key it is about, or "".
+        key: dotted key at fault, or "".
         message: what is wrong, as a sentence without a full stop.
         remedy: what to write instead, or "".
-        where: the file, or ``--set``, that holds it.
-        line: line in that file, counted from 1; None where unknown.
+        where: file that holds it, or ``--set``.
+        line: line in that file, counted from 1; None if unknown.
     """
 
     key: str
@@ -45,10 +45,10 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A config cannot be used. Holds every problem that was found, in the order of the file.
+    """A config cannot be used. Holds every problem found, in the order of the file.
 
     Attributes:
-        problems: the problems, at least one.
+        problems: at least one.
         source: the config file.
     """
 
@@ -65,7 +65,7 @@ class ConfigError(Exception):
 
 
 class ModelFolderError(Exception):
-    """A model folder cannot be used; the text says what is wrong, where, and what to do.
+    """A model folder cannot be used; the text names the problem, the place and the remedy.
 
     Attributes:
         path: the file or folder at fault.

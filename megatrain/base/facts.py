@@ -1,4 +1,4 @@
-"""What decides the sizes of a first config: of a machine and of a model, as far as they are known."""
+"""Facts about a machine and a model that set the sizes of a first config."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Drive:
     """A folder that could hold blocks.
 
     Attributes:
-        path: the folder, as it is written.
+        path: the folder, as the config writes it.
         kind: its file system.
-        objection: why it is better not used, or "".
+        objection: reason not to use it, or "".
     """
 
     path: str
@@ -26,7 +26,7 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What decides sizes. ``gpu_bytes`` is what is free now; None: there is no CUDA device."""
+    """Memory and drives of a machine. ``gpu_bytes`` is the free GPU memory; None without a CUDA device."""
 
     ram_bytes: int
     free_ram_bytes: int
@@ -36,7 +36,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of the model: its path or hub name, and 0 for numbers that are not known."""
+    """Known facts about a model. ``path`` is a folder or a hub name; unknown numbers are 0."""
 
     path: str
     num_parameters: int = 0

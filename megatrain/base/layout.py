@@ -1,4 +1,4 @@
-"""How the tensors of one unit lie inside one flat block.
+"""Positions of a unit's tensors inside one flat block.
 
 Every kind of block of a unit (weight, low half, m, v, gradient) uses the same element offsets, so one layout serves
 all of them.
@@ -38,11 +38,11 @@ ALIGNMENT_ELEMENTS = 1024
 """Every tensor starts at a multiple of this many elements: 4 KiB in fp32, the sector of an O_DIRECT transfer."""
 
 PART_ELEMENTS = 16 << 20
-"""Elements of a part: 64 MiB in fp32. A constant: which blocks there are depends on the model alone, not on memory."""
+"""Elements of a part: 64 MiB in fp32. A constant, so that the set of blocks depends on the model, not on memory."""
 MAX_PARTS = 1024
-"""Parts of a model, about: where there would be more of them, they are larger."""
+"""Approximate limit of parts per model; a model that would exceed it has larger parts."""
 PART_ALIGNMENT_ELEMENTS = 65_536
-"""Parts begin at multiples of this: the elements of one partial sum of a norm."""
+"""Parts begin at multiples of this: the number of elements in one partial sum of a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TensorEntry:
         name: Full parameter name as in `model.named_parameters()`.
         shape: Shape of the parameter; `()` for a scalar.
         offset: First element inside the block; a multiple of `ALIGNMENT_ELEMENTS`.
-        part_of: Name of the model's parameter of which this is a range of the first dimension; empty: it is whole.
+        part_of: Name of the model's parameter of which this is a range of the first dimension; empty if it is whole.
         first: First element of that range, in the model's parameter.
     """
 
@@ -83,7 +83,7 @@ class UnitLayout:
         entries: Parameters in definition order, without overlap.
         num_elements: Length of the block in elements, padding included; a multiple of `ALIGNMENT_ELEMENTS`.
         trainable: Whether the group has gradients and optimizer state.
-        parts: Ranges of elements, in order, that state and gradients of a large group are blocks of; others have one.
+        parts: Ranges of elements, in order, with a block each for state and gradient; a small group has one.
     """
 
     name: str
@@ -98,7 +98,7 @@ class UnitLayout:
 
     @property
     def first_rows(self) -> tuple[int, ...]:
-        """Rows that the parts begin with, of a group of one matrix whose parts are whole rows; else nothing."""
+        """First row of each part. Empty unless the group is one matrix cut at row boundaries."""
         if len(self.entries) != 1 or len(self.entries[0].shape) != 2:
             return ()
         width = self.entries[0].shape[1]
@@ -129,10 +129,10 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
 
 
 def in_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
-    """Return the layouts of a model with those cut that are larger than a part.
+    """Split each layout that is larger than a part; return all layouts.
 
-    Parts are larger in a model that would have more than `MAX_PARTS` of them: all blocks have to be planned for, and
-    each of them costs a lease.
+    Parts are larger in a model that would have more than `MAX_PARTS` of them, because each block costs planning
+    and a lease.
     """
     whole = list(layouts)
     total = sum(layout.num_elements for layout in whole)
@@ -151,9 +151,9 @@ def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
 
 
 def _border(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
-    """Return where a part ends that begins at `start`: where a row begins, if one does in the last half before `limit`.
+    """Return the end of a part: the last row start in the second half before `limit`, or `limit` if there is none.
 
-    Whole rows keep pieces of matrices matrices: no gradient has to be made contiguous to be cut.
+    Parts of whole rows are matrices, so a gradient need not be made contiguous to be split.
     """
     for border in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
         entry = next(entry for entry in reversed(entries) if entry.offset <= border)
@@ -164,12 +164,12 @@ def _border(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
 
 
 def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype: bool = False) -> list[UnitLayout]:
-    """Return the layouts of the parameters that a unit owns: the trained ones in one block, the frozen ones in another.
+    """Return the layouts of a unit's own parameters: trained ones in one block, frozen ones in another.
 
     Args:
-        path: Name of the unit; that of the first layout.
+        path: Name of the unit and of the first layout.
         parameters: Full name -> parameter, in definition order.
-        by_dtype: Each dtype has blocks of its own.
+        by_dtype: Whether each dtype gets separate blocks.
 
     Returns:
         The trained ones first: `<unit>`, `<unit>.frozen`; for other dtypes `<unit>.<dtype>`, `<unit>.<dtype>.frozen`.
@@ -188,10 +188,10 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
 
 
 def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[TensorEntry, int, int]]:
-    """Yield the parameters of a range of a block, each with the range of its own elements that lies inside.
+    """Yield (parameter, start, stop) for a range of a block: the elements of each parameter inside it.
 
     Args:
-        layout: how the block's tensors lie in it.
+        layout: layout of the block.
         start: first element of the block.
     """
     for entry in layout.entries:
@@ -216,12 +216,12 @@ def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What of a parameter lies in one part: some of its rows, or a range of one row.
+    """The share of a parameter in one part: some of its rows, or a range of one row.
 
     Attributes:
         start: First element inside the part's block.
         rows: Indexes along the parameter's first dimension. A scalar has one row.
-        inside: Range of elements within the only row; None: all of the rows.
+        inside: Range of elements within a single row; None if whole rows.
     """
 
     part: int
@@ -243,7 +243,7 @@ class Piece:
 
 
 def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
-    """Yield what of a parameter lies in which part, in order."""
+    """Yield the pieces of a parameter, in order."""
     row_elements = entry.numel // entry.shape[0] if entry.shape and entry.shape[0] else entry.numel
     for number, part in enumerate(parts):
         start, stop = max(part.start, entry.offset), min(part.stop, entry.offset + entry.numel)
@@ -265,10 +265,10 @@ def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
 
 
 class InPieces:
-    """A parameter's tensor that lies in several blocks.
+    """A parameter's tensor, split over several blocks.
 
     Args:
-        places: its pieces, each with the view of its block.
+        places: its pieces, each with a view of its block.
     """
 
     def __init__(self, places: Sequence[tuple[Piece, Tensor]]) -> None:
@@ -293,7 +293,7 @@ def pieces_of_parts(parts: Sequence[range], layout: UnitLayout) -> Sequence[Sequ
 def views_of_pieces(
     blocks: Sequence[Tensor], pieces_of: Sequence[Sequence[Piece]], layout: UnitLayout
 ) -> dict[str, Tensor | InPieces]:
-    """Return each parameter by full name: a view of the block that it lies in, or its views of several blocks.
+    """Return each parameter by full name: a view of its block, or `InPieces` over several blocks.
 
     Args:
         blocks: 1-D tensors, one for each part.

@@ -1,4 +1,4 @@
-"""Work on input of strangers, within limits of processor time and memory: patterns, templates, aliases of YAML."""
+"""Limits on processor time and memory for untrusted input: patterns, templates, YAML aliases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 __all__ = ["MAX_CPU_S", "MAX_EXTRA_BYTES", "LimitError", "run_limited"]
 
-#: Limits of one call; a usual pattern or template needs a millisecond and less than a megabyte.
+#: Limits of one call. A typical pattern or template needs a millisecond and less than a megabyte.
 MAX_CPU_S = 10
 MAX_EXTRA_BYTES = 1 << 30  # of address space, beyond what the caller's process has
 _WALL_S = 300.0  # for a process that waits instead of computing
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class LimitError(Exception):
-    """The work has no result: it reached a limit, or its process ended early. The text says which."""
+    """The work has no result because it reached a limit or its process ended early. The text names the cause."""
 
 
 def run_limited(act: Callable[[], Result]) -> Result:
@@ -37,7 +37,7 @@ def run_limited(act: Callable[[], Result]) -> Result:
     A regular expression or a template cannot be interrupted in its own process, nor its memory bounded.
 
     Args:
-        act: must not use a device, start threads or change files. Its result is a JSON value.
+        act: Function with a JSON value as its result. It must not use a device, start threads or change files.
 
     Raises:
         LimitError: a limit was reached, the function raised an error, or its process ended without a result.

@@ -1,4 +1,4 @@
-"""What a run reports, as records and as lines of text, and the protocol of those that observe it.
+"""Reports of a run, as records and as lines of text, and the protocol of its observers.
 
 ``StepMetrics`` is the one record of a step: the console, ``status.json``, ``metrics.jsonl`` and every tracker get it.
 Imports no torch.
@@ -25,7 +25,7 @@ class StoredRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the record that ``to_json`` gave; unknown keys are ignored.
+        """Return the record from the output of ``to_json``; unknown keys are ignored.
 
         Raises:
             TypeError: a field is missing or has the wrong type.
@@ -53,11 +53,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What is known when training starts.
+    """Facts that are known when training starts.
 
     Attributes:
         task: ``sft``, ``pretrain`` or ``dpo``.
-        device: what computes, ``cpu`` or ``cuda:0``.
+        device: compute device, ``cpu`` or ``cuda:0``.
         tokens_per_step: token positions in a step, padding included.
     """
 
@@ -91,13 +91,13 @@ class StepMetrics(StoredRecord):
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved for the uses of this step.
         link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer under way.
-        ranks: with several processes, what each saw of this step, by rank: ``step_s``, ``tier_used_bytes``,
-            ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. What stands beside it here
-            is rank 0's.
+        ranks: figures of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
+            ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. The other fields here
+            are rank 0's.
         rss_bytes: resident memory of the process.
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
-        model_flops: floating-point operations without recomputation and padding; 0: unknown.
-        hardware_flops: all floating-point operations, see ``megatrain.trace.trace.step_flops``; 0: unknown.
+        model_flops: floating-point operations without recomputation and padding; 0 if unknown.
+        hardware_flops: all floating-point operations, see ``megatrain.trace.trace.step_flops``; 0 if unknown.
         preferences: means of a loss over preferences, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 
@@ -158,11 +158,11 @@ class StepMetrics(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class Sample(StoredRecord):
-    """What the model makes of a row of an evaluation set.
+    """The model's continuation of a row of an evaluation set.
 
     Attributes:
         prompt: beginning of the row.
-        generated: what the model writes behind it.
+        generated: text that the model appends.
     """
 
     prompt: str
@@ -175,12 +175,12 @@ class EvaluationMetrics(StoredRecord):
     """Figures of one evaluation set at one step.
 
     Attributes:
-        step: steps done; the weights are those after them.
+        step: steps done before the evaluation.
         name: evaluation set, as in metrics.
-        loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms; of
-            preferences their loss, mean over all examples.
+        loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms. For
+            preferences, mean of their loss over all examples.
         num_tokens: tokens with a label.
-        seconds: that training was paused for it.
+        seconds: pause of training for the evaluation.
         samples: continuations of its first rows, if the config asks for them.
     """
 
@@ -195,7 +195,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``, which says nothing of preferences."""
+        """``exp(loss)``; meaningless for preference losses."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -203,7 +203,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def quality(self) -> str:
-        """What lines say beside the loss."""
+        """Figures that console lines print after the loss."""
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
@@ -239,13 +239,13 @@ class CheckpointMetrics(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class RunSummary(StoredRecord):
-    """What a run did.
+    """Results of a run.
 
     Attributes:
-        num_steps: steps done, also before the run was continued.
+        num_steps: steps done, including those before a resume.
         first_loss: loss of the first step.
         last_loss: loss of the last step.
-        mean_losses: means over the first and over the last ``num_averaged`` steps; None: unknown.
+        mean_losses: means over the first and over the last ``num_averaged`` steps; None if unknown.
         num_averaged: steps in each of ``mean_losses``.
         seconds: time of training, without the export, over all starts.
         num_real_tokens: tokens without padding, over all steps.
@@ -258,9 +258,9 @@ class RunSummary(StoredRecord):
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
         interrupted: whether the run was stopped early.
-        saved_step: step of the newest checkpoint, None without one.
+        saved_step: step of the newest checkpoint; None if there is none.
         evaluations: set -> its last evaluation.
-        num_processes: that trained together. What is said of tiers, links, drives and memory is the first one's.
+        num_processes: processes that trained together. Figures of tiers, links, drives and memory are rank 0's.
     """
 
     num_steps: int
@@ -292,7 +292,7 @@ def _metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
     return None if values is None else StepMetrics.from_json(values)
 
 
-#: Annotation of a field -> what makes its value of one of JSON.
+#: Annotation of a field -> the function that converts its JSON value.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "float": float,
@@ -304,13 +304,13 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class RunObserver:
-    """The protocol of those that observe a run; every method does nothing unless it is overridden.
+    """The protocol of observers of a run; every method does nothing unless overridden.
 
-    Called by the thread that trains, ``on_message`` by any thread. Methods return quickly and do not raise.
+    The training thread calls them; any thread may call ``on_message``. Methods return quickly and do not raise.
     """
 
     def on_ready(self, step: int | None) -> None:
-        """Everything that can be looked at before a run is right. ``step``: of its checkpoint; None: it begins."""
+        """All checks before training passed. ``step``: of the checkpoint to resume; None for a new run."""
 
     def on_start(self, info: RunInfo) -> None:
         """Training is about to start."""
@@ -325,7 +325,7 @@ class RunObserver:
         """A checkpoint is on disk."""
 
     def on_message(self, text: str) -> None:
-        """There is something for the user to read."""
+        """A message for the user."""
 
     def on_end(self, summary: RunSummary) -> None:
         """Training is over. Not called after an error."""
@@ -368,7 +368,7 @@ def format_evaluation(metrics: EvaluationMetrics) -> str:
 
 
 def format_samples(samples: Sequence[Sample]) -> list[str]:
-    """Return a console line of each sample: the end of its prompt, and the beginnings of what follows."""
+    """Return a console line per sample: the end of its prompt, then the starts of its continuation and reference."""
     return [
         f"      ...{_one_line(each.prompt)[-_SHOWN:]} >> {_one_line(each.generated)[:_SHOWN]} "
         f"(reference: {_one_line(each.reference)[:_SHOWN]})"
@@ -376,7 +376,7 @@ def format_samples(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-#: Characters of a text in a line.
+#: Characters of each text in a line.
 _SHOWN = 60
 _LEAST_SHOWN_S = 0.05
 
@@ -405,7 +405,7 @@ def format_step(metrics: StepMetrics) -> str:
 
 
 def format_preferences(figures: Mapping[str, float]) -> str:
-    """Return what a line says of preferences; "" where there are none."""
+    """Return the preference figures for a console line, or "" if there are none."""
     names = {
         "rewards/accuracies": "accuracy {:.2f}",
         "rewards/margins": "margin {:.3f}",
@@ -417,7 +417,7 @@ def format_preferences(figures: Mapping[str, float]) -> str:
 
 
 def format_lr(metrics: StepMetrics) -> str:
-    """Return the learning rate, and how far the warm-up is: its first rate is 0, which changes no weight."""
+    """Return the learning rate and the progress of the warm-up, whose first rate is 0 and changes no weight."""
     text = f"{metrics.lr:.1e}" if metrics.lr else "0"
     if metrics.step > metrics.warmup_steps:
         return text
@@ -444,7 +444,7 @@ def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
 
 
 def format_rank(figures: Mapping[str, Any]) -> str:
-    """Return what one rank of several had in its tiers, moved and waited for in a step; as in ``StepMetrics.ranks``."""
+    """Return one rank's tier usage, transfers and stalls of a step, from its entry in ``StepMetrics.ranks``."""
     moved = figures.get("link_bytes", {})
     between = sum(nbytes for link, nbytes in moved.items() if link.endswith(("->ranks", "->hosts")))
     parts = [
@@ -457,6 +457,6 @@ def format_rank(figures: Mapping[str, Any]) -> str:
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause; those below 50 ms are left out, and "" where there is no other."""
+    """Return the seconds waited per cause, without those below 50 ms; "" if none remain."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _LEAST_SHOWN_S]
     return f"wait {' '.join(seen)}" if seen else ""

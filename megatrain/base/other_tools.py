@@ -1,6 +1,6 @@
-"""The keys of other tools: the answer of ``megatrain-tier import`` to each, and what to write in our config instead.
+"""The keys of other tools: the answer of ``megatrain-tier import`` to each, and the key here that replaces it.
 
-Plain data that imports nothing of the project: the config package reads it to advise on unknown keys, the rules of
+Plain data that imports nothing from the project. The config package uses it for advice on unknown keys, and
 ``megatrain.extras.translate`` to translate files. A row that needs more than a new name names its conversion there.
 """
 
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
-#: Tools whose files are translated -> how they are written in sentences.
+#: Tools whose files are translated -> their names in sentences.
 TITLES: dict[Tool, str] = {
     "llamafactory": "LLaMA-Factory",
     "axolotl": "Axolotl",
@@ -30,11 +30,11 @@ class Row(NamedTuple):
     Attributes:
         how: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
             "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
-        ours: Our dotted key, or "" if there is none.
-        why: Reason why the key, or a value without a choice, is unneeded or lost.
+        ours: The dotted key here, or "" if there is none.
+        why: Reason why the key, or a value outside ``choices``, is unneeded or lost.
         note: Advice for a user who writes the key into our config, in addition to ``ours``.
         tool: Title of the tool that has the key.
-        choices: Their value -> ours, None if the value is our default.
+        choices: The tool's value -> the value here, None for the default.
     """
 
     how: str
@@ -46,11 +46,11 @@ class Row(NamedTuple):
 
     @property
     def is_set(self) -> bool:
-        """Whether a value of the key sets one of our keys."""
+        """Whether a value of the key sets one of the keys here."""
         return bool(self.ours) and self.how not in ("unneeded", "lost")
 
     def advice(self) -> str:
-        """Return the sentence that follows "unknown key"."""
+        """Return the advice after "unknown key"."""
         missing = "nothing like it here: leave it out" if self.how == "lost" else "not needed here"
         here = f"here: {self.ours}" if self.ours else missing
         return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (
@@ -83,7 +83,7 @@ def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> 
 
 
 def _unless(same: Any, why: str) -> Row:
-    """Return a row that is lost, unless it has the value that means the same as here."""
+    """Return a row for a lost key, with the one value that means the same as the behavior here."""
     return Row("lost", "", why, why, "", {same: None})
 
 
@@ -92,7 +92,7 @@ def _each(names: str, row: Row) -> dict[str, Row]:
 
 
 def _in_table(table: str, names: str, how: str = "copy") -> dict[str, Row]:
-    """Return keys that have the same name here, in ``table``."""
+    """Return rows for keys that have the same name here, in ``table``."""
     return {name: Row(how, f"{table}{name}") for name in names.split()}
 
 
@@ -108,7 +108,7 @@ _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
 QUANTIZED = "name a folder that is quantized already, such as a -bnb-4bit one of the hub"
 OWN_TEMPLATE = (
-    "the chat template in the model's folder is used, which changes every text where it is another: look at it with "
+    "the chat template in the model's folder is used, and a different one changes every text: check it with "
     "`megatrain-tier data preview`"
 )
 _NOT_UPLOADED = "a run uploads nothing: `megatrain-tier export OUTPUT_DIR --push-to-hub ID` does"
@@ -146,7 +146,7 @@ _ATTENTION = _choice(
     _AUTO_ATTENTION,
 )
 
-#: transformers' TrainingArguments and keys beside them, which LLaMA-Factory, TRL and Axolotl share.
+#: transformers' TrainingArguments, and further keys that LLaMA-Factory, TRL and Axolotl share.
 _SHARED = _of(_TRANSFORMERS, {
     **_in_table("", "run_name seed data_seed full_determinism"),
     **_in_table("training.", """per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
@@ -163,12 +163,12 @@ _SHARED = _of(_TRANSFORMERS, {
     "torch_compile_backend": _choice("model.compile_backend", _BACKENDS,
                                      'there are "inductor", "aot_eager" and "eager"'),
     "output_dir": _as("path", "output_dir"),
-    # Old names of transformers 4; our config accepts them too, with a warning.
+    # Old names of transformers 4; also accepted in a config, with a warning.
     "warmup_ratio": _as("warmup", "optimizer.warmup_steps", tool=TRANSFORMERS_4),
     "per_gpu_train_batch_size": _same("training.per_device_train_batch_size", tool=TRANSFORMERS_4),
     "evaluation_strategy": _choice("evaluation.eval_strategy", _STRATEGY, tool=TRANSFORMERS_4),
     "per_gpu_eval_batch_size": _same("evaluation.per_device_eval_batch_size", tool=TRANSFORMERS_4),
-    # Values that change on the way.
+    # Keys with a conversion of their values.
     "optim": _as("optimizer", "optimizer.optim"),
     "warmup_steps": _as("warmup", "optimizer.warmup_steps"),
     "bf16": _as("half_precision", "precision.compute_dtype", _BFLOAT16),
@@ -215,7 +215,7 @@ _SHARED = _of(_TRANSFORMERS, {
     "save_safetensors": _unneeded(_WHOLE_AND_SAFETENSORS,
                                   note="the [export] is safetensors, checkpoints are plain zarr arrays"),
     "save_only_model": _unneeded(_WHOLE_AND_SAFETENSORS, note=f"{_WHOLE}; [export] writes the model alone"),
-    "ignore_data_skip": _unneeded("the data goes on where it stopped, without reading it again"),
+    "ignore_data_skip": _unneeded("the data resumes where it stopped, without reading it again"),
     "enable_jit_checkpoint": _same("checkpoint.save_on_signal"),
     **_each("""disable_tqdm log_level log_level_replica logging_strategy logging_first_step
         include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics log_on_each_node
@@ -281,8 +281,8 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "freeze_vision_tower": _rule("model.images", 'true is "frozen", false is "trained"'),
     "freeze_multi_modal_projector": _rule("model.images", 'false is "trained"; model.freeze names what stays'),
     "freeze_language_model": _rule("model.freeze", "name the language model's parameters"),
-    **_each("image_max_pixels image_min_pixels", _lost("sizes of images are those of preprocessor_config.json in the "
-                                                       "model's folder: change them there")),
+    **_each("image_max_pixels image_min_pixels", _lost("image sizes come from preprocessor_config.json in the model's "
+                                                       "folder: change them there")),
     **_each("video_max_pixels video_min_pixels video_fps video_maxlen", _unneeded("videos are not trained")),
     **_each("use_galore use_badam use_apollo use_adam_mini", _lost("see optimizer.optim")),
     "use_muon": _rule("optimizer.optim", 'true is "muon"'),
@@ -499,7 +499,7 @@ OTHERS = {
         "hf_assets_path": _as("path", "model.model_name_or_path"),
         "dump_folder": _as("path", "output_dir"),
         "local_batch_size": _same("training.per_device_train_batch_size"),
-        "global_batch_size": _rule("training.gradient_accumulation_steps", "rows of a step divided by those of a "
+        "global_batch_size": _rule("training.gradient_accumulation_steps", "rows per step divided by rows per "
                                    "micro-batch; or only training.train_batch_tokens"),
         "seq_len": _same("data.max_length"),
         "max_norm": _same("optimizer.max_grad_norm"),
@@ -533,7 +533,7 @@ OTHERS = {
     }),
 }  # fmt: skip
 
-#: Tool -> its keys, dotted where they lie in a section.
+#: Tool -> its keys, dotted if they are in a section.
 KEYS: dict[Tool, dict[str, Row]] = {
     "llamafactory": {**_SHARED, **_OF_LLAMA_FACTORY},
     "axolotl": {**_SHARED, **_OF_AXOLOTL},
@@ -542,23 +542,23 @@ KEYS: dict[Tool, dict[str, Row]] = {
     "megatrain": _OF_MEGATRAIN,
 }
 
-#: Old names that our config accepts with a warning: old name -> our dotted key.
+#: Old names that the config accepts with a warning -> the dotted key here.
 ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if name.tool == TRANSFORMERS_4}
 
-#: Switches of transformers 4 whose effect is always on here; accepted with a warning when true.
+#: Switches of transformers 4 that are always on here; accepted with a warning when true.
 ALWAYS_ON: dict[str, str] = {
     "gradient_checkpointing": "training.recompute says what the backward computes again",
     "activation_checkpointing": "every layer is recomputed once in the backward pass",
 }
 
-#: Last parts of keys that are too general to advise on, or our own words or almost so.
+#: Last parts of keys that are too general for advice, or equal or close to keys here.
 _AMBIGUOUS = frozenset(
     {"cache_dir", "checkpoint", "dataset", "device", "devices", "enabled", "name", "optimizer", "path", "type"}
 )
 
 
 def _translations() -> dict[str, Row]:
-    """Return the names to advise on; of a name that several tools share, the first table's meaning."""
+    """Return the names that get advice; if several tools share a name, the first table wins."""
     found: dict[str, Row] = {}
     skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
     for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, OTHERS):
@@ -571,10 +571,10 @@ def _translations() -> dict[str, Row]:
     return found
 
 
-#: Last part of another tool's key -> what to write here, for unknown keys of our config.
+#: Last part of another tool's key -> the replacement here, for unknown keys of the config.
 TRANSLATIONS: dict[str, Row] = _translations()
 
-#: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
+#: Tables and keys of later releases: reported as such instead of as a typo.
 NOT_YET: frozenset[str] = frozenset(
     {
         "placement.override",

@@ -1,4 +1,4 @@
-"""The living process that has the folder of a run: found by its lock, and sent signals. Imports no torch."""
+"""The living process that owns a run's folder: found by its lock, and sent signals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LockHolder:
     """The living process that holds the lock of a run's folder.
 
     Attributes:
-        pid: None where the lock does not say.
-        host: None where the lock does not say.
+        pid: None if the lock has none.
+        host: None if the lock has none.
         text: contents of the lock, for messages.
     """
 
@@ -34,7 +34,7 @@ class LockHolder:
 
 
 def living_owner(path: Path | str) -> LockHolder | None:
-    """Return the process that holds the lock of a run's folder, or None; the file of a dead process is no lock.
+    """Return the process that holds the lock of a run's folder; None if it is dead or there is no lock.
 
     Raises:
         OSError: the lock cannot be read.
@@ -44,10 +44,10 @@ def living_owner(path: Path | str) -> LockHolder | None:
 
 
 def check_reachable(path: Path | str, owner: LockHolder) -> None:
-    """Make sure that the owner's pid names the owner here: it may be of another machine or container.
+    """Check that the owner's pid is valid here; it may come from another machine or container.
 
     Raises:
-        UnreachableRunError: it is on another machine, in another container, or another user's.
+        UnreachableRunError: it is on another machine, in another container, or of another user.
         ProcessLookupError: it has ended.
     """
     if owner.pid is None or owner.host != socket.gethostname():

@@ -1,17 +1,17 @@
 """Exact fp32 master weights as a bf16 high half and an int16 low half.
 
-The high half is the master rounded to bf16, ties away from zero: the weight that a bf16 device multiplies with. The low
-half is the low 16 bits of the master. In integers, with all arithmetic modulo 2**32::
+The high half is the master rounded to bf16, ties away from zero: the weight that a bf16 device multiplies with. The
+low half is the low 16 bits of the master. In integers, with all arithmetic modulo 2**32::
 
     high = (bits + 0x8000) >> 16        low = bits & 0xFFFF, read as int16
     bits = (high << 16) + low           # a negative low half takes back the one that rounding carried into high
 
 So the pair holds every one of the 2**32 patterns exactly, NaN payloads included. Round-to-nearest-even cannot be stored
-this way: an even high half would stand for 65,537 masters.
+this way: an even high half would have to represent 65,537 masters.
 
-Only the *high half read as bf16* needs care at the edge: a finite master beyond the largest bf16 by half a step or more
-(0x7F7F8000, 3.3961775e38, and up) has an infinite high half, and a NaN whose payload rounds over reads as another
-value (0x7FFFFFFF as -0.0, 0x7F800001 as +inf). Training refuses non-finite gradients before they reach a master, so no
+Only the *high half read as bf16* needs care at the edge. A finite master beyond the largest bf16 by half a step or more
+(0x7F7F8000, 3.3961775e38, and up) has an infinite high half. A NaN whose payload rounds over reads as another value
+(0x7FFFFFFF as -0.0, 0x7F800001 as +inf). Training refuses non-finite gradients before they reach a master, so no
 NaN is ever encoded.
 """
 

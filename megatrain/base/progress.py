@@ -1,4 +1,4 @@
-"""What a run is doing at this moment, shown by the live view and ``status.json``."""
+"""The current activity of a run, shown by the live view and ``status.json``."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["Activity", "Moment", "Saving"]
 
 @dataclass(frozen=True, slots=True)
 class Moment(StoredRecord):
-    """What a run was doing at one moment.
+    """The activity of a run at one moment.
 
     Attributes:
         doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
-        phase: what a step or an evaluation does, e.g. ``"backward"``.
+        phase: phase of a step or an evaluation, e.g. ``"backward"``.
         unit: part of the model, e.g. ``"model.layers.11"``.
-        part: parts that are done.
-        num_parts: parts of the activity; 0: unknown.
-        micro_batch: the current one, from 1; 0: none.
-        num_micro_batches: how many a step has.
-        seconds: since the activity began.
+        part: number of finished parts.
+        num_parts: parts of the activity; 0 if unknown.
+        micro_batch: the current one, counted from 1; 0 if there is none.
+        num_micro_batches: micro-batches of a step.
+        seconds: time since the activity began.
         notice: text that stays in view, e.g. that the run is stopping.
-        done_bytes: bytes moved so far by an activity that moves some, e.g. loading.
-        num_bytes: that it moves in all; 0: it is not measured in bytes.
-        saved_bytes: bytes written so far of a checkpoint, beside whatever the run does.
-        checkpoint_bytes: size of that checkpoint; 0: none is being written.
+        done_bytes: bytes moved so far by an activity such as loading.
+        num_bytes: total bytes of that activity; 0 if it is not measured in bytes.
+        saved_bytes: bytes written so far of a checkpoint, which is written concurrently with other activities.
+        checkpoint_bytes: size of that checkpoint; 0 if no checkpoint is being written.
     """
 
     doing: str = ""
@@ -62,14 +62,14 @@ class Saving(Protocol):
 class Activity:
     """Counters that the training thread sets and any thread may read, without locks.
 
-    Setting them costs an assignment and never synchronizes with the device, which may still be computing work queued
-    before. A reader may see one counter newer than another.
+    Setting them costs an assignment and never synchronizes with the device, which may still be computing queued
+    work. A reader may see one counter newer than another.
 
     Attributes:
         is_watched: whether a live view shows ``notice`` soon after it is set.
         notice: see ``Moment``; set by ``RunSignals``.
         micro_batch: see ``Moment``; set by the engine.
-        saving: the newest checkpoint that was begun; set by the saver.
+        saving: the newest checkpoint, set by the saver.
     """
 
     def __init__(self) -> None:
@@ -83,28 +83,28 @@ class Activity:
         self._start_s = time.monotonic()
 
     def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0, num_bytes: int = 0) -> None:
-        """Begin another activity; ``num_bytes`` where it is measured in bytes."""
+        """Begin another activity; ``num_bytes`` if it is measured in bytes."""
         self._done_bytes, self._num_bytes = 0, num_bytes
         self._phase, self._unit, self._part, self.micro_batch = "", "", 0, 0
         self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
         self._start_s = time.monotonic()
 
     def come_to(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
-        """Begin the next part, ``part`` of them being done."""
+        """Begin the next part after ``part`` finished ones."""
         self._part, self._phase, self._unit, self.micro_batch = part, phase, unit, 0
         if num_parts is not None:
             self._num_parts = num_parts
 
     def moved(self, nbytes: int) -> None:
-        """Count bytes of the activity as moved."""
+        """Add bytes that the activity has moved."""
         self._done_bytes += nbytes
 
     def moved_in_all(self, done_bytes: int, num_bytes: int) -> None:
-        """Set the bytes that are moved, and those that there are."""
+        """Set the bytes moved so far and the total bytes of the activity."""
         self._done_bytes, self._num_bytes = done_bytes, num_bytes
 
     def look(self) -> Moment:
-        """Return what the run is doing now."""
+        """Return the current activity."""
         saving = self.saving
         is_saving = saving is not None and not saving.is_done
         return Moment(

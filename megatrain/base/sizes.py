@@ -1,6 +1,6 @@
-"""Sizes, rates and durations as a config writes them: read, written back exactly, and as patterns of JSON Schema.
+"""Sizes, rates and durations of a config: parsed, written back exactly, and as JSON Schema patterns.
 
-A size is bytes with a unit, a share of what the machine has, or "auto"; a duration is seconds everywhere inside.
+A size is bytes with a unit, a share of the machine's total, or "auto"; a duration is stored in seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DURATION_EXAMPLES = 'Write for example "45min", "90s" or "1h30min"'
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*([kKmMgGtT][iI]?)?[bB]\s*$"
 _DURATION_PATTERN = r"^(\s*[0-9][0-9_]*(\.[0-9]+)?\s*(s|S|min|Min|MIN|h|H|d|D))+\s*$"
-#: JSON Schemas of what this module reads.
+#: JSON Schemas of the values that this module parses.
 SIZE_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _SIZE_PATTERN, "examples": ["110GiB", "110GB"]}
 SHARE_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$", "examples": ["90%"]}
 RATE_SCHEMA: Mapping[str, Any] = {
@@ -39,11 +39,11 @@ DURATION_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _DURATION_PAT
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A size that may depend on the machine. Exactly one of bytes, share and neither ("auto") is set.
+    """A size that may depend on the machine. At most one of bytes and share is set; neither for "auto".
 
     Attributes:
-        nbytes: bytes, when the config gave a size with a unit.
-        fraction: share of the machine's total, 0 to 1, when the config gave a percentage.
+        nbytes: bytes, if the config gave a size with a unit.
+        fraction: share of the machine's total, 0 to 1, if the config gave a percentage.
     """
 
     text: str
@@ -56,11 +56,11 @@ class Size:
         return self.nbytes is None and self.fraction is None
 
     def resolve(self, total_bytes: int, *, auto_bytes: int | None = None) -> int:
-        """Return the size in bytes on a machine that has ``total_bytes``.
+        """Return the size in bytes for a machine that has ``total_bytes``.
 
         Args:
-            total_bytes: what 100% means.
-            auto_bytes: what "auto" means; ``total_bytes`` when not given.
+            total_bytes: value of 100%.
+            auto_bytes: value of "auto"; defaults to ``total_bytes``.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -70,10 +70,10 @@ class Size:
 
     @classmethod
     def parse(cls, value: object) -> Size:
-        """Return the size that ``value`` (text, or a Size) names.
+        """Parse text into a size; return a Size unchanged.
 
         Raises:
-            ValueError: not text, no unit, or a percentage above 100; the text says what to write.
+            ValueError: not text, no unit, or a percentage above 100; the text gives the remedy.
         """
         if isinstance(value, cls):
             return value
@@ -107,7 +107,7 @@ class Size:
 
 
 def parse_rate(value: object) -> float:
-    """Return the bytes per second that a rate such as ``"2.0GB/s"`` names.
+    """Return the bytes per second of a rate such as ``"2.0GB/s"``.
 
     Raises:
         ValueError: not a size per second.
@@ -122,7 +122,7 @@ def parse_rate(value: object) -> float:
 
 
 def exact_size(nbytes: int) -> str:
-    """Return a size so that ``parse_size`` gives the same number back: the largest unit that divides it."""
+    """Format a size with the largest unit that divides it, so that ``parse_size`` returns the same number."""
     for unit, name in _EXACT_UNITS:
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
@@ -130,10 +130,10 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_interval(value: object) -> float:
-    """Return the seconds that a duration above 0 names; several parts are added.
+    """Return the seconds of a duration above 0; several parts are added.
 
     Raises:
-        ValueError: not text, no unit, an unknown unit, or nothing; the text says what to write.
+        ValueError: not text, no unit, an unknown unit, or zero; the text gives the remedy.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'{value} has no unit. Write "{value}min" or "{value}s"')
@@ -147,7 +147,7 @@ def parse_interval(value: object) -> float:
 
 
 def exact_duration(seconds: float) -> str:
-    """Return a duration so that :func:`parse_interval` gives the same number back."""
+    """Format a duration so that :func:`parse_interval` returns the same number."""
     if seconds != int(seconds):
         return f"{Decimal(repr(seconds)):f}s"
     minutes, rest = divmod(int(seconds), 60)

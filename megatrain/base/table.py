@@ -1,7 +1,7 @@
-"""How the tables of a config are declared: a frozen model, one field for each key, and with it all that is known of it.
+"""Declarations of config tables: a frozen model with one field per key, which holds all facts about the key.
 
-Each table lives with its owner, the package that reads it (``megatrain.optim.table``), and is handed to it as it is;
-``megatrain.config.schema`` puts them together. A module of tables imports nothing that is slow to import.
+The package that reads a table owns it (``megatrain.optim.table``) and receives it unchanged;
+``megatrain.config.schema`` combines them. Modules of tables import nothing slow.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What is said of a key. JSON Schema has words for type, bounds, description, examples and default; ours begin with x-.
+# Facts about a key. JSON Schema has words for type, bounds, description, examples and default; others begin with x-.
 
-#: Whether another value changes what a continued run computes. Free ("no") are where bytes live, and what is shown and
-#: kept. "by contents" is what a checkpoint brings along: the weights, and the data, whose fingerprint is compared in
-#: place of the keys that make it; a run from the start would be another run.
+#: Whether another value changes the results of a resumed run. "no": keys of placement, output and retention. "by
+#: contents": the weights, which the checkpoint holds, and the data, which is compared by its fingerprint and not by
+#: these keys. Without a checkpoint they would change the results.
 Alters = Literal["yes", "by contents", "no"]
 HF = "transformers, TRL, LLaMA-Factory"
 HF_AXOLOTL = "transformers, TRL, LLaMA-Factory, Axolotl"
@@ -80,10 +80,10 @@ def key(
 
     Args:
         description: one or two sentences for the reference, ``config explain`` and editors.
-        default: required without one.
-        alters: whether another value changes the results of a continued run. None: as its table says.
+        default: the key is required if this is omitted.
+        alters: whether another value changes the results of a resumed run; None to inherit from its table.
         same_name: the tools in which the key has the same name and meaning.
-        used_if: another key of its table -> the values beside which this key has an effect.
+        used_if: another key of its table -> the values with which this key has an effect.
         words: further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
@@ -95,7 +95,7 @@ def key(
 
 
 def all_alter(alters: Alters) -> dict[str, Any]:
-    """Return the JSON Schema words of a table: what holds for its keys, and those of the tables inside it."""
+    """Return the JSON Schema words of a table, which apply to its keys and to the tables inside it."""
     return {"x-alters": alters}
 
 
@@ -110,16 +110,16 @@ class _Words:
 
 
 def is_not(wrong: str, write: str) -> _Words:
-    """Return the message about values of a type: ``KEY = VALUE <wrong>. <write>``."""
+    """Return the message for wrong values of a type: ``KEY = VALUE <wrong>. <write>``."""
     return _Words({"x-wrong": wrong, "x-write": write})
 
 
 def is_path(*words: str, name: str | None = None) -> _Words:
-    """Mark text as a path, which is made absolute, unless it is one of ``words`` or a name on the hub.
+    """Mark text as a path. It is made absolute unless it is one of ``words`` or a name on the hub.
 
     Args:
-        words: values that are no path.
-        name: a regular expression: what matches and is not there as a file is a name on the hub.
+        words: values that are not paths.
+        name: pattern of hub names; a match that does not exist as a file is a name on the hub.
     """
     return _Words({"x-path": {"words": words, "name": name}})
 
@@ -134,7 +134,7 @@ class Table(BaseModel):
 
 
 def as_tuple(value: object) -> object:
-    """Return a list of TOML as a tuple, anything else as it is."""
+    """Convert a TOML list to a tuple; return any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -147,16 +147,16 @@ def as_names(value: object) -> object:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL as it may be shown: three stars are in it where a password or a signature was."""
-    shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # keys of S3 may have slashes
+    """Return a URL with passwords and signatures replaced by three stars."""
+    shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # S3 keys may contain slashes
     return re.sub(r"\?[^/]*=.*", "?***", shown) if "://" in url else url
 
 
 def plain_size(value: object) -> object:
-    """Return bytes of a text with a unit."""
+    """Return the bytes of a text with a unit."""
     if isinstance(value, str):
         return parse_size(value)
-    return Size.parse(value).nbytes  # a bare number: refused with the advice to add a unit
+    return Size.parse(value).nbytes  # rejects a bare number with the advice to add a unit
 
 
 def _as_path(value: object) -> object:

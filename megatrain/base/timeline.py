@@ -1,6 +1,6 @@
-"""The timeline of traced steps: what computed, what moved and what waited; written for Perfetto.
+"""The timeline of traced steps: computation, transfers and stalls; written for Perfetto.
 
-The file has the Trace Event Format (JSON) of Chrome, read by https://ui.perfetto.dev and chrome://tracing. Imports no
+The file uses Chrome's Trace Event Format (JSON), which https://ui.perfetto.dev and chrome://tracing read. Imports no
 torch.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiered import Event
 
 TIMELINE_NAME = "trace.json"
-#: The first rows; links follow as they appear.
+#: The first rows; links are appended as they appear.
 COMPUTE, WAITING = "compute", "waiting"
 
 
@@ -35,7 +35,7 @@ class Span:
 
 
 class TimedOp(Protocol):
-    """What a timeline reads of an op of the tape."""
+    """Fields of a tape op that a timeline reads."""
 
     @property
     def tick(self) -> int: ...
@@ -48,11 +48,11 @@ class TimedOp(Protocol):
 
 
 class Timeline:
-    """Collects spans while it is on. Thread-safe: links report from their threads.
+    """Collects spans while it is on. Thread-safe, because links report from their threads.
 
     Attributes:
         is_on: whether spans are collected.
-        read_usage: returns tier -> bytes in use, asked at each op; None: that is not collected.
+        read_usage: returns tier -> bytes in use, called at each op; None to collect no usage.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Timeline:
             self._add(Span(row, event.key, event.start_s, event.end_s, event.nbytes))
 
     def on_op(self, op: TimedOp | None) -> None:
-        """Note that the engine begins an op of the tape, or has ended a step (None)."""
+        """Record that the engine begins an op of the tape, or ended a step (None)."""
         now_s = time.perf_counter()
         if self._op is not None and self.is_on:
             self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
@@ -93,7 +93,7 @@ class Timeline:
             self._spans.append(span)
 
     def write(self, path: Path) -> Path:
-        """Write the spans collected so far to a file, at once or not at all.
+        """Write the spans collected so far to a file, atomically.
 
         Returns:
             The path of the file.

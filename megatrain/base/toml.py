@@ -1,4 +1,4 @@
-"""Values as TOML writes them, in files and in messages."""
+"""Values in TOML syntax, for files and messages."""
 
 from __future__ import annotations
 

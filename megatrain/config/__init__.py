@@ -1,4 +1,4 @@
-"""The config file: its schema, how it is read, and what is wrong with it."""
+"""The config file: its schema, its reader and its checks."""
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size

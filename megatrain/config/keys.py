@@ -1,4 +1,4 @@
-"""The keys that exist and what is known of each: one walk over the JSON Schema that pydantic makes of the schema."""
+"""All keys and their properties, from one walk over pydantic's JSON Schema of the config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.base.toml import format_value
 from megatrain.config.retired import RETIRED
 from megatrain.config.schema import RunConfig
 
-#: Name of the file that ``init`` writes beside a config, and that the first line of the config names.
+#: File that ``init`` writes next to a config; the first line of the config names it.
 SCHEMA_FILE_NAME = "megatrain-tier.schema.json"
 SCHEMA_TITLE = "Config of megatrain-tier"
 
@@ -37,7 +37,7 @@ _TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 
 
 class _TomlSchema(GenerateJsonSchema):
-    """Makes the JSON Schema of what a TOML file may hold: TOML has no null, and text that names a number no bounds."""
+    """Generator of the JSON Schema of a TOML file: TOML has no null, and text that names a number has no bounds."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -54,14 +54,14 @@ class _TomlSchema(GenerateJsonSchema):
 
 
 def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
-    """Return a schema with the table in place of each reference to it."""
+    """Return a schema with each reference replaced by its table."""
     if isinstance(node, list):
         return [_without_references(each, tables) for each in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
         table = tables[node["$ref"].rpartition("/")[2]]
-        # What a table is for its field says; the docstring is for readers of the code.
+        # The field describes its table; the table's docstring is for readers of the code.
         node = {**{word: table[word] for word in table if word not in ("title", "description")}, **node}
         del node["$ref"]
     if "pattern" in node:
@@ -70,7 +70,7 @@ def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
 
 
 def _make_schema() -> Schema:
-    # Serialization: defaults are shown as they are written, "5GB" and not 5000000000.
+    # Serialization mode shows defaults as users write them: "5GB" instead of 5000000000.
     made = RunConfig.model_json_schema(mode="serialization", schema_generator=_TomlSchema)
     tables = made.pop("$defs")
     whole: Schema = _without_references(made, tables)
@@ -78,9 +78,9 @@ def _make_schema() -> Schema:
 
 
 def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterator[tuple[str, Schema]]:
-    """Yield (dotted name, schema) of every key and table in order, a table before what is in it.
+    """Yield (dotted name, schema) of every key and table in order, a table before its contents.
 
-    Whether a key alters results its table says where the key does not.
+    A key that does not state whether it alters results inherits this from its table.
     """
     alters = table.get("x-alters", alters)
     for leaf, schema in table["properties"].items():
@@ -101,12 +101,12 @@ KEYS: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "
 TABLES: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" not in schema}
 #: Array tables; a number after their name is the index of a table.
 ARRAY_TABLES = frozenset(name for name, schema in TABLES.items() if schema["type"] == "array")
-#: Tables whose keys the user chooses; their contents are checked by the schema.
+#: Tables whose keys the user chooses; the schema checks their contents.
 FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("type") == "object")
 
 
 def _published(node: Any) -> Any:
-    """Return a schema without the words that JSON Schema does not have."""
+    """Return a schema without the x- words of this project."""
     if isinstance(node, list):
         return [_published(each) for each in node]
     if isinstance(node, dict):
@@ -115,17 +115,17 @@ def _published(node: Any) -> Any:
 
 
 def json_schema() -> Schema:
-    """Return the JSON Schema of a config file: editors complete and check config files with it (taplo, VS Code)."""
+    """Return the JSON Schema of a config file, with which editors (taplo, VS Code) complete and check it."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **_published(_SCHEMA),
         "title": SCHEMA_TITLE,
-        "description": "A training run of megatrain-tier. `megatrain-tier config explain KEY` says more of a key.",
+        "description": "A training run of megatrain-tier. `megatrain-tier config explain KEY` describes a key.",
     }
 
 
 def leaf_schema(key: str) -> Schema:
-    """Return the JSON Schema of one key: its type and bounds, its description and its default.
+    """Return the JSON Schema of one key: type, bounds, description and default.
 
     Args:
         key: dotted, without the numbers of array tables; one of :data:`KEYS`.
@@ -135,7 +135,7 @@ def leaf_schema(key: str) -> Schema:
 
 
 def is_required(key: str) -> bool:
-    """Return whether a table that has this key must hold it."""
+    """Return whether a table with this key must contain it."""
     required: bool = KEYS[key]["x-required"]
     return required
 
@@ -144,7 +144,7 @@ def alters(key: str) -> Alters:
     """Return whether another value of a key alters the results of a run.
 
     Args:
-        key: dotted, without the numbers of array tables; also one inside a table of free names.
+        key: dotted, without the numbers of array tables; may be a key of a table with free names.
     """
     found: Alters | None = KEYS[schema_key(key)]["x-alters"]
     assert found is not None, f"{key}: neither the key nor its table says whether it alters results"
@@ -152,7 +152,7 @@ def alters(key: str) -> Alters:
 
 
 def used_if(key: str) -> Mapping[str, Sequence[Any]]:
-    """Return the other keys that must have one of some values for a key to have an effect: dotted key -> values."""
+    """Return the conditions for a key to have an effect: other dotted key -> its required values."""
     table = key.rpartition(".")[0]
     return {f"{table}.{other}": values for other, values in KEYS[key].get("x-used-if", {}).items()}
 
@@ -161,30 +161,30 @@ def used_if(key: str) -> Mapping[str, Sequence[Any]]:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as users write it: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
+    """Return a path in the users' notation: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
     return ".".join(str(part) for part in path)
 
 
 def plain(path: Path) -> str:
-    """Return a path without the numbers of array tables, as :data:`KEYS` has it."""
+    """Return a path without the numbers of array tables, as in :data:`KEYS`."""
     return ".".join(part for part in path if isinstance(part, str))
 
 
 def parse_path(name: str) -> Path:
-    """Return the path that :func:`dotted` wrote."""
+    """Parse the output of :func:`dotted`."""
     return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
 def schema_key(name: str) -> str:
-    """Return what the schema calls a dotted name: without numbers, and inside a table of free names that table."""
+    """Return the schema's name of a dotted name: without numbers; the table for a key of a table with free names."""
     name = plain(parse_path(name))
     return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
 
 
 def full_keys_of_leaf(leaf: str) -> list[str]:
-    """Return the dotted keys whose last part is ``leaf``, sorted; a key outside array tables hides those inside.
+    """Return the dotted keys whose last part is ``leaf``, sorted. A single key outside array tables hides the others.
 
-    Keys of ``[[data.train]]`` hide those of ``[[data.eval]]``, which has them all.
+    Keys of ``[[data.train]]`` hide keys of ``[[data.eval]]``, which has all of them.
     """
     found = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
     keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})
@@ -193,33 +193,33 @@ def full_keys_of_leaf(leaf: str) -> list[str]:
 
 
 def header(table: str) -> str:
-    """Return the line that begins a table: ``"[data]"``, ``"[[data.train]]"``."""
+    """Return the header line of a table: ``"[data]"``, ``"[[data.train]]"``."""
     return f"[[{table}]]" if table in ARRAY_TABLES else f"[{table}]"
 
 
-# What to write instead of a name that is not there
+# Advice for unknown names
 
 
 def has_advice(path: Path) -> bool:
-    """Return whether an unknown key is another tool's, or ours in another table."""
+    """Return whether an unknown key belongs to another tool, or to another table of the config."""
     leaf = str(path[-1])
     return plain(path) in {*NOT_YET, *RETIRED} or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
 
 
 def looks_like_table(path: Path) -> bool:
-    """Return whether an unknown name looks like a misspelled table of ours on the same level."""
+    """Return whether an unknown name looks like a misspelled table on the same level."""
     return bool(nearest_table(path))
 
 
 def nearest_table(path: Path) -> str:
-    """Return the last name of the table of ours that an unknown name on the same level looks like, or ""."""
+    """Return the last part of the table on the same level that an unknown name resembles, or ""."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
     return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")
 
 
 def advice_for_unknown(path: Path) -> str:
-    """Return what to write instead of a key that does not exist, or ""."""
+    """Return the replacement of a key that does not exist, or ""."""
     name, leaf = plain(path), str(path[-1])
     retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
     if retired is not None:
@@ -243,7 +243,7 @@ def advice_for_unknown(path: Path) -> str:
 
 
 def advice_without_match(path: Path) -> str:
-    """Return what to do about a key that is like none that is known: which ones may stand in its place."""
+    """Return the advice for a key that resembles no known one: the keys that its table has."""
     table = plain(path[:-1])
     inside = sorted(name for name in _ALL if name.rpartition(".")[0] == table)
     where = f"[{table}] has" if table else "The top of the file has"
@@ -252,7 +252,7 @@ def advice_without_match(path: Path) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Return the known key or table that looks most like an unknown one: in the same table first."""
+    """Return the known key or table most similar to an unknown one; the same table is searched first."""
     table, leaf = plain(path[:-1]), str(path[-1])
     same_table = sorted(name.rpartition(".")[2] for name in _ALL if name.rpartition(".")[0] == table)
     found = difflib.get_close_matches(leaf, same_table, n=1, cutoff=0.6)
@@ -263,11 +263,11 @@ def _nearest(path: Path) -> str:
     return leaves[found[0]] if found else ""
 
 
-# What a key may hold, in words
+# Allowed values, in words
 
 
 def allowed_values(schema: Mapping[str, Any]) -> str:
-    """Return what a schema allows, e.g. ``"whole number at least 2"`` or ``"true, false or "concat""``.
+    """Return the values that a schema allows, e.g. ``"whole number at least 2"`` or ``"true, false or "concat""``.
 
     Args:
         schema: one of :data:`KEYS`, or a part of it.
@@ -303,7 +303,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def what_to_write(key: str) -> str:
-    """Return the advice for a value of a wrong kind: what the key may hold, and its default where there is one.
+    """Return the advice for a value of a wrong kind: the allowed values, and the default if there is one.
 
     Args:
         key: dotted, without the numbers of array tables; one of :data:`KEYS`.
@@ -317,7 +317,7 @@ def what_to_write(key: str) -> str:
 
 
 def first_required(table: str) -> str:
-    """Return the first key below a table that must be there where the table is."""
+    """Return the first required key inside a table."""
     return next(key for key in KEYS if key.startswith(f"{table}.") and is_required(key))
 
 

@@ -1,7 +1,7 @@
-"""TOML files and ``--set`` to one checked config. Every problem is found before any is reported.
+"""Loader of TOML files and ``--set`` into one checked config. Finds every problem before it reports any.
 
-Files are read as trees of values with the line that each key stands on, laid over one another, cleaned of names that
-are not ours, and checked by the schema. :func:`salvage` returns what can be used of a config with mistakes.
+Files are read as trees of values with the line of each key. The trees are merged, unknown names are removed, and
+the schema checks the rest. :func:`salvage` returns the usable part of a config with mistakes.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and where it came from.
+    """A config and the origin of its values.
 
     Attributes:
-        origins: dotted key -> ``"file:line"`` or ``"--set"``; keys left out have their default.
+        origins: dotted key -> ``"file:line"`` or ``"--set"``; keys with a default value are left out.
         source: the main config file.
-        warnings: sentences for the user; nothing is wrong.
+        warnings: sentences for the user; they are not errors.
     """
 
     config: RunConfig
@@ -77,16 +77,16 @@ def load_config(
 ) -> LoadedConfig:
     """Read a config: defaults < ``path`` < ``extra_files`` in order < ``overrides``.
 
-    Tables merge, arrays are replaced. Paths in a file are relative to that file, those in ``overrides`` to the
-    current directory. Nothing is written and no model or data file is opened.
+    Tables merge, arrays are replaced. Paths in a file are relative to that file, paths in ``overrides`` to the
+    current directory. Nothing is written, and model and data files are not opened.
 
     Args:
         path: the main file.
-        overrides: ``"key=value"`` texts; the key dotted (``data.train.0.path``) or a leaf name that is unique; the
-            value as TOML, or plain text.
+        overrides: ``"key=value"`` texts; the key is dotted (``data.train.0.path``) or a unique last part; the
+            value is TOML or plain text.
 
     Raises:
-        ConfigError: with every problem that was found.
+        ConfigError: with every problem found.
     """
     source = Path(path)
     problems: list[Problem] = []
@@ -96,7 +96,7 @@ def load_config(
             _merge(tree, read_toml(file))
         except ConfigError as error:
             problems.extend(error.problems)
-    if problems:  # nothing else can be said about a file that cannot be read
+    if problems:  # an unreadable file has no further problems to find
         raise ConfigError(str(source), problems)
     for text in overrides:
         problems.extend(_apply_override(tree, text))
@@ -108,7 +108,7 @@ def load_config(
     if config is not None:
         meant = [key for each in problems for key in _MEANT.findall(each.remedy)]
         found = _located(tree, find_bad_combinations(config))
-        # What speaks of a key that is only misspelled may be there because of that.
+        # A problem about a misspelled key may be a consequence of the misspelling.
         problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
         warnings.extend(find_warnings(config))
     is_overlay = not tree.values.keys() & {"task", "output_dir", "data", "model"}
@@ -126,7 +126,7 @@ def load_config(
 
 @dataclass
 class Tree:
-    """The values of one file (or of several, merged).
+    """The values of one file, or of several merged files.
 
     Attributes:
         origins: dotted key -> (file or "--set", line or None).
@@ -136,7 +136,7 @@ class Tree:
     origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
 
     def origin(self, key: str) -> tuple[str, int | None]:
-        """Return where a key, the nearest table around it or a key inside it was written; ("", None) for a default."""
+        """Return the origin of a key, the nearest table around it or a key inside it; ("", None) for a default."""
         around = key
         while around:
             if around in self.origins:
@@ -150,7 +150,7 @@ def read_toml(path: Path) -> Tree:
     """Read one config file.
 
     Raises:
-        ConfigError: no such file, not readable, or not TOML.
+        ConfigError: the file is missing, unreadable, or not TOML.
     """
     source = str(path)
     raw = b""
@@ -217,7 +217,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _with_numbers(name: str, counts: dict[str, int]) -> str:
-    """Insert the current number after every array table that ``name`` goes through, its own last part excepted."""
+    """Insert the current number after each array table in ``name``, except after the last part."""
     parts = name.split(".")
     path = parts[0]
     for part in parts[1:]:
@@ -229,10 +229,10 @@ def _with_numbers(name: str, counts: dict[str, int]) -> str:
 
 
 def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
-    """Make every path in a tree of config values absolute, in place, as seen from ``folder``.
+    """Make every path in a tree of config values absolute, in place, relative to ``folder``.
 
-    ``~`` and variables of the environment are put in; a path with one that is not set stays as it is. So does a URL,
-    but for its password: configs are kept and shown.
+    ``~`` and environment variables are expanded. A path with an unset variable stays unchanged. A URL stays
+    unchanged except for its password, because configs are stored and shown.
     """
     for table, leaf, _, schema in _paths_in(values):
         table[leaf] = without_secrets(table[leaf])
@@ -251,7 +251,7 @@ def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str
 
 
 def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (dotted key with a dot behind it, table) of a name: several of an array table, none where there is none."""
+    """Yield (dotted key with a trailing dot, table) of each table of a name; an array table has several."""
     if isinstance(values, list):
         for number, item in enumerate(values):
             yield from _tables_at(item, names, f"{above}{number}.")
@@ -270,25 +270,25 @@ def _unset_variables(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _names_unset_variable(text: str) -> str:
-    """Return the first variable in a path that the environment does not have; "" for none."""
+    """Return the first variable in a path that the environment lacks, or ""."""
     names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
     return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
 
 
 def _absolute(text: str, folder: Path, name: str | None) -> str:
-    if not (folder / text).exists():  # a folder's own name may have a "$"
+    if not (folder / text).exists():  # the name of a folder may contain "$"
         text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
     if _URL.match(text):
         return without_secrets(text)
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
     if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):
-        return text  # a name on the hub, not a folder here
+        return text  # a name on the hub that is not a folder here
     return _normalised(candidate)
 
 
 def _normalised(path: Path) -> str:
-    """Remove ``.`` and ``..`` without following links, so that globs survive."""
+    """Remove ``.`` and ``..`` without following links, which keeps globs intact."""
     parts: list[str] = []
     for part in path.parts:
         if part == ".." and len(parts) > 1:
@@ -302,7 +302,7 @@ def _normalised(path: Path) -> str:
 
 
 def _merge(tree: Tree, other: Tree) -> None:
-    """Lay ``other`` over ``tree``: tables merge, everything else is replaced together with its origins."""
+    """Merge ``other`` over ``tree``: tables merge, other values are replaced together with their origins."""
 
     def lay(below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
         for key, value in above.items():
@@ -319,7 +319,7 @@ def _merge(tree: Tree, other: Tree) -> None:
 
 
 def _apply_override(tree: Tree, text: str) -> list[Problem]:
-    """Write one ``key=value`` into the tree; return what is wrong with it."""
+    """Write one ``key=value`` into the tree; return its problems."""
     name, separator, value_text = text.partition("=")
     name = name.strip()
     if not separator or not all(part.strip() for part in name.split(".")):
@@ -364,7 +364,7 @@ def _leaf_of(tree: Any, path: KeyPath) -> Any:
 
 
 def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
-    """Write ``value`` at ``path``, making tables (and the next item of a list) on the way."""
+    """Write ``value`` at ``path``; create missing tables, and the next item of a list."""
     at: Any = tree.values
     for index, part in enumerate(path):
         last = index == len(path) - 1
@@ -390,11 +390,11 @@ def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
     return []
 
 
-# Names that are not ours
+# Unknown names
 
 
 def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
-    """Take unknown keys out of the tree (each a problem) and rename accepted old names (each a warning)."""
+    """Remove unknown keys from the tree (each a problem) and rename accepted old names (each a warning)."""
     problems: list[Problem] = []
     renamed: list[tuple[KeyPath, str, Any]] = []
 
@@ -404,7 +404,7 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
         problems.append(Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, where, line))
 
     def inside(here: KeyPath, meant: KeyPath, table: dict[str, Any]) -> None:
-        """Report what is unknown in a table whose own name is misspelled."""
+        """Report unknown keys of a table whose name is misspelled."""
         for key in table:
             if plain((*meant, key)) not in {**KEYS, **TABLES}:
                 where, line = tree.origin(dotted((*here, key)))
@@ -430,7 +430,7 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
                 renamed.append((here, key, table.pop(key)))
             else:
                 table.pop(key)
-                # A table that only looks misspelled is named itself, whatever its keys mean elsewhere.
+                # A table that only looks misspelled is reported itself, even if its keys exist elsewhere.
                 foreign = isinstance(value, dict) and not looks_like_table(here)
                 inner = [(*here, child) for child in value if has_advice((*here, child))] if foreign else []
                 for child in () if has_advice(here) else inner:
@@ -465,7 +465,7 @@ def _rename(tree: Tree, path: KeyPath, key: str, value: Any, warnings: list[str]
 
 
 def _validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config, or what the schema says against the values."""
+    """Return the config, and the problems that the schema finds."""
     config, problems = validated(tree.values)
     found: dict[str, Problem] = {}
     for problem in problems:
@@ -481,15 +481,15 @@ def _located(tree: Tree, problems: Iterable[Problem]) -> list[Problem]:
     return located
 
 
-# What can be used of a config with mistakes
+# The usable part of a config with mistakes
 
 
 def salvage(
     path: Path, extra_files: Sequence[Path], problems: Collection[Problem]
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config without the keys that are wrong, and the problems that show only then.
+    """Return the config without its wrong keys, and the problems that only show after their removal.
 
-    None where a key is wrong that a config needs, or a file is no TOML.
+    The config is None if a required key is wrong or a file is not TOML.
     """
     tree = Tree({})
     try:
@@ -524,7 +524,7 @@ def salvage(
 
 
 def _follows_from(problem: Problem, taken: str) -> bool:
-    """Return whether a problem speaks of a key that was taken out: it may be there only because of that."""
+    """Return whether a problem mentions a removed key, and so may be a consequence of the removal."""
     leaf = re.escape(taken.rpartition(".")[2])
     return taken.startswith(f"{problem.key}.") or re.search(rf"\b{leaf}\b", problem.message) is not None
 
@@ -544,7 +544,7 @@ def _inside(values: Any, part: str) -> Any:
 
 
 def _remove(values: Any, key: str) -> bool:
-    """Remove a key, or the value around it that is neither table nor list; return whether there was one."""
+    """Remove a key, or the plain value in the place of one of its tables; return whether one existed."""
     *tables, leaf = key.split(".")
     for part in tables:
         inner = _inside(values, part)

@@ -1,6 +1,6 @@
-"""What is wrong with a config: one problem per mistake, all of them in one error, each with what to write instead.
+"""Problems of a config: one per mistake, all of them in one error, each with its remedy.
 
-Mistakes are of three kinds: the text is no TOML, a value is none that its key may hold, values do not go together.
+There are three kinds: the text is not TOML, a key has a value of the wrong kind, or values contradict each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-# The text is no TOML
+# The text is not TOML
 
 
 _ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
@@ -54,7 +54,7 @@ _LOOKS_LIKE_BARE_TEXT = re.compile(
 _LOOKS_LIKE_YAML = re.compile(r"\s*(?:- *)?([A-Za-z_]\w*)\s*:(\s|$)")
 _CURLY_QUOTES = ("\u2018", "\u2019", "\u201c", "\u201d")
 _TWICE = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
-#: What tomllib says -> what to do; the first that matches.
+#: Part of tomllib's message -> the remedy; the first match wins.
 _REMEDIES = (
     ("unclosed array", "Close the list with ]"),
     ("unclosed inline table", "Close the table with }, on the same line"),
@@ -72,16 +72,16 @@ _ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "min
 
 
 def toml_lines(text: str) -> list[str]:
-    """Return the lines of a TOML text. ``str.splitlines`` also splits at signs that TOML allows within a line."""
+    """Return the lines of a TOML text. ``str.splitlines`` also splits at characters that TOML allows within a line."""
     lines = text.replace("\r\n", "\n").split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
-    """Return the problem behind an error of the TOML reader.
+    """Return the problem for an error of the TOML reader.
 
     Args:
-        error: what ``tomllib`` raised.
+        error: the error that ``tomllib`` raised.
     """
     said = str(error)
     match = _ERROR_LINE.search(said)
@@ -101,7 +101,7 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
 
 
 def _line_left_open(lines: list[str]) -> int | None:
-    """Return the last line with a quote that nothing closes, from 1; what the reader names is the end of the file."""
+    """Return the last line with an unclosed quote, counted from 1; the reader reports only the end of the file."""
     for number in range(len(lines), 0, -1):
         line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
         if "'" in line or '"' in line:
@@ -142,7 +142,7 @@ def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Prob
     return Problem("", f"the file is not UTF-8 text (byte 0x{byte:02x})", "Save it as UTF-8", source, line)
 
 
-# A value is none that its key may hold
+# A value of the wrong kind
 
 
 _BOUNDS = {
@@ -166,7 +166,7 @@ _KINDS = {
 
 
 def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config of nested values, or None and what is wrong with single ones; not with combinations."""
+    """Return the config of nested values, or None and the problems of single values; combinations are not checked."""
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
@@ -175,7 +175,7 @@ def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:
-    """Return the problem behind one complaint of the schema; None if another problem covers it."""
+    """Return the problem for one validation error; None if another problem covers it."""
     path = _field_path(detail["loc"])
     key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
     schema, context = KEYS.get(name, {}), detail.get("ctx", {})
@@ -216,7 +216,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
 
 
 def _explain_missing(key: str, name: str) -> Problem:
-    """Return the problem of a missing key, or of a missing table, which is called by what it must hold."""
+    """Return the problem of a missing key or table; a missing table is named by its required key."""
     if name in TABLES:
         inner = first_required(name)
         table = inner.rpartition(".")[0]
@@ -233,14 +233,14 @@ def _is_quoted_flag(value: object) -> bool:
 
 
 def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Cut what pydantic adds after the key: the branch of a union, the item of a list."""
+    """Remove the parts that pydantic adds after the key: the branch of a union, the item of a list."""
     for length in range(1, len(location) + 1):
         if plain(location[:length]) in KEYS:
             return location[:length]
     return location
 
 
-#: Tasks that sample texts while they train.
+#: Tasks that generate samples during training.
 _ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
 #: (key, value) -> the name of that choice here.
 _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
@@ -263,7 +263,7 @@ def _explain_choice(key: str, shown: str, value: object, expected: str) -> Probl
 
 
 def _explain_unit(key: str, name: str, shown: str, value: object, reason: str) -> Problem:
-    """Return the problem of a size, rate or duration: what its reader says, unless the value is none of any kind."""
+    """Return the problem of a size, rate or duration: the parser's reason, if the value is text or a positive number."""
     schema = KEYS[name]
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -298,10 +298,10 @@ def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -
     return Problem(key, f"{shown} is not {wanted}", what_to_write(name))
 
 
-# Values do not go together
+# Values that contradict each other
 
 
-#: Extra arguments that each schedule of transformers takes.
+#: Extra arguments of each transformers schedule.
 _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
     "constant": frozenset(),
     "constant_with_warmup": frozenset(),
@@ -319,7 +319,7 @@ _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def find_bad_combinations(config: RunConfig) -> list[Problem]:
-    """Return every combination of values in ``config`` that cannot work. Looks at the config alone."""
+    """Return every combination of values in ``config`` that cannot work. Reads only the config."""
     return [
         *_check_batch(config),
         *_check_data(config),
@@ -343,7 +343,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
 
 
 def find_warnings(config: RunConfig) -> list[str]:
-    """Return sentences about values that have no effect together."""
+    """Return sentences about values that have no effect in combination."""
     warnings = []
     optimizer = config.optimizer
     if (
@@ -370,8 +370,8 @@ def find_warnings(config: RunConfig) -> list[str]:
     if config.export.merge and not config.lora.is_on:
         warnings.append("export.merge has no effect without [lora]")
     if config.lora.is_on and config.model.freeze:
-        warnings.append("model.freeze has little to do beside [lora], which trains adapters only")
-    # What `init` writes beside the line of max_steps, the default, is no second wish.
+        warnings.append("model.freeze has little effect with [lora], which trains adapters only")
+    # `init` writes the default of num_train_epochs next to max_steps; that is not a second choice by the user.
     has_epochs = "num_train_epochs" in config.training.model_fields_set and config.training.num_train_epochs != 1.0
     if config.training.max_steps > 0 and has_epochs:
         warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
@@ -379,7 +379,7 @@ def find_warnings(config: RunConfig) -> list[str]:
 
 
 def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
-    """Return the other keys, with their values, beside which a key has no effect; none where it has one."""
+    """Return the other keys, with their values, that make a key ineffective; empty if it has an effect."""
     found = {other: (_value(other, config), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}
 
@@ -401,16 +401,16 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
 
 
 def find_unscorable(config: RunConfig) -> Iterator[Problem]:
-    """Yield what of a config keeps its model from being scored."""
+    """Yield the reasons why the model of a config cannot be scored."""
     if config.lora.is_on:
-        text = "[lora]: only whole models are scored, not a model with adapters beside it"
+        text = "[lora]: only whole models are scored, not a model with separate adapters"
         advice = "Merge them (megatrain-tier export RUN MERGED --merge), and use the merged folder without [lora]"
         yield Problem("lora", text, advice)
     yield from _find_unreadable(config)
 
 
 def find_ungenerable(config: RunConfig) -> Iterator[Problem]:
-    """Yield what of a config keeps its model from continuing prompts."""
+    """Yield the reasons why the model of a config cannot continue prompts."""
     if config.lora.is_on and config.lora.adapter_name_or_path is None:
         text = "[lora] without adapter_name_or_path: new adapters change no word of the model"
         advice = "For those that a run trained, name its folder: megatrain-tier generate RUN. Else leave [lora] out"
@@ -419,7 +419,7 @@ def find_ungenerable(config: RunConfig) -> Iterator[Problem]:
 
 
 def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
-    """Yield what of a config keeps its model from being run alone."""
+    """Yield the reasons why the model of a config cannot be run for inference."""
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")
@@ -427,7 +427,7 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
         text = f'task = "{config.task}" judges texts: such a model says no words'
         yield Problem("task", text, "Open it with transformers, which has its class")
     if config.data.packing == "concat":
-        text = 'data.packing = "concat" joins documents, and scores are those of single ones'
+        text = 'data.packing = "concat" joins documents, and scores are per document'
         yield Problem("data.packing", text, "Write packing = true")
 
 
@@ -514,7 +514,7 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
     if data.packing:
         yield Problem(
             "data.packing",
-            f'data.packing = {_shown(data.packing)}, but with task = "dpo" each answer has a row of its own',
+            f'data.packing = {_shown(data.packing)}, but with task = "dpo" each answer has its own row',
             "Leave the key out, or write packing = false",
         )
     if data.train_on not in ("completion", "assistant"):
@@ -561,7 +561,7 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_heads(config: RunConfig) -> Iterator[Problem]:
-    """Yield what does not go with reward models."""
+    """Yield values that contradict the training of reward models."""
     if config.task != "reward" and config.reward != RewardConfig():  # a resolved file has all tables
         text = f'[reward] says how rewards are trained, but task = "{config.task}"'
         yield Problem("reward", text, 'Write task = "reward", or leave the table out')
@@ -569,7 +569,7 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
         return
     said = f'task = "{config.task}"'
     if config.data.packing:
-        text = f"data.packing = {_shown(config.data.packing)}, but with {said} each text has a row of its own"
+        text = f"data.packing = {_shown(config.data.packing)}, but with {said} each text has its own row"
         yield Problem("data.packing", text, "Leave the key out, or write packing = false")
     for name in ("label_smoothing_factor", "z_loss"):
         if getattr(config.training, name):
@@ -642,10 +642,10 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.path", text, "Leave it out: keys come from the environment")
             continue
         if not data.streaming and source.weight_from_step:
-            text = f"{key}.weight_from_step changes weights while the run goes on, and these rows are read before it"
+            text = f"{key}.weight_from_step changes weights during the run, but these rows are read before it"
             yield Problem(f"{key}.weight_from_step", text, "Write streaming = true in [data], or leave it out")
         if not data.streaming and "://" in source.path:
-            text = f'{key}.path = "{source.path}" is a URL, which is read while the run goes on'
+            text = f'{key}.path = "{source.path}" is a URL, which can only be read during the run'
             yield Problem(f"{key}.path", text, "Write streaming = true in [data], and max_steps in [training]")
         for name in ("subset", "split", "json_key", "max_samples"):
             if data.streaming and getattr(source, name) is not None:
@@ -656,7 +656,7 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
     if config.training.max_steps <= 0:
         yield Problem(
             "training.max_steps",
-            "data.streaming: nobody has counted the rows, so the run has no epochs (training.num_train_epochs)",
+            "data.streaming: the rows are not counted, so the run has no epochs (training.num_train_epochs)",
             "Write max_steps = 1000, or another number of steps, in [training]",
         )
     if config.task not in ("sft", "pretrain"):
@@ -666,7 +666,7 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.streaming", "data.streaming reads no images", "Leave one of it and model.images out")
     if data.val_size is not None:
         text = f"data.val_size = {data.val_size:g} chooses among all rows, and streams are never known as a whole"
-        yield Problem("data.val_size", text, "Name rows of their own in [[data.eval]]")
+        yield Problem("data.val_size", text, "Name separate rows in [[data.eval]]")
     for table, value in (
         ("checkpoint.save_strategy", config.checkpoint.save_strategy),
         ("evaluation.eval_strategy", config.evaluation.eval_strategy),
@@ -878,7 +878,7 @@ def _check_lora(config: RunConfig) -> Iterator[Problem]:
         if own:
             yield Problem(
                 f"lora.{own[0]}",
-                f"lora.{own[0]} goes with new adapters; those of lora.adapter_name_or_path have their own settings",
+                f"lora.{own[0]} is for new adapters; the adapters of lora.adapter_name_or_path have their own settings",
                 "Leave one of the two out",
             )
     if config.model.train_from_scratch:

@@ -1,6 +1,6 @@
-"""What a key means, for ``config explain`` and ``docs/config.md``: its values, default, effect, and other names.
+"""The meaning of each key, for ``config explain`` and ``docs/config.md``: values, default, effect and other names.
 
-The page is made by ``python -m megatrain.config.reference > docs/config.md``.
+``python -m megatrain.config.reference > docs/config.md`` writes the page.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ durations: `"45min"`, `"30s"`, `"1h30min"`. Every problem is reported at once, w
 
 @dataclass(frozen=True, slots=True)
 class KeyDescription:
-    """One key.
+    """The description of one key.
 
     Attributes:
         key: dotted, without the numbers of array tables.
-        values: what may be written, as a sentence.
-        default: as TOML, or why there is none.
-        alters: "yes", "no", or "by contents": the model or the data may be another one.
-        other_names: (tool, its name, note).
+        values: allowed values, as a sentence.
+        default: as TOML, or the reason why there is none.
+        alters: "yes", "no", or "by contents": results change only if the contents of the model or data change.
+        other_names: (tool, name there, note).
         example: lines of TOML.
     """
 
@@ -77,7 +77,7 @@ class KeyDescription:
         }
 
 
-#: Names in other tools of what quantizes a model while it is loaded.
+#: Names in other tools for quantizing a model while loading it.
 _QUANTIZED = frozenset(
     {"load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method", "bnb_4bit_quant_type"}
 )
@@ -87,13 +87,13 @@ _QUANTIZED_FOLDERS = (
 
 
 def find_keys(name: str) -> tuple[list[str], str]:
-    """Return the keys that a name means, and what to say first: that it is another tool's name, or "".
+    """Return the keys that a name means, and a preceding note: that another tool uses the name, or "".
 
     Args:
         name: a dotted key, with or without the numbers of array tables; a last name; a table; another tool's name.
 
     Raises:
-        ConfigError: nothing is called that.
+        ConfigError: no key has this name.
     """
     key = schema_key(name.strip().strip("[]"))
     if key in KEYS:
@@ -119,7 +119,7 @@ def find_keys(name: str) -> tuple[list[str], str]:
 
 
 def describe_key(key: str) -> KeyDescription:
-    """Return what there is to say about one of :data:`megatrain.config.keys.KEYS`."""
+    """Return the description of one of :data:`megatrain.config.keys.KEYS`."""
     schema = KEYS[key]
     return KeyDescription(
         key=key,
@@ -133,7 +133,7 @@ def describe_key(key: str) -> KeyDescription:
 
 
 def _default(key: str, in_words: str) -> str:
-    """Return a default as TOML, or why there is none; ``in_words`` where the description says what it is."""
+    """Return a default as TOML, or why there is none; ``in_words`` if the description states it."""
     schema = KEYS[key]
     if "default" in schema:
         return format_value(schema["default"])

@@ -1,7 +1,7 @@
-"""A config with every default filled in: as TOML that reproduces the run, with the origin of each value, and compared.
+"""A config with every default filled in: as TOML that reproduces the run, with origins, and for comparison.
 
-The TOML is written here, one key on each line and array tables under their headers, because origins and messages name
-lines; libraries write short tables of an array inline, and lists over several lines.
+This module writes the TOML, one key per line and array tables under headers, because origins and messages refer to
+lines. TOML libraries write short tables of an array inline, and lists over several lines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
-#: Keys whose "auto" a run decides, by dotted key: the behavior of versions before the key existed.
+#: Keys with "auto", which the run resolves -> the behavior of versions before the key existed.
 DECIDED_BY_RUNS: Mapping[str, Any] = {
     "training.gradient_lanes": 1,
     "optimizer.muon_fused": "whole",
@@ -64,7 +64,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def resolved_values(config: RunConfig) -> dict[str, Any]:
-    """Return the nested tables of ``config``, without keys that others of it replace."""
+    """Return the nested tables of ``config``, without keys that another key replaces."""
     values = config.model_dump(mode="python")
     if config.training.train_batch_tokens is not None:
         del values["training"]["per_device_train_batch_size"]
@@ -73,20 +73,20 @@ def resolved_values(config: RunConfig) -> dict[str, Any]:
 
 
 def config_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value as TOML has it) of every key of a config."""
+    """Yield (dotted key, value as TOML) of every key of a config."""
     for key, text in _lines(resolved_values(config)):
         if key:
             yield key, text.partition(" = ")[2]
 
 
 def config_from_toml(text: str, source: str = "the config in the checkpoint") -> RunConfig:
-    """Return the config that :func:`to_toml` wrote. No file is looked at; keys that it lacks have their default.
+    """Parse the output of :func:`to_toml`. No file is read; missing keys get their default.
 
     Args:
-        source: where the text is from, for messages.
+        source: origin of the text, for messages.
 
     Raises:
-        ConfigError: it is no TOML, or has keys or values that this version does not know.
+        ConfigError: the text is not TOML, or has keys or values that this version does not know.
     """
     try:
         values = tomllib.loads(text)
@@ -101,7 +101,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
 
 
 def _unknown_here(detail: ErrorDetails) -> Problem | None:
-    """Return the problem behind one complaint about a config that was valid where it was written."""
+    """Return the problem for one validation error of a config that was valid when it was written."""
     key = dotted(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return Problem(key, f"unknown key `{key}`", _NEWER)
@@ -113,10 +113,10 @@ def _unknown_here(detail: ErrorDetails) -> Problem | None:
 
 
 def write_resolved(config: RunConfig) -> Path:
-    """Make ``output_dir`` and write ``config.resolved.toml`` there, atomically. Return its path.
+    """Create ``output_dir`` and write ``config.resolved.toml`` there, atomically. Return its path.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     path = config.output_dir / RESOLVED_NAME
     partial = path.with_suffix(".toml.partial")
@@ -130,10 +130,10 @@ def write_resolved(config: RunConfig) -> Path:
 
 
 def check_writable(config: RunConfig) -> None:
-    """Find out whether ``output_dir`` can be written, by writing an empty file; nothing stays behind.
+    """Check that ``output_dir`` is writable by writing an empty file, which is removed again.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     folder = config.output_dir
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -155,7 +155,7 @@ def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
 
 
 def _lines(table: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, line) of a table: its values first, then the tables inside it, as TOML wants them."""
+    """Yield (dotted key, line) of a table: its values first, then the tables inside it, as TOML requires."""
     inner: list[tuple[KeyPath, dict[str, Any]]] = []
     for key, value in table.items():
         here = (*path, key)
@@ -174,7 +174,7 @@ def _lines(table: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[str, str
         yield from _lines(values, here)
 
 
-# Where each value comes from
+# The origin of each value
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,8 @@ class Line:
     """One line of a resolved config.
 
     Attributes:
-        key: what it sets; "" for a header or an empty line.
-        origin: ``file:line``, ``--set`` or "default"; "" where there is no key.
+        key: the key that the line sets; "" for a header or an empty line.
+        origin: ``file:line``, ``--set`` or "default"; "" without a key.
     """
 
     text: str
@@ -192,7 +192,7 @@ class Line:
 
 
 def resolved_lines(loaded: LoadedConfig) -> list[Line]:
-    """Return the lines of the resolved config; those that set a key know who set it."""
+    """Return the lines of the resolved config, with the origin of each key."""
     defaults = set(to_toml(_with_defaults(loaded.config)).split("\n"))
     return [
         Line(text, key, _origin(loaded, key, is_default=text in defaults)) if key else Line(text)
@@ -201,7 +201,7 @@ def resolved_lines(loaded: LoadedConfig) -> list[Line]:
 
 
 def _with_defaults(config: RunConfig) -> RunConfig:
-    """Return a config with the same required values and the default of everything else."""
+    """Return a config with the same required values and defaults for everything else."""
     values = config.model_dump(mode="python")
     kept = {
         "task": values["task"],
@@ -213,7 +213,7 @@ def _with_defaults(config: RunConfig) -> RunConfig:
 
 
 def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
-    """Return the origin of a key from the places that set it, something inside it, or a table around it."""
+    """Return the origin of a key: of the key itself, of a value inside it, or of a table around it."""
     if key in loaded.origins:
         return loaded.origins[key]
     inside = [origin for known, origin in loaded.origins.items() if known.startswith(f"{key}.")]
@@ -226,20 +226,20 @@ def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
     return DEFAULT
 
 
-# What changed between two configs
+# Changes between two configs
 
 
 def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
-    """Return what changed from the config of a checkpoint to the one that is to continue it.
+    """Return the changes from the config of a checkpoint to the config that resumes it.
 
-    Only the configs are compared. That the data is the same its fingerprint tells, that the model has the same
-    parameters the blocks of the checkpoint do.
+    Only the configs are compared. The fingerprint of the data shows whether the data is the same, and the blocks of
+    the checkpoint whether the model has the same parameters.
     """
     old, new = dict(_leaves(resolved_values(before))), dict(_leaves(resolved_values(now)))
     lanes = ("training", "gradient_lanes")
     for values in (old, new):
         if values.get(lanes) == "auto":
-            values[lanes] = 1  # of a run that is begun by one process, which keeps the number
+            values[lanes] = 1  # the run began with one process, and a resume keeps the number
     altering: list[Change] = []
     free: list[Change] = []
     for path in dict.fromkeys([*old, *new]):
@@ -252,11 +252,11 @@ def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
 
 
 def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
-    """Return what changed from the config in a checkpoint to the one that is to continue it.
+    """Return the changes from the config in a checkpoint to the config that resumes it.
 
     Args:
-        config_toml: the checkpoint's, as :func:`to_toml` wrote it.
-        now: Config of the run; for keys of `DECIDED_BY_RUNS`, "auto" stands for the value in the checkpoint.
+        config_toml: Config in the checkpoint, as :func:`to_toml` wrote it.
+        now: Config of the run; for keys of `DECIDED_BY_RUNS`, "auto" means the value in the checkpoint.
 
     Raises:
         ConfigError: the checkpoint's config has keys or values that this version does not know.
@@ -266,7 +266,7 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:
-    """Return whether a key means anything beside the other values of a config."""
+    """Return whether a key has an effect, given the other values of a config."""
     if idle_with(schema_key(key), config):
         return False
     if key == "training.num_train_epochs":
@@ -278,12 +278,12 @@ def _has_effect(key: str, config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between two configs, by what it means for the results.
+    """Differences between two configs, sorted by their effect on the results.
 
     Attributes:
-        altering: they compute something else.
-        by_contents: only if what these name holds something else.
-        free: the results are the same.
+        altering: changes that alter the results.
+        by_contents: changes that alter them only if the named files have different contents.
+        free: changes that leave the results the same.
     """
 
     altering: tuple[Change, ...]
@@ -296,7 +296,7 @@ class Difference:
 
 
 def difference(before: RunConfig, now: RunConfig) -> Difference:
-    """Return the difference of two runs. Unlike for a continued run, the model and the data are not known to agree."""
+    """Return the difference of two runs. Unlike on a resume, the model and the data are not known to agree."""
     changes = compare(before, now)
     altering = list(changes.altering)
     by_contents: list[Change] = []
@@ -311,19 +311,19 @@ def difference(before: RunConfig, now: RunConfig) -> Difference:
 
 
 def is_by_contents(change: Change) -> bool:
-    """Return whether a change alters results only if what the key names has other contents."""
+    """Return whether a change alters results only if the contents behind the key differ."""
     return alters(plain(parse_path(change.key))) == "by contents"
 
 
 def _changes_length(key: str, before: RunConfig, now: RunConfig) -> bool:
-    """Return whether a key makes one run longer than the other, which is nothing to a run that is continued."""
+    """Return whether a key makes one run longer than the other, which does not matter for a resume."""
     if key == "training.max_steps":
         return True
     return key == "training.num_train_epochs" and min(before.training.max_steps, now.training.max_steps) <= 0
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value that is no table and no list of tables, with its path."""
+    """Yield (path, value) of every value that is neither a table nor a list of tables."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, key))
@@ -338,7 +338,7 @@ def load_run(path: Path) -> RunConfig:
     """Return the config in a file, or the resolved one of the run in an ``output_dir``.
 
     Raises:
-        ConfigError: there is none, or it is not valid.
+        ConfigError: there is none, or it is invalid.
     """
     if not path.is_dir():
         if path.name == RESOLVED_NAME and path.is_file():
@@ -355,25 +355,25 @@ def load_run(path: Path) -> RunConfig:
     return config_from_toml(text, str(file))
 
 
-# With another value
+# Changed values
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a config with other values of some keys, which are not validated.
+    """Return a config with some values replaced, without validation.
 
     Args:
         values: Value by dotted key, such as ``"model.revision"``.
     """
     for key, value in values.items():
         table, _, leaf = key.partition(".")
-        if _value(config, key) != value:  # else the key keeps whether the user has set it
+        if _value(config, key) != value:  # an equal value leaves the key unset if the user did not set it
             changed = getattr(config, table).model_copy(update={leaf: value})
             config = config.model_copy(update={table: changed})
     return config
 
 
 def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a config with a run's choices in place of "auto"; keys with another value, or without effect, keep it.
+    """Return a config with "auto" replaced by a run's choices; keys with another value, or without effect, keep it.
 
     Args:
         values: Value by key, for keys of `DECIDED_BY_RUNS`.
@@ -382,7 +382,7 @@ def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
-    """Return a config that names the commit of its model on the hub. None if the model is a folder."""
+    """Return a config that names the hub commit of its model. ``hub`` is None if the model is a folder."""
     return config if hub is None else with_values(config, {"model.revision": hub.commit})
 
 

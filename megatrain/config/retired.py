@@ -1,4 +1,4 @@
-"""Keys and values of earlier versions: the replacement, and checkpoints whose config has them."""
+"""Keys and values of earlier versions: their replacements, and the reading of checkpoints that have them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CLASSIFY = (
     "Train classifiers with transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification: "
     "call megatrain.offload(model, store), and use megatrain.hf.offloaded(Trainer) as the Trainer"
 )
-#: Key or table -> what to write. None of them changes a result of today's tasks, so a checkpoint that has one is
-#: continued without it.
+#: Key or table -> its replacement. None of them changes a result of a current task, so a checkpoint that has one
+#: resumes without it.
 RETIRED: Mapping[str, str] = {
     "advanced.keep_graphs": _RECOMPUTE,
     "advanced.save_attention": _RECOMPUTE,
     "classify": f"Leave the table out. {_CLASSIFY}",
 }
-#: (Last part of a key, a value that it no longer takes) -> what to do instead.
+#: (Last part of a key, a removed value) -> the replacement.
 RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
     ("task", "classify"): _CLASSIFY,
     ("format", "classification"): _CLASSIFY,
@@ -31,7 +31,7 @@ RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
 
 
 def without_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a config that an earlier version wrote without the keys that are gone."""
+    """Return the values of a config of an earlier version, without removed keys."""
     return {
         key: without_retired(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()

@@ -1,11 +1,11 @@
-"""A whole config: its tables come from their owners, and this puts them together.
+"""A whole config: each package owns its tables, and this module combines them.
 
-Leaf names are those of transformers 5 and TRL 1 where one exists. Every key here does something in this release.
-Values are checked one by one by the tables; combinations that cannot work are found in ``megatrain.config.problems``.
+Last parts of keys equal names of transformers 5 and TRL 1 if those exist. Every key has an effect in this release.
+Tables check their values one by one; ``megatrain.config.problems`` finds combinations that cannot work.
 
-To add a key, add a field to its table, in the package that reads it (``megatrain/optim/table.py``): ``keys`` makes the
-JSON Schema of it, from which follow the reference, ``config explain``, the messages about wrong values, and what is
-compared when a run is continued.
+To add a key, add a field to its table, in the package that reads it (``megatrain/optim/table.py``). ``keys`` makes the
+JSON Schema from it. The reference, ``config explain``, the messages about wrong values, and the comparison on a resume
+follow from the schema.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatrain.tasks.table import (
 
 
 class RunConfig(Table):
-    """A whole run."""
+    """The config of a run."""
 
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
     task: TaskName = key(
@@ -94,7 +94,7 @@ class RunConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _fill_dependent_defaults(cls, values: Any) -> Any:
-        """Fill the keys whose usual default is another one beside certain values of other tables."""
+        """Fill in keys whose default depends on values of other tables."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
@@ -128,12 +128,12 @@ class RunConfig(Table):
 
     @property
     def rows_per_example(self) -> int:
-        """Rows of a micro-batch that belong together."""
+        """Rows of one example in a micro-batch."""
         return self.row_kind.num_documents
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Rows per micro-batch; None where the planner chooses a divisor of :attr:`rows_per_step`."""
+        """Rows per micro-batch; None if the planner chooses a divisor of :attr:`rows_per_step`."""
         if self.training.train_batch_tokens is not None:
             return None
         return self.training.per_device_train_batch_size * self.rows_per_example

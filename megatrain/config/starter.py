@@ -1,4 +1,4 @@
-"""A first config with comments, for one machine: text only, nothing is looked at or written here."""
+"""A first config with comments, for one machine. Only makes text; reads and writes no files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _COLUMN = 40
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """Where the training data is, and what its first rows are.
+    """Location of the training data, and facts about its first rows.
 
     Attributes:
-        path: as it is written, or a name on the hub.
-        format: what the row is read as; "": not known.
-        columns: our field -> theirs, where theirs are others.
-        problem: why the row cannot be used as it is, or "".
-        is_judged: whether it is one answer with a label.
+        path: as the user wrote it, or a name on the hub.
+        format: format of the rows, or "" if unknown.
+        columns: field here -> column of the rows, for names that differ.
+        problem: reason why the row cannot be used unchanged, or "".
+        is_judged: whether a row is one answer with a label.
     """
 
     path: str
@@ -50,17 +50,17 @@ def starter_toml(
     has_lora: bool = False,
     output_dir: str = "outputs/first",
 ) -> str:
-    """Return the text of a config that loads.
+    """Return the text of a config that loads without errors.
 
     Args:
-        task: a value of ``task``.
-        model: None: an example that has to be replaced.
-        data: None: an example that has to be replaced.
-        has_lora: adapters are trained in place of the model.
+        task: value of the key ``task``.
+        model: None for an example to be replaced.
+        data: None for an example to be replaced.
+        has_lora: whether adapters are trained instead of the model.
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",
-        "# Made by `megatrain-tier init` for this machine. What a key means: `megatrain-tier config explain KEY`.",
+        "# Made by `megatrain-tier init` for this machine. For a key: `megatrain-tier config explain KEY`.",
         "#   megatrain-tier check FILE    find every mistake",
         "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",
         "#   megatrain-tier run FILE      train; the same command continues after a stop",
@@ -141,7 +141,7 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
 
 
 def _rows(data: DataFacts) -> Iterator[str]:
-    """Yield what is said of the rows: columns where they need names, a comment where they are known or refused."""
+    """Yield the lines about the rows: column names if needed, a comment if the format is known or refused."""
     if data.problem:
         yield f"# FILL IN: {_ascii(data.problem)}"
         yield '# columns = { prompt = "..." }            # our field = their column'
@@ -187,7 +187,7 @@ def _optimizer(task: str, *, has_lora: bool) -> list[str]:
     state, facts = "16 bytes of state per parameter; lion 12, adafactor 8", TASK_FACTS[task]
     return [
         "[optimizer]",
-        _line("optim", "adamw", "its state is that of the adapters alone" if has_lora else state),
+        _line("optim", "adamw", "only adapters have optimizer state" if has_lora else state),
         _line("learning_rate", facts.lora_learning_rate if has_lora else facts.learning_rate),
         _line("lr_scheduler_type", "cosine"),
         _line("warmup_steps", 0.03, "below 1: a share of all steps"),

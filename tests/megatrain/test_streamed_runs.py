@@ -114,7 +114,7 @@ def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
         (("max_steps = 6\n", ""), "Write max_steps = 1000"),
         (("save_steps = 2", 'save_strategy = "epoch"'), 'save_strategy = "epoch", and streams have none'),
         (("streaming = true", "streaming = true\nval_size = 0.1"), "streams are never known as a whole"),
-        (("streaming = true\n", ""), "weight_from_step changes weights while the run goes on"),
+        (("streaming = true\n", ""), "weight_from_step changes weights during the run"),
         (("./shards-a", "s3://bucket/shards"), None),
         (("./shards-a", "sftp://me:hunter2@host/shards"), 'path = "sftp://***@host/shards" has a password'),
         (("./shards-a", "s3://me:hun/hunter2@host/shards"), 'path = "s3://***@host/shards" has a password'),
@@ -132,7 +132,7 @@ def test_what_does_not_go_together(run: SavedRun, change: tuple[str, str], said:
     assert change[0] in text
     text = text.replace(*change)
     if said is None and "s3:" in change[1]:
-        text, said = text.replace("streaming = true", ""), "is a URL, which is read while the run goes on"
+        text, said = text.replace("streaming = true", ""), "is a URL, which can only be read during the run"
     elif said is None:
         text, said = text.replace("{ 3 = 0.5 }", "{ 3 = 0 }"), "from step 4 on all weights are 0"
     path.write_text(text)

@@ -84,9 +84,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("cannot be used with model.images", task="distill", images=IMAGES),
     refused("transformers has no class of it", model="qwen2_5_vl", task="reward"),
     refused('task = "reward" reads text alone', task="reward", images=IMAGES),
-    refused('with task = "reward" each text has a row of its own', task="reward", packing=("packed", "concat")),
+    refused('with task = "reward" each text has its own row', task="reward", packing=("packed", "concat")),
     refused("the model says no words", task="reward", evaluation="sampled"),
-    refused('with task = "dpo" each answer has a row of its own', task=PREFERENCES, packing=("packed", "concat")),
+    refused('with task = "dpo" each answer has its own row', task=PREFERENCES, packing=("packed", "concat")),
     refused('"concat" joins', task=("sft", "distill"), packing="concat"),
     # base
     refused("full-parameter training needs floating-point weights", adapters="full", base=("nf4", "fp8", "mxfp4")),

@@ -119,7 +119,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" or task = "distill" or task = "dpo" or task = "reward" at the top'),
         ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not a choice. Write one of "sft", "pretrain", "distill", "dpo"'),
         ('task = "sft"', 'task = "dpo"\ntraining.train_batch_tokens = 3072', "but an example of preferences is two rows. Write 4096"),
-        ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each answer has a row of its own'),
+        ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each answer has its own row'),
         ('task = "sft"', 'task = "dpo"\npreference.loss_type = "robust"', 'reckons with wrong labels, but preference.label_smoothing = 0'),
         ('task = "sft"', 'task = "dpo"\ntraining.label_smoothing_factor = 0.1', 'smooths cross entropy, which task = "dpo" does not train on'),
         ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),
@@ -258,7 +258,7 @@ def test_keys_without_effect_beside_another_value_are_warned_of(tmp_path: Path) 
     ("lora", "words"),
     [
         ("lora_alpha = 4", "[lora] has lora_alpha, but no r"),
-        ('r = 4\nadapter_name_or_path = "a"', "lora.r goes with new adapters"),
+        ('r = 4\nadapter_name_or_path = "a"', "lora.r is for new adapters"),
     ],
 )
 def test_adapters(tmp_path: Path, lora: str, words: str) -> None:
