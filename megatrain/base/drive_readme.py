@@ -13,7 +13,7 @@ __all__ = ["README_NAME", "write_readme"]
 
 README_NAME = "README.txt"
 _TEXT = """\
-This folder belongs to megatrain-tier. CHECKPOINTS LIE HERE: it is no scratch space.
+This folder belongs to megatrain-tier. IT HOLDS CHECKPOINTS: do not use it as scratch space.
 
 snap/          parts of checkpoints that exist nowhere else. Without this folder they cannot be opened.
 live/, .pool/  blocks of the current or last run of this folder: weights, gradients, optimizer state.

@@ -34,7 +34,7 @@ class LockHolder:
 
 
 def living_owner(path: Path | str) -> LockHolder | None:
-    """Return the process that holds the lock of a run's folder; None if it is dead or there is no lock.
+    """Return the process that holds the lock of a run's folder; None if no living process holds it.
 
     Raises:
         OSError: the lock cannot be read.

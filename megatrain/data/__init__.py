@@ -1,1 +1,1 @@
-"""Training data: rows of files, tokens with proven loss masks, packed rows, batches of one step each."""
+"""Training data: rows of files, tokens with proven loss masks, packed rows, and the batches of each step."""

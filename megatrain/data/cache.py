@@ -1,4 +1,4 @@
-"""A folder of tokenized data: entries found by the contents they were made from, complete or absent, mapped."""
+"""A cache folder of tokenized data. Entries are keyed by their source contents, complete or absent, and mapped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
 _READ_BYTES = 4 * MiB
-_SETTLED_S = 2.0  # a file changed more recently may change again within one tick of its clock
+_SETTLED_S = 2.0  # a file with a more recent mtime may change again within one tick of its clock
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
@@ -56,8 +56,8 @@ class CacheEntry:
     """One tokenized dataset.
 
     Attributes:
-        arrays: Values of ``ARRAYS`` by name, mapped from files: what is not read costs no RAM.
-        source_starts: the first document of each source, and the end.
+        arrays: Values of ``ARRAYS`` by name, mapped from files, so that unread parts cost no RAM.
+        source_starts: first document of each source, and the end.
         content: checksum of the arrays.
     """
 
@@ -69,10 +69,10 @@ class CacheEntry:
 
 
 def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
-    """Return the folder that ``data.cache_dir`` names, made when missing; None: tokens are kept in RAM.
+    """Return the folder of ``data.cache_dir``, created if missing; None if tokens are kept in RAM.
 
     Raises:
-        DataError: it cannot be written and was named by the user. The usual folder is done without, with a message.
+        DataError: the user named it and it cannot be written. An unwritable default folder only causes a message.
     """
     if cache_dir == "none":
         return None
@@ -96,7 +96,7 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
 
 
 def _check_locks(folder: Path) -> None:
-    """Raise ``LockingError`` if the file system of a folder has no locks; entries are made under one."""
+    """Raise ``LockingError`` if the file system of a folder has no locks, which the creation of entries needs."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -106,12 +106,12 @@ def _check_locks(folder: Path) -> None:
 
 
 class TokenCache:
-    """The entries of one folder. Several processes may use it at once; each of an entry's files is written once.
+    """The entries of one folder. Several processes may use it at once; each file of an entry is written once.
 
     Args:
-        folder: made already.
-        max_nbytes: Most bytes that all entries take; those used longest ago are removed first. None: no limit.
-        on_message: called with a message when it waits for another process.
+        folder: an existing folder.
+        max_nbytes: Maximum bytes of all entries; the least recently used are removed first. None for no limit.
+        on_message: called with a message while it waits for another process.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class TokenCache:
         self._on_message = on_message
 
     def get(self, key: str, encode: Encode) -> CacheEntry:
-        """Return an entry, made first if it is not there. Waits while another process makes it.
+        """Return an entry, created if it is missing. Waits while another process creates it.
 
         Args:
-            key: name of the entry, a function of all that decides its contents.
+            key: name of the entry, a function of everything that determines its contents.
 
         Raises:
-            DataError: as ``encode``, or the folder is full or too small.
+            DataError: raised by ``encode``, or the folder is full or too small.
         """
         found = self._open(key)
         if found is not None:
@@ -150,10 +150,10 @@ class TokenCache:
         return found
 
     def file_checksum(self, file: Path) -> str:
-        """Return the checksum of a file's contents; read again only when its size, time or place has changed.
+        """Return the checksum of a file's contents; read again only if its size, time or location has changed.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the file cannot be read.
         """
         try:
             state = file.stat()
@@ -175,7 +175,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of one entry; the system releases it when the process dies."""
+        """Hold the lock of one entry; the system releases it if the process dies."""
         path = self._folder / (key + _LOCK)
         with path.open("w") as file:
             try:
@@ -186,10 +186,10 @@ class TokenCache:
             yield
 
     def _make(self, key: str, encode: Encode) -> None:
-        """Write an entry beside its place, then rename it there: a process that dies leaves nothing that is used."""
+        """Write an entry under a temporary name, then rename it, so that a crash leaves no partial entry."""
         partial, final = self._folder / (key + _PARTIAL), self._folder / key
         self._remove(partial)
-        self._remove(final)  # damaged, else it would have been opened
+        self._remove(final)  # damaged, or it would have been opened
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
@@ -216,7 +216,7 @@ class TokenCache:
             raise
 
     def _open(self, key: str) -> CacheEntry | None:
-        """Return an entry that is there and whole, and note that it was used."""
+        """Return a complete entry and record its use; None if there is none."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ class TokenCache:
         return entry
 
     def _make_room(self, nbytes: int, key: str) -> None:
-        """Remove the entries used longest ago until one of ``nbytes`` fits beside the rest."""
+        """Remove the least recently used entries until ``nbytes`` more fit."""
         if self._max_nbytes is None:
             return
         others = []
@@ -256,7 +256,7 @@ class TokenCache:
             )
 
     def _remove(self, folder: Path) -> None:
-        """Remove a folder atomically (rename, then delete). Processes that have it mapped keep their mapping."""
+        """Remove a folder atomically: rename, then delete. Processes that have mapped it keep their mapping."""
         if not folder.exists():
             return
         aside = folder.with_name(f"{folder.name}{_REMOVED}-{os.getpid()}")
@@ -269,7 +269,7 @@ def read_checksum(file: Path) -> str:
     """Return the checksum of a file's contents.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     digest = xxhash.xxh3_64()
     try:
@@ -285,7 +285,7 @@ def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int
     """Map the arrays of an entry.
 
     Raises:
-        ValueError: a file has another size.
+        ValueError: a file has the wrong size.
     """
     counts = {
         "tokens": num_tokens,
@@ -301,13 +301,13 @@ def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int
         path, count = folder / _FILES[name], counts[name]
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} has {path.stat().st_size} bytes")
-        # No file of no bytes can be mapped.
+        # An empty file cannot be mapped.
         found[name] = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
     return found
 
 
 def _write_whole(path: Path, values: Any) -> None:
-    """Write JSON so that readers see all of it or nothing."""
+    """Write JSON atomically, so that readers never see a part of it."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     with fresh.open("w", encoding="utf-8") as file:
         json.dump(values, file)
@@ -316,7 +316,7 @@ def _write_whole(path: Path, values: Any) -> None:
     os.replace(fresh, path)
 
 
-#: To be raised whenever the same rows become other tokens or masks.
+#: To be increased whenever the same rows produce other tokens or masks.
 ENCODING = 3
 
 
@@ -329,12 +329,12 @@ def cache_key(
     cache: TokenCache,
     image_processor: str = "",
 ) -> str:
-    """Return 32 hex digits. Names and places of files do not count, their contents and order do.
+    """Return 32 hex digits that depend on contents and order of files, not on their names and locations.
 
     Args:
-        cache: remembers checksums of files.
-        image_processor: what prepares images, in words; "": rows have none. Else places of files count, as paths of
-            images are relative to them.
+        cache: stores checksums of files.
+        image_processor: description of the processor that prepares images, or "" if rows have none. Otherwise the
+            locations of files count, because image paths are relative to them.
     """
     described = [
         {
@@ -365,7 +365,7 @@ def cache_key(
 
 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """Return what a tokenizer does: its vocabulary and rules, its special tokens, and its chat template."""
+    """Return everything that determines a tokenizer's output: vocabulary, rules, special tokens, chat template."""
     rules = tokenizer.backend_tokenizer.to_str().encode()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(rules).hexdigest(), special, tokenizer.chat_template]

@@ -1,4 +1,4 @@
-"""Rows to tokens with a loss mask that is proven: what is trained decodes to exactly what the assistant wrote."""
+"""Rows to tokens with a proven loss mask: the trained tokens decode to exactly the assistant's text."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Encoded:
     """Tokens of one row.
 
     Attributes:
-        trained: for each token, whether the loss asks for it. Never true for the first: nothing predicts it.
+        trained: for each token, whether it has a loss. Never true for the first token, which nothing predicts.
         is_text: whether it is plain text, which may be cut into pieces.
-        untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
+        untrained_turns: reasons why turns of the assistant that should be trained are not, one sentence each.
         num_turns: turns of the assistant that should be trained.
         left_out: fields of the row that the chat template does not show.
-        special_tokens: special tokens that the text of the row itself holds.
+        special_tokens: special tokens in the text of the row.
         is_start: whether plain text begins here; a large file comes in parts.
         is_end: whether plain text ends here.
         images: Images of the row, in order.
-        image_tokens: which tokens stand for each of them.
+        image_tokens: range of tokens of each image.
     """
 
     tokens: list[int]
@@ -63,12 +63,12 @@ class _Texts:
     """The text to tokenize for one row.
 
     Attributes:
-        text: the text; "" for none.
+        text: the text, or "".
         has_special: whether the tokenizer adds its special tokens around the text.
-        has_offsets: whether the loss mask needs the characters of each token.
-        row: the conversation as it was rendered.
-        rendered: the conversation before placeholders of images were inserted.
-        inserted: places of these placeholders.
+        has_offsets: whether the loss mask needs the character offsets of each token.
+        row: the conversation that was rendered.
+        rendered: the conversation before image placeholders were inserted.
+        inserted: positions of these placeholders.
     """
 
     text: str = ""
@@ -83,18 +83,18 @@ class _Texts:
 
     @property
     def batch(self) -> tuple[bool, bool]:
-        """Texts with the same value are tokenized together."""
+        """Key of the texts that are tokenized together."""
         return self.has_special, self.has_offsets
 
 
 class RowEncoder:
-    """Turns rows into tokens and masks with one tokenizer.
+    """Converter of rows to tokens and masks, with one tokenizer.
 
     Args:
-        tokenizer: a fast tokenizer; its chat template is used for conversations.
-        train_on: "assistant": every assistant turn; "last_assistant": the last one; "completion": what follows the
-            prompt, in a plain conversation the last turn; "all": every token.
-        images: prepares the images of rows; None: rows with images are refused.
+        tokenizer: a fast tokenizer; conversations use its chat template.
+        train_on: "assistant": every assistant turn; "last_assistant": the last one; "completion": the text after the
+            prompt, or the last turn of a plain conversation; "all": every token.
+        images: prepares the images of rows. None if rows with images are refused.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RowEncoder:
 
     @cached_property
     def start_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that the tokenizer adds before every text, mostly ``<bos>``; () for none."""
+        """Return the tokens that the tokenizer adds before every text, usually ``<bos>``, or ()."""
         return self._added_tokens[0]
 
     @cached_property
@@ -137,13 +137,13 @@ class RowEncoder:
         return (), ()
 
     def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[Encoded | RowError]:
-        """Yield the tokens of each row, or why it cannot be trained. The texts are tokenized together, on all cores.
+        """Yield the tokens of each row, or the error that prevents training. Texts are tokenized together on all cores.
 
         Args:
-            rows: errors among them are passed on.
+            rows: errors among them are passed through.
 
         Raises:
-            DataError: there is a conversation and the tokenizer has no chat template.
+            DataError: a row is a conversation and the tokenizer has no chat template.
         """
         texts = [_encodable(row, self._texts_of(row)) for row in rows]
         ready = [each for each in texts if isinstance(each, _Texts) and each.text]
@@ -190,7 +190,7 @@ class RowEncoder:
         except RowError as error:
             if not any(message.get("tool_calls") for message in row.messages):
                 return error
-            try:  # some families want the arguments of calls as text
+            try:  # some model families expect the arguments of calls as text
                 row = replace(row, messages=with_text_arguments(row.messages))
                 text = renderer.render(row.messages, row.where, tools=row.tools)
             except RowError:
@@ -206,7 +206,7 @@ class RowEncoder:
             return error
 
     def _special_in(self, text: str) -> tuple[str, ...]:
-        """Return the special tokens that a text holds, each once."""
+        """Return the distinct special tokens in a text."""
         return tuple(dict.fromkeys(self._special.findall(text)))
 
     def _with_images(self, row: Conversation, text: str) -> _Texts:
@@ -241,7 +241,7 @@ class RowEncoder:
         return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
     def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> Encoded:
-        """Take the tokens of the whole text; those that hold a character of the completion are trained."""
+        """Tokenize the whole text; train the tokens that contain a character of the completion."""
         if not tokens:
             return _encoded([], [])
         tokens = self._without_end(tokens)
@@ -251,7 +251,7 @@ class RowEncoder:
         if border:
             first = next((i for i in range(begin, len(tokens)) if offsets[i][1] > border), len(tokens))
         if self._same_text(self._decode(tokens[begin:]), text):
-            # Offsets may leave out white space at the end of a token, so that one before holds some of the completion.
+            # Offsets may omit white space at the end of a token: an earlier token may contain part of the completion.
             while first > begin and text.startswith(before := self._decode(tokens[begin:first])):
                 if len(before) <= border:
                     break
@@ -270,7 +270,7 @@ class RowEncoder:
         return _encoded(tokens, [*trained, True][: len(tokens)])
 
     def _without_end(self, tokens: list[int]) -> list[int]:
-        """Remove the tokens that the tokenizer itself adds after every text, as the T5 family does."""
+        """Remove the tokens that the tokenizer adds after every text, as in the T5 family."""
         end = self._added_tokens[1]
         return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
@@ -291,7 +291,7 @@ class RowEncoder:
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
         if by_default and not turns:
             return _encoded(tokens, [True] * len(tokens))
-        # Turns are found in the text without images, which templates are rendered to again and again.
+        # Turns are located in the text without images, which the template renders repeatedly.
         plain = texts.rendered or text
         spans = self._ready_renderer().assistant_spans(row.messages, plain, row.where, turns, row.tools)
         spans = {index: _moved(span, texts.inserted) for index, span in spans.items()}
@@ -309,16 +309,16 @@ class RowEncoder:
             index, why = serious[0]
             raise RowError(
                 row.where,
-                f"message {index + 1} cannot be told from the rest: {why}",
+                f"message {index + 1} cannot be separated from the rest: {why}",
                 REMEDY if why not in (NO_PLACE, PART_LEFT_OUT) else "Set model.chat_template to a template with tools",
-                reason=f"no turn of the assistant can be told from the rest: {why}",
+                reason=f"no turn of the assistant can be separated from the rest: {why}",
             )
         if not by_default:
             tokens, trained = self._with_end_of_turn(tokens, trained)
         return _encoded(tokens, trained, tuple(reasons.values()), len(turns))
 
     def _with_end_of_turn(self, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
-        """End a last turn that the template leaves open: else the model would not learn to stop."""
+        """Close a last turn that the template leaves open; without this the model would not learn to stop."""
         end = self._end_of_turn if self._end_of_turn is not None else self._tokenizer.eos_token_id
         shown = (index for index in reversed(range(len(tokens))) if self._decode(tokens[index : index + 1]).strip())
         last = next(shown, None)
@@ -327,7 +327,7 @@ class RowEncoder:
         return [*tokens[: last + 1], end], [*trained[: last + 1], True]
 
     def _chosen(self, row: Conversation) -> list[int]:
-        """Return the turns that are trained: those that train_on names, except where the row itself says otherwise."""
+        """Return the turns to train: those selected by ``train_on``, unless the row's own flags override it."""
         turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         named = [i for i in turns if i >= row.trained_from]
         if self._train_on == "last_assistant" or (self._train_on == "completion" and not row.trained_from):
@@ -337,7 +337,7 @@ class RowEncoder:
         return [i for i in turns if row.flags[i] or (row.flags[i] is None and i in named)]
 
     def _tokens_of(self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], where: str) -> range:
-        """Return the indices of a span's tokens and its end-of-turn token, after proving that they are its text."""
+        """Return the indices of a span's tokens and its end of turn, after a proof that they decode to its text."""
         inside = _overlapping(span, offsets)
         for i in inside:
             start, end = offsets[i]
@@ -349,7 +349,7 @@ class RowEncoder:
                     reason="a token joins text of the assistant and of the chat template",
                 )
         if not inside and text[span.start : span.end].strip():
-            raise RowError(where, f"no token stands for what the assistant wrote in message {span.message + 1}")
+            raise RowError(where, f"no token holds the assistant's text in message {span.message + 1}")
         for is_special, group in itertools.groupby(inside, key=lambda i: tokens[i] in self._ends):
             part = list(group)
             found = self._decode([tokens[i] for i in part])
@@ -372,9 +372,9 @@ class RowEncoder:
         after = inside[-1] + 1
         usual = (self._end_of_turn, self._tokenizer.eos_token_id)
         shown = next((i for i in reversed(inside) if text[slice(*offsets[i])].strip()), inside[-1])
-        if tokens[shown] in usual:  # markers enclose the end of turn, too
+        if tokens[shown] in usual:  # the markers also enclose the end of turn
             return after
-        at = after  # white space before the end of turn has to be produced too
+        at = after  # white space before the end of turn is also trained
         while at < len(tokens) and not text[slice(*offsets[at])].strip():
             at += 1
         if at < len(tokens) and (tokens[at] in usual or (tokens[at] in self._ends and tokens[shown] not in self._ends)):
@@ -390,7 +390,7 @@ class RowEncoder:
         return after
 
     def _same_text(self, found: str, written: str) -> bool:
-        """Compare texts with their white space. Some tokenizers add a space after a special token: that may differ."""
+        """Compare texts including white space. Spaces next to special tokens may differ, as some tokenizers add one."""
         if found == written:
             return True
         found, written = (unicodedata.normalize("NFKC", text) for text in (found, written))
@@ -400,21 +400,21 @@ class RowEncoder:
         return around.sub(r"\1", found) == around.sub(r"\1", written)
 
     def _same_part(self, found: str, written: str) -> bool:
-        """Compare parts of a text without the white space around them, which neighbouring tokens may hold."""
+        """Compare parts of a text without surrounding white space, which neighbouring tokens may contain."""
         return self._same_text(found.strip(), written.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def _ready_renderer(self) -> ChatRenderer:
-        """Make the renderer on first use, and learn from a probe what ends a turn of the assistant."""
+        """Create the renderer on first use, and detect the end of an assistant turn with a probe."""
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer, in_parts=self._images is not None)
             self._learn_end(self._renderer)
         return self._renderer
 
     def _learn_end(self, renderer: ChatRenderer) -> None:
-        """See what follows the assistant's text: a special token, or text that a tokenizer without it spells out."""
+        """Detect what follows the assistant's text: a special token, or plain text if the tokenizer has none."""
         turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = renderer.render(turn * 2, "")
@@ -433,7 +433,7 @@ class RowEncoder:
 
 
 def _encodable(row: PlainRow | RowError, texts: _Texts | RowError) -> _Texts | RowError:
-    """Return the texts, or the error of a row whose text is no Unicode: JSON can hold half of a surrogate pair."""
+    """Return the texts, or an error if the text is not Unicode: JSON can contain half of a surrogate pair."""
     if isinstance(row, RowError) or isinstance(texts, RowError):
         return texts
     try:
@@ -446,7 +446,7 @@ def _encodable(row: PlainRow | RowError, texts: _Texts | RowError) -> _Texts | R
 
 
 def _overlapping(span: MessageSpan, offsets: Offsets) -> list[int]:
-    """Return the tokens that hold a character of a span. Offsets begin in order: only those near it are looked at."""
+    """Return the tokens that contain a character of a span. Offsets are sorted by start, so only near ones are read."""
     first = bisect_left(offsets, span.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > span.start:
         first -= 1
@@ -455,7 +455,7 @@ def _overlapping(span: MessageSpan, offsets: Offsets) -> list[int]:
 
 
 def _moved(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
-    """Return where a span of a text is once what stands for images was put into it."""
+    """Return the position of a span after the insertion of image placeholders into its text."""
     if isinstance(span, str):
         return span
     start = end = 0
@@ -466,7 +466,7 @@ def _moved(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan
 
 
 def _touching(characters: range, offsets: Offsets) -> range:
-    """Return the tokens that hold any of some characters, in one run."""
+    """Return the contiguous tokens that contain any of some characters."""
     first = bisect_left(offsets, characters.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > characters.start:
         first -= 1

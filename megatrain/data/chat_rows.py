@@ -1,4 +1,4 @@
-"""Chats, prompts with completions, plain texts and tokens, row by row: each row is one document."""
+"""Chats, prompts with completions, plain texts and tokens. Each row becomes one document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All training rows as documents of tokens, read from files that the system maps: RAM does not grow with the data."""
+"""All training rows as documents of tokens, in memory-mapped files: RAM does not grow with the data."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from megatrain.data.table import DataConfig
 
 
-_WEIGHT = 2  # stream of random numbers, beside those of megatrain.data.loader
+_WEIGHT = 2  # random stream; megatrain.data.loader has others
 _SECONDS_BETWEEN_MESSAGES = 10.0
 OnMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """What is read, and how its rows become documents.
+    """Sources of the data, and options for the conversion of rows to documents.
 
     Attributes:
-        table: ``[data]``, whose ``train`` are the sources of these rows, in order.
-        seed: decides the order of the data, and what ``val_size`` keeps.
-        images_folder: folder of the processor that prepares images; None: rows have none.
-        scores: folder of what a teacher says of the rows; None: there is none.
+        table: ``[data]``; its ``train`` lists the sources of these rows, in order.
+        seed: determines the order of the data, and the rows of ``val_size``.
+        images_folder: folder of the processor that prepares images. None if rows have none.
+        scores: folder of a teacher's scores of the rows. None if there is no teacher.
     """
 
     table: DataConfig
@@ -55,29 +55,29 @@ class DataSpec:
     scores: Path | None = None
 
     def with_keys(self, **keys: Any) -> DataSpec:
-        """Return the same with other values of keys of its table."""
+        """Return a copy with these keys of its table replaced."""
         return replace(self, table=self.table.model_copy(update=keys))
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
-        """Return what prepares images, if rows may have any. Raises as :class:`ImageProcessor`."""
+        """Return the processor for images, if rows may have any. Raises like :class:`ImageProcessor`."""
         if self.images_folder is None:
             return None
         return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
 
     @property
     def has_default_packing(self) -> bool:
-        """Whether the config does not ask for its packing, so that another one may take its place."""
+        """Whether the config does not set the packing, so that another default may replace it."""
         return "packing" not in self.table.model_fields_set
 
     @property
     def encoding(self) -> EncodingOptions:
-        """How rows become documents, apart from what is trained."""
+        """Options for the conversion of rows to documents, except ``train_on``."""
         table, joins = self.table, self.table.packing == "concat"
         return EncodingOptions(table.max_length, table.overlong, table.bad_rows, self.kind, joins)
 
     @property
     def source_names(self) -> list[str]:
-        """What messages call each source."""
+        """Name of each source in messages."""
         return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.table.train)]
 
 
@@ -86,20 +86,20 @@ class TokenDataset:
     """Documents as tokens.
 
     Attributes:
-        tokens: int32 ids of all documents, one after the other.
-        trained: for each, whether the loss asks for it; false for the first of each document.
-        starts: where each document begins, and the end: int64, one more than there are documents.
-        report: what was read and dropped.
-        source_starts: the first document of each source, and the end. Empty: one source.
-        weights: for each source, how often its documents are used in an epoch. Empty: once.
-        content: checksum of the first three arrays, where it is known already.
-        begins_row: for each document, whether it is the first (mostly the only) one of a row. Empty: each is a row.
-        in_use: numbers of the documents that are there to be used, ascending. None: all.
-        images: the images of all documents, as ``refs_to_bytes`` writes them.
-        image_starts: where those of each document begin, and the end. Empty: no document has any.
-        roles: for each document, what its kind of rows calls it in its example. Empty: 0.
-        source_checksums: Returns the checksum of each source's files; reads those that no cache remembers. Empty if
-            the rows come from no file.
+        tokens: int32 ids of all documents, concatenated.
+        trained: for each token, whether it has a loss; false for the first of each document.
+        starts: int64 first token of each document, and the end.
+        report: counts of the rows that were read and dropped.
+        source_starts: first document of each source, and the end. Empty for one source.
+        weights: uses of the documents of each source per epoch. Empty for 1 each.
+        content: checksum of the first three arrays, or "" if not known yet.
+        begins_row: for each document, whether it is the first (usually only) one of a row. Empty if each is a row.
+        in_use: ascending numbers of the documents to use. None for all.
+        images: images of all documents, as written by ``refs_to_bytes``.
+        image_starts: first image byte of each document, and the end. Empty if no document has images.
+        roles: role of each document in its example, defined by the kind of rows. Empty for 0.
+        source_checksums: Returns the checksum of each source's files; reads files whose checksum is not cached. Empty
+            if the rows come from no file.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -126,12 +126,12 @@ class TokenDataset:
         return len(self.starts) - 1
 
     def key_of(self, document: int) -> str:
-        """Return a checksum of a document's tokens, and of which of them are trained: the name of its scores."""
+        """Return a checksum of a document's tokens and loss mask, by which its scores are found."""
         part = slice(int(self.starts[document]), int(self.starts[document + 1]))
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
     def fingerprint(self) -> str:
-        """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""
+        """Return a checksum of all data that a run uses. Reads no token if the cache knows the checksum."""
         text = self.content_of_all
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
@@ -139,7 +139,7 @@ class TokenDataset:
 
     @cached_property
     def content_of_all(self) -> str:
-        """Checksum of all documents, whether they are in use or not."""
+        """Checksum of all documents, used or not."""
         return self.content or content_checksum(self.tokens, self.trained, self.starts)
 
     @property
@@ -148,12 +148,12 @@ class TokenDataset:
         return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each document."""
+        """Return the number of tokens of each document."""
         found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
         return found
 
     def num_tokens_of(self, document: int) -> int:
-        """Return the tokens of a document."""
+        """Return the number of tokens of a document."""
         return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
 
     def images_of(self, document: int) -> list[ImageRef]:
@@ -163,9 +163,9 @@ class TokenDataset:
         return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
 
     def release_pages(self) -> None:
-        """Let the system take back the RAM of what was read from mapped files; reading it again is not slower by much.
+        """Give the RAM of mapped files back to the system; a second read is not much slower.
 
-        Without it the process would seem to grow by all the data that it has trained on.
+        Without it, the process would appear to grow by all data that it has trained on.
         """
         owners: list[object] = [getattr(self, name).base for name in ARRAYS]
         for mapped in owners:
@@ -173,10 +173,10 @@ class TokenDataset:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
-        """Return the documents of an epoch, some of them several times where a source has a weight, in order.
+        """Return the documents of an epoch, in order; a weight may repeat the documents of its source.
 
-        Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them. Of examples with
-        several documents the first one is returned.
+        The fraction of a weight selects the same documents in every epoch, by ``data_seed``. For examples with several
+        documents, the first one is returned.
         """
         used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
         if self.kind.num_documents > 1:
@@ -204,15 +204,15 @@ def content_checksum(
 def load_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return every source, in order: from the cache, else tokenized now and put there.
+    """Return every source, in order, from the cache; tokenize and cache it first if necessary.
 
-    What ``data.val_size`` keeps from training is not in use, see :mod:`megatrain.data.dataset`.
+    Rows held out by ``data.val_size`` are not in use.
 
     Args:
-        on_message: called with progress of a long tokenization, and with why the cache is not used.
+        on_message: called with the progress of a long tokenization, and with the reason if the cache is not used.
 
     Raises:
-        DataError: as ``rows_of`` and ``RowEncoder.encode_many``; or no token at all would be trained; or
+        DataError: raised by ``rows_of`` or ``RowEncoder.encode_many``; or no token would be trained; or
             ``data.cache_dir`` cannot be written.
         RowError: a row cannot be trained and ``data.bad_rows`` is "error".
     """
@@ -241,10 +241,10 @@ def load_dataset(
 
 
 def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) -> tuple[str, ...]:
-    """Return the checksum of each source's files: their contents, kinds and order, not their names.
+    """Return the checksum of each source's files: contents, kinds and order, but not names.
 
     Args:
-        cache: Remembers checksums of files. None: the files are read.
+        cache: Stores checksums of files. None if the files are read.
     """
     of_file = read_checksum if cache is None else cache.file_checksum
     described = ("\n".join(f"{suffix_of(file)} {of_file(file)}" for file in paths) for paths in files)
@@ -258,7 +258,7 @@ def _encode_sources(
     writer: TokenWriter,
     on_message: OnMessage,
 ) -> tuple[DataReport, tuple[int, ...]]:
-    """Tokenize every source; return the report and where each source begins."""
+    """Tokenize every source; return the report and the first document of each source."""
     rows = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
     encoder = Encoder(rows, writer, data.encoding, _progress(on_message))
     source_starts = [0]
@@ -275,14 +275,14 @@ def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]
 
 
 class InMemory:
-    """Documents that are held in RAM, and their writer."""
+    """A writer of documents that are held in RAM."""
 
     def __init__(self) -> None:
         self._files = {name: io.BytesIO() for name in ARRAYS}
         self.writer = TokenWriter(tuple(self._files.values()))
 
     def dataset(self, report: DataReport, source_starts: tuple[int, ...] = (), kind: RowKind = CHATS) -> TokenDataset:
-        """Return what was written, and flushed."""
+        """Return the documents that were written and flushed."""
         arrays = {name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name]) for name, file in self._files.items()}
         writer = self.writer
         return _dataset(CacheEntry(arrays, report, source_starts, writer.content, writer.largest_id), kind)
@@ -300,7 +300,7 @@ def _dataset(entry: CacheEntry, kind: RowKind) -> TokenDataset:
 
 
 def _progress(on_message: OnMessage) -> Callable[[int], None]:
-    """Return a function that says every few seconds how many rows are done."""
+    """Return a function that reports the number of finished rows every few seconds."""
     said = time.monotonic()
 
     def on_rows(count: int) -> None:
@@ -313,14 +313,14 @@ def _progress(on_message: OnMessage) -> Callable[[int], None]:
 
 
 def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
-    """Refuse tokens that the model has no embedding for.
+    """Raise ``DataError`` for token ids without an embedding in the model.
 
     Args:
         num_embeddings: rows of the model's input embedding.
         where: the tokenizer, for the message.
 
     Raises:
-        DataError: the tokenizer is not the model's.
+        DataError: the tokenizer does not belong to the model.
     """
     largest = dataset.largest_id
     if largest >= num_embeddings:
@@ -332,23 +332,23 @@ def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None
         )
 
 
-#: What metrics call these rows.
+#: Name of the held-out rows in metrics.
 NAME = "val"
-_HOLD_OUT = 3  # stream of random numbers, beside those of the loader and of weights
+_HOLD_OUT = 3  # random stream; the loader and weights have others
 
 
 def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDataset:
-    """Return a dataset without some of its rows; :func:`held_out_part` has those.
+    """Return a dataset without its held-out rows, which :func:`held_out_part` returns.
 
-    The same rows are taken from the same data with the same ``data_seed``, whatever the batches, tiers and machine. A
-    text that was cut into several documents is taken whole.
+    The same data and ``data_seed`` give the same rows, whatever the batches, tiers and machine. All documents of a text
+    are held out together.
 
     Args:
-        val_size: below 1: that share of the rows, rounded, at least one; else so many. Rows that were dropped do not
+        val_size: share of the rows if below 1 (rounded, at least one row), else their number. Dropped rows do not
             count.
 
     Raises:
-        DataError: no row would be left to train on.
+        DataError: no row would remain to train on.
     """
     row_of_document = np.cumsum(dataset.begins_row) - 1
     count = int(row_of_document[-1]) + 1
@@ -358,7 +358,7 @@ def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDat
         raise DataError(
             "data.val_size",
             f"data.val_size = {shown} leaves nothing to train on: the data has {count:,} row{'s' * (count > 1)}",
-            "Write less, or rows of their own in [[data.eval]]" if count > 1
+            "Write less, or separate rows in [[data.eval]]" if count > 1
             else "A text file is one row: write another file of text in [[data.eval]]",
         )  # fmt: skip
     is_held_out = np.zeros(count, dtype=np.bool_)
@@ -367,7 +367,7 @@ def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDat
 
 
 def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> TokenDataset:
-    """Return the rows that :func:`hold_out` took, each once; at most ``max_samples`` of them, from the start."""
+    """Return the rows that :func:`hold_out` removed, each once; only the first ``max_samples`` of them if given."""
     assert dataset.in_use is not None
     others = np.ones(len(dataset), dtype=np.bool_)
     others[dataset.in_use] = False
@@ -378,7 +378,7 @@ def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> Toke
 
 
 def describe(held_out: TokenDataset) -> str:
-    """Return the message about the rows that :func:`held_out_part` returned."""
+    """Return a message about the rows of :func:`held_out_part`."""
     documents = held_out.in_use
     assert documents is not None
     rows = int(np.count_nonzero(held_out.begins_row[documents]))

@@ -1,4 +1,4 @@
-"""Rows to documents of tokens, written as they come: nothing but the last few rows is held in RAM."""
+"""Rows to documents of tokens, written as a stream: only the last few rows are held in RAM."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrainedTokenizerFast:
-    """Open a fast tokenizer. No code of the folder is run.
+    """Open a fast tokenizer. No code in the folder is run.
 
     Args:
         name_or_path: a folder with ``tokenizer.json``.
-        chat_template: "auto" for the tokenizer's own, or the path of a .jinja file.
+        chat_template: "auto" for the tokenizer's template, or the path of a .jinja file.
 
     Raises:
-        DataError: no such folder, no ``tokenizer.json`` in it, or one that cannot be opened.
+        DataError: the folder or its ``tokenizer.json`` is missing or cannot be opened.
     """
     from transformers import AutoTokenizer
 
@@ -55,7 +55,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # from_pretrained raises whatever its many readers raise
+    except Exception as error:  # from_pretrained raises many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             name_or_path, f"the tokenizer cannot be opened: {reason}", "Check tokenizer.json and tokenizer_config.json"
@@ -75,7 +75,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id that fills rows: the pad token, else end of text, else 0. It is never trained or attended."""
+    """Return the id for padding: the pad token, else end of text, else 0. It is never trained or attended to."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token
@@ -83,22 +83,22 @@ def pad_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 Overlong = Literal["truncate", "drop", "error"]
-_ROWS_AT_ONCE = 512  # tokenized together; more keeps more cores busy and more RAM
+_ROWS_AT_ONCE = 512  # tokenized together; a larger value uses more cores and more RAM
 _CHARACTERS_AT_ONCE = 1 << 20
 _FLUSH_TOKENS = 1 << 20
 _FLUSH_IMAGE_BYTES = 1 << 26
-_NUM_CONTENTS = 3  # tokens, masks and starts: what a run sees of the data
+_NUM_CONTENTS = 3  # tokens, masks and starts: the arrays in the content checksum
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EncodingOptions:
-    """What decides, beside the rows and the tokenizer, what is trained.
+    """Options that, with the rows and the tokenizer, determine the trained tokens.
 
     Attributes:
-        max_length: tokens of a document at most.
-        overlong: what happens to longer conversations. Longer plain text is cut into pieces.
-        bad_rows: "drop": rows that cannot be trained are counted; "error": the first ends it all.
-        joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
+        max_length: maximum tokens of a document.
+        overlong: treatment of longer conversations. Longer plain text is cut into pieces.
+        bad_rows: "drop" to count rows that cannot be trained; "error" to stop at the first one.
+        joins_texts: whether texts are joined and cut into pieces of exactly ``max_length``; the last may be shorter.
     """
 
     max_length: int
@@ -115,7 +115,7 @@ class EncodingOptions:
         )
 
 
-#: Arrays of a data set, as ``TokenDataset`` describes them -> their type, in the order in which they are written.
+#: Arrays of a data set (see ``TokenDataset``) -> their dtype, in the order in which they are written.
 ARRAYS: Mapping[str, type[np.generic]] = {
     "tokens": np.int32,
     "trained": np.bool_,
@@ -125,15 +125,15 @@ ARRAYS: Mapping[str, type[np.generic]] = {
     "image_starts": np.int64,
     "roles": np.uint8,
 }
-_CODES = {np.int32: "i", np.int64: "q"}  # of array.array; all others are bytes
+_CODES = {np.int32: "i", np.int64: "q"}  # for array.array; all others are bytes
 
 
 class TokenWriter:
-    """Writes documents one after the other.
+    """Writer of documents in sequence.
 
     Args:
-        files: One for each of ``ARRAYS``, in their order. Not closed.
-        before_write: called before each write with the total bytes written once it is done.
+        files: One for each of ``ARRAYS``, in this order. Not closed.
+        before_write: called before each write with the total bytes after it.
     """
 
     def __init__(self, files: Sequence[BinaryIO], before_write: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -144,7 +144,7 @@ class TokenWriter:
         self._held["image_starts"].append(0)
         self._images_digest = xxhash.xxh3_64()
         self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CONTENTS])
-        self._roles_digest: xxhash.xxh3_64 | None = None  # unless all are 0
+        self._roles_digest: xxhash.xxh3_64 | None = None  # stays None while all roles are 0
         self._flushed_tokens = 0
         self.nbytes = 0
         self.num_documents = 0
@@ -159,7 +159,7 @@ class TokenWriter:
 
     @property
     def content(self) -> str:
-        """Checksum of all that was flushed, as ``content_checksum`` makes it of tokens, masks and starts."""
+        """Checksum of all flushed data, as ``content_checksum`` computes it from tokens, masks and starts."""
         digests = self._digests if not self.num_image_bytes else (*self._digests, self._images_digest)
         roles = () if self._roles_digest is None else (self._roles_digest,)
         return "-".join(digest.hexdigest() for digest in (*digests, *roles))
@@ -190,7 +190,7 @@ class TokenWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held. Raises OSError."""
+        """Write the held data. Raises OSError."""
         held = {name: values.tobytes() for name, values in self._held.items()}
         self.num_trained_tokens += sum(self._held["trained"])
         self._flushed_tokens += len(self._held["tokens"])
@@ -211,10 +211,10 @@ def _nothing_held() -> dict[str, array[int]]:
 
 
 class Encoder:
-    """Encodes the rows of one source after the other into a :class:`TokenWriter`.
+    """Encoder of rows, source after source, into a :class:`TokenWriter`.
 
     Args:
-        options: lengths, and what is refused.
+        options: lengths, and which rows are refused.
         on_rows: called with the number of rows after every few hundred.
     """
 
@@ -231,18 +231,18 @@ class Encoder:
         self._options = options
         self._on_rows = on_rows
         self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins=options.joins_texts)
-        self._open_is_kept = False  # of the text of which only parts have been read
+        self._open_is_kept = False  # whether a document of the current partial text was written
         self._examples: list[Example] = []
-        self._last: Any = None  # of the examples before, for the kind of rows
+        self._last: Any = None  # state of the row kind from the previous examples
 
     def add_rows(self, rows: Iterable[DataRow | RowError]) -> None:
-        """Encode rows and write what is trained of them.
+        """Encode rows and write their trained documents.
 
         Args:
-            rows: and the errors of rows that could not be read, in their place.
+            rows: may contain errors, in the place of unreadable rows.
 
         Raises:
-            DataError: a row is too long and ``overlong`` is "error", a row is not of this kind, or as
+            DataError: a row is too long and ``overlong`` is "error", a row is of another kind, or raised by
                 ``RowEncoder.encode_many``.
             OSError: writing failed.
             RowError: a row cannot be trained and ``bad_rows`` is "error".
@@ -262,7 +262,7 @@ class Encoder:
             self._on_rows(self.counts.total.num_rows)
 
     def _add(self, row: DataRow | RowError, found: Sequence[Encoded | RowError]) -> None:
-        """Take in a row with its tokens, or with why it cannot be trained."""
+        """Process a row with its tokens, or with the error that prevents its training."""
         whole = [each for each in found if isinstance(each, Encoded)]
         self.counts.total.num_tokens += sum(len(each.tokens) for each in whole)
         error = next((each for each in found if isinstance(each, RowError)), None)
@@ -280,7 +280,7 @@ class Encoder:
             self._examples.append((row, kept))
 
     def _kept(self, row: DataRow, whole: Sequence[Encoded]) -> list[Encoded]:
-        """Return the texts of a row as they are trained; none where the row is dropped."""
+        """Return the texts of a row as trained; an empty list if the row is dropped."""
         counts, options, max_length = self.counts.total, self._options, self._options.max_length
         longest = max(len(each.tokens) for each in whole)
         if error := options.kind.fault_of(whole, row, max_length):
@@ -315,7 +315,7 @@ class Encoder:
             for each in whole:
                 self.counts.add_turns(each.num_turns, each.untrained_turns, row.where)
             return cut
-        counts.num_rows_lost += num_kept == num_before  # else it is counted already, as cut
+        counts.num_rows_lost += num_kept == num_before  # a cut row is counted already
         counts.num_tokens_lost += num_kept
         self._leave_untrained(row.where)
         return []
@@ -328,7 +328,7 @@ class Encoder:
         self.counts.drop(error)
 
     def _write_examples(self) -> None:
-        """Write the examples so far."""
+        """Write the examples collected so far."""
         options, examples, self._examples = self._options, self._examples, []
         documents, self._last = options.kind.documents_of(examples, options.max_length, self._last)
         for document in documents:
@@ -350,19 +350,19 @@ class Encoder:
             self._open_is_kept = False
 
     def end_source(self) -> None:
-        """Say that the rows from here on are of the next source, whose texts are not joined to those before."""
+        """Mark the end of a source; its texts are not joined to texts of the next one."""
         self._add_pieces(self._cutter.finish())
         self._open_is_kept = False
         self.counts.end_source()
 
     def report(self) -> DataReport:
-        """Flush what was written, and return what became of the rows."""
+        """Flush the writer, and return the counts of rows."""
         writer = self._writer
         writer.flush()
         return self.counts.report(writer.num_documents, writer.num_tokens, writer.num_trained_tokens)
 
     def finish(self) -> DataReport:
-        """Return the report of all sources; raises DataError if no token would be trained."""
+        """Return the report of all sources; raise DataError if no token would be trained."""
         report = self.report()
         if not report.num_trained_tokens:
             first = self.counts.first_error
@@ -374,7 +374,7 @@ class Encoder:
         return report
 
     def _add_pieces(self, pieces: Iterable[CutDocument]) -> None:
-        self._write_examples()  # which are before these pieces
+        self._write_examples()  # they precede these pieces
         for piece in pieces:
             if any(piece.trained):
                 begins_row = self._options.joins_texts or not self._open_is_kept
@@ -385,14 +385,14 @@ class Encoder:
 
 
 def _cut(coded: Encoded, max_length: int) -> Encoded:
-    """Return the first tokens of a row, with the images that are whole in them."""
+    """Return the first ``max_length`` tokens of a row, with the images that they contain completely."""
     kept = [ref for ref, place in zip(coded.images, coded.image_tokens, strict=True) if place.stop <= max_length]
     tokens, trained = coded.tokens[:max_length], coded.trained[:max_length]
     return replace(coded, tokens=tokens, trained=trained, images=tuple(kept))
 
 
 def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowError]]:
-    """Yield rows in lists: many short ones, few long ones."""
+    """Yield rows in batches: many short rows, or few long ones."""
     batch: list[DataRow | RowError] = []
     size = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Files of rows: which ones a path names, and their rows one at a time."""
+"""Files of rows: the files of a path, and their rows one at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 EXTRA = "pip install 'megatrain-tier[data]'"
 _READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
-#: Names of shards of MosaicML's streaming, also compressed.
+#: File names of MosaicML streaming shards, also compressed.
 _MDS = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-_NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # beside saved datasets
+_NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # metadata of datasets
 _LISTS_WITHIN_ROWS = (
     "messages",
     "conversations",
@@ -39,21 +39,21 @@ _LISTS_WITHIN_ROWS = (
     "rejected",
     "tools",
 )
-_PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so that they need not fit in RAM
+_PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so they need not fit in RAM
 _MIN_ROWS_OF_BATCH = 256
 _TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose values are texts or bytes
-#: Of a value in a list: itself, and where lists begin and end.
+#: Bytes of a value in a list, with its share of the list's bounds.
 _BYTES_PER_NESTED_VALUE = 16
-#: Of one row, unpacked. A long book has some MB; a small file of a stranger may unpack to more than the RAM.
+#: Unpacked bytes of one row. A long book has a few MB; a small untrusted file may unpack to more than the RAM.
 MAX_ROW_BYTES = 256 * MiB
-#: How to write rows that are spread over lines.
+#: Remedy for rows that span several lines.
 LINE_PER_ROW = "Write one object per line (jq -c . FILE), or a list of them in a file named .json"
-#: Bytes of RAM for each byte of a JSON list: its text, and the objects made of it.
+#: Bytes of RAM for each byte of a JSON list: its text and the parsed objects.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
 
 def suffix_of(file: Path) -> str:
-    """Return what kind of file it is, as a suffix in small letters; ``.gz`` behind it does not count."""
+    """Return the kind of a file as a lower-case suffix, ignoring a trailing ``.gz``."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] == [".gz"]:
         return suffixes[-2] if suffixes[-2:-1] and suffixes[-2] in TEXT_SUFFIXES else ".gz"
@@ -61,15 +61,15 @@ def suffix_of(file: Path) -> str:
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
-    """Return the files that a path, glob or folder names, sorted.
+    """Return the sorted files of a path, glob or folder.
 
     Args:
         path: file, glob or folder.
-        split: which files of a folder; its name stands in theirs, or in that of a folder. None: all of them, or those
-            of "train" where there are several splits.
+        split: selects files of a folder whose name, or whose folder's name, contains it. None for all files, or for
+            "train" if there are several splits.
 
     Raises:
-        DataError: nothing there, or a file of a kind that is not read.
+        DataError: nothing there, or a file of an unsupported kind.
     """
     base = Path(path)
     if base.is_dir():
@@ -139,11 +139,11 @@ def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
 
 
 def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) of each row of a file that is no .txt; a value should be an object with fields.
+    """Yield (where, value) of each row of a file other than .txt; a value should be an object with fields.
 
     Args:
-        json_key: In a .json file that is one object: where its list of rows is, keys joined by dots. None: where it
-            has a single list of rows.
+        json_key: For a .json file that is one object: the dotted key of its list of rows. None if the file has only
+            one list of rows.
 
     Raises:
         DataError: the file cannot be read, or is damaged.
@@ -159,10 +159,10 @@ def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, An
 
 
 def read_text(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield a text file in pieces, each with whether it is the last; cut between lines, or words, where there are any.
+    """Yield (piece, is_last) of a text file, cut between lines or words if possible.
 
     Raises:
-        DataError: it cannot be read or is not UTF-8.
+        DataError: the file cannot be read or is not UTF-8.
     """
     held = ""
     for text in _decoded(file):
@@ -175,7 +175,7 @@ def read_text(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _decoded(file: Path) -> Iterator[str]:
-    """Yield the characters of a UTF-8 file as they are read, every line end as one line feed."""
+    """Yield the text of a UTF-8 file as it is read, with every line end as one line feed."""
     decoder, line_ends = codecs.getincrementaldecoder("utf-8-sig")(), io.IncrementalNewlineDecoder(None, translate=True)
     num_read = 0
     with _opened(file) as stream:
@@ -195,7 +195,7 @@ def _decoded(file: Path) -> Iterator[str]:
 
 
 def _last_border(text: str) -> int:
-    """Return where a text can be cut: after its last line end, before its last space, else at its end."""
+    """Return the position of a cut: after the last line end, before the last space, or at the end."""
     return text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
 
 
@@ -225,7 +225,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) of the rows of a stream, one per line, from row ``start`` on. Empty lines are no rows.
+    """Yield (where, value) of the rows of a stream, one per line, from row ``start``. Empty lines are not rows.
 
     Raises:
         DataError: A line is damaged, or too long.
@@ -268,11 +268,11 @@ def _json_fault(error: ValueError | RecursionError) -> str:
 
 
 def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a list, which has to fit in RAM; or of objects one per line, also named .json by some tools."""
+    """Yield the rows of a list, which must fit in RAM, or of objects one per line, which some tools also name .json."""
     with _opened(file) as stream:
         try:
             most_bytes = psutil.virtual_memory().available // _BYTES_PER_CHARACTER_OF_LIST
-            read = stream.read(most_bytes + 1)  # of a .gz: unpacked, which its size does not tell
+            read = stream.read(most_bytes + 1)  # a .gz unpacks to an unknown size
             if len(read) > most_bytes:
                 raise DataError(
                     str(file),
@@ -300,7 +300,7 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def _list_of_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
-    """Return the rows of a .json file: all of it, or the list that its object holds."""
+    """Return the rows of a .json file: its list, or the list inside its object."""
     if isinstance(found, list) and json_key is None:
         return found
     lists = dict(_lists_of_objects(found))
@@ -314,14 +314,14 @@ def _list_of_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
         return next(iter(outer.values()))
     if outer:
         there = ", ".join(f"`{key}`" for key in outer)
-        advice = f'Write json_key = "{next(iter(outer))}", or another of them, beside this path'
+        advice = f'Write json_key = "{next(iter(outer))}", or another of them, next to this path'
         raise DataError(str(file), f"the file holds several lists of rows: {there}", advice)
     said = "an object without one" if isinstance(found, dict) else kind(found)
     raise DataError(str(file), f"a .json file must hold a list of rows, this is {said}", "Wrap the rows in [ ]")
 
 
 def _lists_of_objects(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield the lists of objects within an object, each with the keys that lead to it, joined by dots."""
+    """Yield (dotted key, list) of the lists of objects within an object."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and key:
         yield key, value
     elif isinstance(value, dict):
@@ -365,7 +365,7 @@ _SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def _separator(header: str, usual: str) -> str:
-    """Return what separates cells: what is usual, or where the header lacks that, what makes the most columns of it."""
+    """Return the cell separator: the usual one, or, if the header lacks it, the one that gives the most columns."""
 
     def count(separator: str) -> int:
         try:
@@ -394,12 +394,12 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the values of the rows from number ``start`` on.
+    """Yield the values of the rows from row ``start``.
 
-    The bytes that are unpacked at a time have a bound, however few bytes the file has.
+    Only a bounded number of bytes is unpacked at a time, however small the file is.
 
     Args:
-        file: Path, or an open file.
+        file: Path or open file.
         name: Name for errors.
     """
     import psutil
@@ -408,8 +408,8 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
     is_path = isinstance(file, Path)
     with pyarrow.parquet.ParquetFile(file, memory_map=is_path) as parquet:
         leaves = [parquet.schema.column(index) for index in range(len(parquet.schema))]
-    # Texts as numbers of a dictionary: a text that is there once in the file, and a thousand times in its rows or in a
-    # list of one row, is a thousand texts otherwise.
+    # Texts as dictionary indices: without them, a text that is stored once but used in a thousand rows or list items
+    # would be a thousand texts.
     texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXTS]
     number = 1
     with pyarrow.parquet.ParquetFile(file, memory_map=is_path, read_dictionary=texts) as parquet:
@@ -422,7 +422,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # The rows of values in lists are unknown before they are unpacked. In a stream, free RAM must not decide.
+            # Row sizes of values in lists are unknown before unpacking. In a stream, free RAM must not affect results.
             if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {number}",
@@ -441,7 +441,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
 
 
 def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch, ``number`` and on: made at once, or one by one where all may be too many bytes."""
+    """Yield the rows of a batch, numbered from ``number``: unpacked together, or one by one if together too large."""
     step = max(1, batch.num_rows) if _unpacked_bytes(batch) <= MAX_ROW_BYTES else 1
     for start in range(0, batch.num_rows, step):
         rows = batch.slice(start, step)
@@ -453,7 +453,7 @@ def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]
 
 
 def _has_keys(kind: Any) -> bool:
-    """Return whether values of a type are objects, or lists of them."""
+    """Return whether values of a type are objects, or lists of objects."""
     import pyarrow
 
     if pyarrow.types.is_struct(kind):
@@ -462,14 +462,14 @@ def _has_keys(kind: Any) -> bool:
 
 
 def _without_null_keys(value: Any) -> Any:
-    """Return a value without the keys that are null: a columnar format gives each object the keys of all others."""
+    """Return a value without null keys: a columnar format gives each object the keys of all others."""
     if isinstance(value, dict):
         return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
     return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _unpacked_bytes(rows: Any) -> int:
-    """Return the bytes of all values of a batch or an array, each text of a dictionary as often as it is there."""
+    """Return the bytes of all values of a batch or an array; each use of a dictionary text counts."""
     import pyarrow
     import pyarrow.compute
 
@@ -479,7 +479,7 @@ def _unpacked_bytes(rows: Any) -> int:
         values = rows.dictionary
         try:
             lengths = pyarrow.compute.binary_length(values).take(rows.indices)
-        except pyarrow.ArrowNotImplementedError:  # of no texts
+        except pyarrow.ArrowNotImplementedError:  # the values are not texts
             return len(rows) * (_unpacked_bytes(values) // max(1, len(values)))
         return int(pyarrow.compute.sum(lengths.cast(pyarrow.int64())).as_py() or 0)
     if pyarrow.types.is_struct(rows.type):
@@ -497,7 +497,7 @@ def too_large(where: str) -> DataError:
 
 
 def _values_of_batches(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the values of the rows of an Arrow file (Feather 2), or of a stream, as datasets writes it."""
+    """Yield the values of the rows of an Arrow file (Feather 2), or of an Arrow stream, which datasets writes."""
     import pyarrow
 
     number = 1
@@ -515,7 +515,7 @@ def _values_of_batches(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def import_pyarrow(where: str, what: str) -> Any:
-    """Return pyarrow with its readers; raises DataError if it is not installed."""
+    """Return pyarrow with its readers; raise DataError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc

@@ -1,4 +1,4 @@
-"""Rows of training files, whatever their format, as conversations, prompts with completions, text, or tokens."""
+"""Rows of training files of any format, as conversations, prompts with completions, text, or tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FIELDS = (
 )  # fmt: skip
 _CHAT_FIELDS = ("system", "tools", "images", "image")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
-#: Usual names of fields, the likeliest first: of prompts, of answers, and of plain texts.
+#: Usual names of prompts, of answers and of plain texts, the likeliest first.
 _PROMPTS = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
 _ANSWERS = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
 _PLAIN_TEXTS = ("text", "content", "body", "document", "article")
-#: Fields of rows that reinforcement learning takes.
+#: Fields of rows for reinforcement learning.
 _PROMPT_ALONE = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
 
 
 class DataRow:
-    """One row of a file, read.
+    """One row that was read from a file.
 
     Attributes:
         where: File and row.
@@ -43,12 +43,12 @@ class DataRow:
     where: str
     unread: tuple[str, ...]
 
-    #: Fields whose length tells how large the row is.
+    #: Fields whose length measures the size of the row.
     measured: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_characters(self) -> int:
-        """About how many characters the row has."""
+        """Approximate number of characters in the row."""
         return sum(len(getattr(self, name)) for name in self.measured)
 
 
@@ -59,9 +59,9 @@ class Conversation(DataRow):
     Attributes:
         messages: each with the text fields ``role`` and ``content``; some with ``tool_calls``, ``reasoning_content``.
         trained_from: only assistant messages from this index on are trained; 0 for a plain conversation.
-        tools: what the assistant may call, for the chat template.
-        flags: for each message, whether the row itself says that it is trained; empty: it says nothing.
-        images: those that marks in the messages stand for, in order.
+        tools: tools that the assistant may call, for the chat template.
+        flags: for each message, the row's own flag for training it. Empty if the row has none.
+        images: images of the marks in the messages, in order.
     """
 
     title: ClassVar[str] = "conversation"
@@ -81,7 +81,7 @@ class Conversation(DataRow):
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion(DataRow):
-    """A prompt and the text that follows it, both verbatim: no chat template is applied."""
+    """A prompt and the text after it, both verbatim: no chat template is applied."""
 
     title: ClassVar[str] = "prompt and completion"
     measured: ClassVar[tuple[str, ...]] = ("prompt", "completion")
@@ -93,10 +93,10 @@ class PromptCompletion(DataRow):
 
 @dataclass(frozen=True, slots=True)
 class Document(DataRow):
-    """Plain text that is trained whole.
+    """Plain text whose tokens are all trained.
 
     Attributes:
-        is_start: whether the text begins here. A file too large for one piece comes as several.
+        is_start: whether the text begins here. A large file comes in several pieces.
         is_end: whether the text ends here.
     """
 
@@ -114,7 +114,7 @@ class Tokenized(DataRow):
     """Tokens made by the user's own tokenization.
 
     Attributes:
-        trained: for each, whether it is trained; None: all, and it may be cut into pieces as plain text is.
+        trained: for each token, whether it is trained. None for all; the row may then be cut like plain text.
     """
 
     title: ClassVar[str] = "tokens"
@@ -131,13 +131,13 @@ PlainRow = Conversation | PromptCompletion | Document | Tokenized
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """The fields of one row, found by our names.
+    """The fields of one row, accessed by the field names of the config.
 
     Attributes:
-        value: Their field -> value.
+        value: Field name in the row -> value.
         where: File and row, for errors.
-        names: Our field -> theirs.
-        columns: Our field -> theirs as the config has it, for names within messages.
+        names: Field -> name in the row.
+        columns: Field -> name in the row, as the config has it, for names within messages.
         folder: Base of relative paths of images.
     """
 
@@ -148,7 +148,7 @@ class RowFields:
     folder: Path = Path()
 
     def name(self, field: str) -> str:
-        """Return their name of a field."""
+        """Return the row's name of a field."""
         return self.names.get(field, field)
 
     def __contains__(self, field: str) -> bool:
@@ -162,23 +162,23 @@ class RowFields:
         return self.value.get(self.name(field))
 
     def text(self, field: str) -> str:
-        """Return a field that must be text. Raises RowError."""
+        """Return a text field. Raises RowError for any other value."""
         return as_text(self[field], self.where, self.name(field))
 
     def messages(self, field: str, images: ImagePlaces) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
-        """Return the messages of a field, as ``read_messages``."""
+        """Return the messages of a field, like ``read_messages``."""
         return read_messages(self[field], self.where, self.name(field), self.columns, images)
 
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
-        """Return the tools that the assistant may call."""
+        """Return the tools that the assistant may call, or None."""
         return read_tools(self.get("tools"), self.where)
 
     def images(self) -> ImagePlaces:
-        """Return the places of the row's images, with those of its column ``images``, or of one image."""
+        """Return the places of the row's images, with the images of its column ``images`` or ``image``."""
         return ImagePlaces(self.get("images"), self.value.get("image"))
 
     def system_before(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the system text of the row; "" if it has none, or the messages begin with another."""
+        """Return the system text of the row; "" if it has none, or the messages begin with a system message."""
         system = self.get("system")
         if not isinstance(system, str) or not system.strip() or messages[0]["role"] in ("system", "developer"):
             return ""
@@ -192,10 +192,10 @@ class RowReader:
     Attributes:
         name: Value of ``format`` in a config.
         what: The rows and how they are trained, for a first config.
-        read: Returns the row; raises RowError, or DataError for fields that are missing.
+        read: Returns the row; raises RowError, or DataError for missing fields.
         needed: Fields that every row has.
-        any_of: Fields of which a row has at least one. Empty if ``needed`` says all.
-        fields: Further fields that are read. None if every known field is.
+        any_of: Fields of which a row has at least one. Empty if ``needed`` suffices.
+        fields: Further fields that are read. None if every known field is read.
     """
 
     name: str
@@ -211,7 +211,7 @@ class RowReader:
         return has_any and all(names.get(field, field) in value for field in self.needed)
 
     def unread(self, row: DataRow, fields: RowFields) -> tuple[str, ...]:
-        """Return the columns of a row that have a value and are not read."""
+        """Return the columns of a row that have a value but are not read."""
         ours = tuple(fields.names) if self.fields is None else (*self.needed, *self.fields)
         if isinstance(row, Conversation):
             ours += _CHAT_FIELDS
@@ -225,19 +225,19 @@ class RowReader:
 def read_row(
     value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> tuple[str, DataRow]:
-    """Return the name of the format of a row, and what the row holds.
+    """Return the format name and the contents of a row.
 
     Args:
         value: field -> value.
         where: file and row, for errors.
-        format: what it holds; "auto": seen from its fields. Capitals and spaces around a name do not count where a
-            field is not there as it is written.
-        columns: our field name -> theirs, with dots where it is in an object within the row.
-        folder: that relative paths of images begin at.
+        format: format of the row; "auto" to detect it from the fields. If no field matches exactly, capitals and
+            surrounding spaces of names are ignored.
+        columns: field -> name in the row, dotted if it is inside an object.
+        folder: base of relative image paths.
 
     Raises:
-        RowError: it is no object with fields, or a field holds something that it must not.
-        DataError: the fields of the format are not there, or of none of them; or it is preference data.
+        RowError: the row is not an object with fields, or a field has an invalid value.
+        DataError: the fields of the format, or of every format, are missing; or it is preference data.
     """
     if not isinstance(value, Mapping) or not value:
         said = "a row must be an object with fields"
@@ -267,14 +267,14 @@ def read_row(
 
 
 def _name_messages(fields: RowFields, usual: str) -> None:
-    """Give the messages of a row the name that it has for them: chats of both formats are read alike."""
+    """Set the row's name of the messages: chats of both formats are read alike."""
     names, other = fields.names, "conversations" if usual == "messages" else "messages"
     names["messages"] = names[usual] if usual in fields or other not in fields else names[other]
     names["conversations"] = names["messages"]
 
 
 def _names(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dict[str, str]:
-    """Return their name of each field of ours; prompt, query and response are Alpaca's under other names."""
+    """Return the row's name of each field; prompt, query and response are synonyms of Alpaca's fields."""
     names = {field: columns.get(field, field) for field in _FIELDS}
     is_alpaca = is_alpaca or (is_auto and bool({"query", "instruction", "output"} & set(columns)))
     synonyms = {"prompt": "instruction", "query": "input", "response": "output"} if is_alpaca else {
@@ -285,17 +285,17 @@ def _names(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dic
 
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``columns`` that name fields of rows, not of the messages in them."""
+    """Return the entries of ``columns`` that name fields of rows, not fields of messages."""
     return {ours: theirs for ours, theirs in columns.items() if ours in _FIELDS or ours in ("query", "response")}
 
 
 def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what to say, and what to do, if ``columns`` names a field that a row, or all rows, do not have."""
+    """Return (problem, remedy) if ``columns`` names a field that a row, or all rows, do not have."""
     for ours, theirs in row_columns(columns).items():
         if theirs not in value:
             close = difflib.get_close_matches(theirs.casefold(), [name.casefold() for name in value], 1, 0.6)
             meant = next((name for name in value if close and name.casefold() == close[0]), None)
-            advice = f'Did you mean {ours} = "{meant}"?' if meant else "Name one that is there"
+            advice = f'Did you mean {ours} = "{meant}"?' if meant else "Name an existing column"
             said = f'no column `{theirs}` (columns = {{ {ours} = "{theirs}" }}); the row has {field_names(value)}'
             return said, advice
     return None
@@ -304,10 +304,10 @@ def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple
 def _with_names(
     value: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[str, str], readers: Sequence[RowReader]
 ) -> Mapping[str, Any]:
-    """Return a row whose fields are called as they are looked for.
+    """Return a row whose fields have the expected names.
 
-    A field that is there as it is written is what is meant. Others are found without regard to capitals: those that
-    ``columns`` names, and where no format fits otherwise (``Question,Answer`` of a spreadsheet) all that are known.
+    An exact name wins. Otherwise capitals are ignored for the names of ``columns``. If no format fits, they are
+    ignored for every known name (``Question,Answer`` of a spreadsheet).
     """
     columns = row_columns(columns)
     fits = any(reader.fits(value, names) for reader in readers)
@@ -315,7 +315,7 @@ def _with_names(
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row in which fields have the names that ``columns`` gives them: other capitals, or places in objects."""
+    """Return a row with the names of ``columns``, which may differ in capitals or refer to fields of objects."""
     wanted = [theirs for theirs in columns.values() if theirs not in value]
     if not wanted:
         return value
@@ -330,7 +330,7 @@ def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mappin
 
 
 def _nested(value: object, keys: Sequence[str]) -> object:
-    """Return what is in objects within objects; None: nothing."""
+    """Return a value inside nested objects; None if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
@@ -354,7 +354,7 @@ def _detect(
 
 
 def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what a row is, and what to do, if it says which answers are better, as TRL's trainers take it."""
+    """Return (problem, remedy) for a row with preferences in a form of TRL's trainers; else None."""
     if "chosen" in value and "rejected" in value:
         return (
             "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
@@ -378,7 +378,7 @@ def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _better_answer(value: Mapping[str, Any]) -> str:
-    """Return the lines of a config with which the better of two answers is trained."""
+    """Return the config lines that train the better of two answers."""
     if "prompt" in value and isinstance(value["prompt"], str) == isinstance(value["chosen"], str):
         return 'format = "prompt_completion" and columns = { completion = "chosen" } under this [[data.train]]'
     if isinstance(value["chosen"], str):
@@ -387,7 +387,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
 
 
 def guess(value: Mapping[str, Any], where: str) -> str:
-    """Return what to write for a row whose fields have other names, with the names that it has."""
+    """Return advice for a row with unknown field names, based on these names."""
     if "prompt" in value and set(value) <= _PROMPT_ALONE:
         return (
             "A prompt without an answer is what GRPO and other reinforcement learning take; sft needs `prompt` and "
@@ -424,7 +424,7 @@ def _columns(**names: str | None) -> str:
 
 
 def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the text fields of a row, then those of objects within it, with dots between their names."""
+    """Yield (dotted name, text) of the text fields of a row, then of the objects within it."""
     for name, inner in value.items():
         if isinstance(inner, str) and inner.strip():
             yield f"{within}{name}", inner
@@ -434,7 +434,7 @@ def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
 
 
 def as_text(value: object, where: str, name: str) -> str:
-    """Return a value that must be text. Raises RowError."""
+    """Return a text value. Raises RowError for any other value."""
     if not isinstance(value, str):
         raise RowError(where, f"`{name}` must be text, this is {kind(value)}")
     return value
@@ -461,7 +461,7 @@ def _chat(
 
 
 def _alpaca(fields: RowFields) -> Conversation:
-    """Return an instruction, with its input below it, as the user's turn; the output as the assistant's."""
+    """Return a chat: the instruction, followed by its input, is the user's turn; the output the assistant's."""
     images = fields.images()
     messages = instruction_of(fields, images)
     answer = {"role": "assistant", "content": images.text(fields.text("output"), fields.where)}
@@ -469,7 +469,7 @@ def _alpaca(fields: RowFields) -> Conversation:
 
 
 def instruction_of(fields: RowFields, images: ImagePlaces) -> tuple[dict[str, Any], ...]:
-    """Return the messages before the answer of a row of Alpaca's kind."""
+    """Return the messages before the answer of an Alpaca row."""
 
     def optional(field: str) -> str:
         return "" if fields.get(field) is None else fields.text(field)
@@ -503,12 +503,12 @@ def _prompt_completion(fields: RowFields) -> Conversation | PromptCompletion:
 
 
 def _tokenized(fields: RowFields) -> Tokenized:
-    """Return tokens without padding; what is trained is in ``labels`` (-100: not) or ``loss_mask`` (0: not)."""
+    """Return tokens without padding; ``labels`` (-100) or ``loss_mask`` (0) mark untrained tokens."""
     where, names = fields.where, fields.names
     tokens = _integers(fields["input_ids"], where, names["input_ids"])
     if any(token < 0 for token in tokens):
         raise RowError(
-            where, f"`{names['input_ids']}` holds a negative token id", "Remove it; padding is told by attention_mask"
+            where, f"`{names['input_ids']}` holds a negative token id", "Remove it; attention_mask marks padding"
         )
     kept = range(len(tokens))
     trained: tuple[bool, ...] | None = None
@@ -544,7 +544,7 @@ def _integers(value: object, where: str, name: str) -> tuple[int, ...]:
 
 
 def _attended(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
-    """Return where the one run of ones begins and ends."""
+    """Return start and end of the single run of ones."""
     first = next((index for index, number in enumerate(mask) if number), len(mask))
     last = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
     if not all(mask[first:last]):
@@ -552,10 +552,10 @@ def _attended(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
     return (first, last) if first < last else (0, 0)
 
 
-#: Formats that a chat template writes as text.
+#: Formats whose text a chat template writes.
 TEMPLATED = ("messages", "sharegpt", "alpaca")
 _TEMPLATE = "written with the chat template of the model"
-#: The formats that "auto" tells apart, in the order in which they are tried.
+#: The formats that "auto" detects, in the order in which they are tried.
 READERS: dict[str, RowReader] = {
     reader.name: reader
     for reader in (

@@ -1,7 +1,7 @@
-"""Images of rows: where they are, how many tokens they become, and the tensors that a model takes of them.
+"""Images of rows: their location, their number of tokens, and their tensors for the model.
 
-All of that is the work of the model folder's own processor. A row keeps a reference to each of its images, with a
-checksum; pixels are made anew for each micro-batch, so that the token cache stays small.
+The model folder's processor does all of this. A row keeps a reference to each of its images, with a checksum. Pixels
+are recomputed for each micro-batch, so that the token cache stays small.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
 
-#: Stands for an image in the text of a message: a character for private use, which no text has.
+#: Mark of an image in the text of a message: a private-use character, which no text contains.
 IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'
-#: Most bytes of one file. A path in a row may name any file of this machine.
+#: Maximum bytes of one file. A path in a row may name any file of this machine.
 MAX_IMAGE_BYTES = 256 * MiB
-_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # of images that are tried, to learn what a row may hold
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of probe images, to find out how many fit a row
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -48,9 +48,9 @@ class ImageRef:
     """An image of a row.
 
     Attributes:
-        where: the file with the image, or the row that holds it.
+        where: the image file, or the row that holds the image.
         checksum: Checksum of its bytes.
-        content: its bytes, as the row holds them; None: they are in the file.
+        content: its bytes, if the row holds them; None if they are in the file.
     """
 
     where: str
@@ -59,16 +59,16 @@ class ImageRef:
 
     @classmethod
     def of(cls, value: object, folder: Path, where: str) -> ImageRef:
-        """Return what a row says of an image: a path, a `file:` or `data:` address, bytes, or a mapping of these.
+        """Return the image that a row gives as a path, a `file:` or `data:` address, bytes, or a mapping of these.
 
         Args:
-            folder: that relative paths begin at: of the data file.
+            folder: base of relative paths: the folder of the data file.
             where: file and row, for errors.
 
         Raises:
-            RowError: it is none of these, or there is no such file.
+            RowError: the value is none of these, or the file is missing.
         """
-        if isinstance(value, Mapping):  # as datasets writes images, and as parts of a message name them
+        if isinstance(value, Mapping):  # the form of datasets and of message parts
             given = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
             if not given:
                 raise RowError(where, "an image is empty: neither bytes nor a path", "Fix or remove the row")
@@ -113,7 +113,7 @@ class ImageRef:
         """Return its bytes.
 
         Raises:
-            DataError: the file is gone, or is another one than when the data was tokenized.
+            DataError: the file is missing, or has changed since the data was tokenized.
         """
         if self.content is not None:
             return self.content
@@ -124,7 +124,7 @@ class ImageRef:
         if xxhash.xxh3_64_hexdigest(content) != self.checksum:
             raise DataError(
                 self.where,
-                "the image is another one than when the data was tokenized",
+                "the image has changed since the data was tokenized",
                 'Put it back; or, to begin a run with it, empty data.cache_dir or write cache_dir = "none"',
             )
         return content
@@ -132,10 +132,10 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image as a row names it; nothing of it has been read.
+    """An image as a row names it, not read yet.
 
     Attributes:
-        value: as ``ImageRef.of`` takes it.
+        value: an input of ``ImageRef.of``.
         where: file and row.
     """
 
@@ -144,12 +144,12 @@ class NamedImage:
     where: str
 
     def ref(self) -> ImageRef:
-        """Read it. Raises RowError."""
+        """Read the image. Raises RowError."""
         return ImageRef.of(self.value, self.folder, self.where)
 
 
 def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
-    """Return the references of a document as bytes; none are no bytes."""
+    """Return the references of a document as bytes; empty if there are none."""
     if not refs:
         return b""
     head = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
@@ -158,7 +158,7 @@ def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
 
 
 def refs_from_bytes(stored: bytes) -> list[ImageRef]:
-    """Return what :func:`refs_to_bytes` wrote."""
+    """Parse the output of :func:`refs_to_bytes`."""
     if not stored:
         return []
     at = 8 + int.from_bytes(stored[:8], "little")
@@ -171,22 +171,22 @@ def refs_from_bytes(stored: bytes) -> list[ImageRef]:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """What stands in a text for an image: characters ``before`` of the text, and ``after`` of the one with images."""
+    """The characters of an image: ``before`` in the rendered text, and ``after`` in the text with images."""
 
     before: range
     after: range
 
 
 class ImageProcessor:
-    """A model folder's processor, for images alone. Used by one thread.
+    """A model folder's processor, only for images. Used by one thread.
 
     Args:
-        folder: with the processor's files.
-        tokenizer: The model's, with its tokens for images.
-        max_length: tokens of a row: its images must not have more pixels than a row of that length full of images.
+        folder: folder of the processor's files.
+        tokenizer: The model's tokenizer, with its image tokens.
+        max_length: tokens of a row. It limits the pixels of a row.
 
     Raises:
-        DataError: the folder has no processor of images, or a package that it needs is missing.
+        DataError: the folder has no image processor, or a required package is missing.
     """
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
@@ -199,7 +199,7 @@ class ImageProcessor:
         if not isinstance(self._token, str):
             raise DataError(
                 folder,
-                f"{type(self._processor).__name__} does not say which token stands for an image",
+                f"{type(self._processor).__name__} has no token for images",
                 'Take another model, or write model.images = "off"',
             )
         template = getattr(self._processor, "chat_template", None)
@@ -208,14 +208,14 @@ class ImageProcessor:
         self._types_name = next((name for name in _TYPES if name in probe), None)
 
     def describe(self) -> str:
-        """Return what decides which tokens and pixels it makes."""
+        """Return everything that determines the tokens and pixels that it makes."""
         return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
 
     def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[Inserted]]:
-        """Return a rendered conversation with what stands for its images, and where that is.
+        """Return a rendered conversation with inserted image tokens, and their positions.
 
         Raises:
-            RowError: an image cannot be decoded, or the text has not one place for each.
+            RowError: an image cannot be decoded, or the number of places differs from the number of images.
         """
         found = text.count(str(self._token))
         if found != len(refs):
@@ -230,7 +230,7 @@ class ImageProcessor:
         images = [self._decode(ref) for ref in refs]
         try:
             made = self._call([text], [images], return_text_replacement_offsets=True)
-        except Exception as error:  # every family's processor raises its own kinds
+        except Exception as error:  # processors of each model family raise other kinds
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(
                 where, f"the processor refuses the images: {reason}", reason="the processor refuses the images"
@@ -255,7 +255,7 @@ class ImageProcessor:
     def inputs(
         self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
     ) -> dict[str, Tensor]:
-        """Return what a micro-batch has beside tokens: pixels, sizes, and which tokens are of images [rows, width].
+        """Return the image inputs of a micro-batch: pixels, sizes, and a mask of the image tokens, [rows, width].
 
         Args:
             rows: token ids of each row, without padding.
@@ -278,7 +278,7 @@ class ImageProcessor:
         return found
 
     def example(self, num_rows: int) -> dict[str, Tensor]:
-        """Return a micro-batch as full of images as rows of ``max_length`` tokens can be.
+        """Return a micro-batch whose rows of ``max_length`` tokens are as full of images as possible.
 
         Raises:
             DataError: the rows are too short for an image.
@@ -288,7 +288,7 @@ class ImageProcessor:
         row: list[int] = []
         images: list[Any] = []
         for image, tokens in reversed(self._fitting):
-            count = (self._max_length - len(row)) // (len(tokens) + 1)  # with text between two of them
+            count = (self._max_length - len(row)) // (len(tokens) + 1)  # with text between two images
             row += [*tokens, self._fill] * count
             images += [image] * count
         row += [self._fill] * (self._max_length - len(row))
@@ -302,16 +302,16 @@ class ImageProcessor:
 
     @cached_property
     def _most_elements(self) -> int:
-        """How much a row may have of what is made of images."""
+        """Maximum number of elements of the image tensors of a row."""
         return _num_elements(self.example(1))
 
     @cached_property
     def _fitting(self) -> list[tuple[Any, list[int]]]:
-        """Images that fit a row, from small to large, with their tokens."""
+        """Images that fit a row, in ascending size, with their tokens."""
         found: list[tuple[Any, list[int]]] = []
         for side in _SIDES:
             image = _blank(side, side)
-            # Some processors make tensors unless they are told not to, and not always then.
+            # Some processors return tensors unless asked otherwise, and a few even then.
             tokens = [int(token) for token in self._call([self._token], [[image]])["input_ids"][0]]
             if len(tokens) >= self._max_length:
                 break
@@ -332,7 +332,7 @@ class ImageProcessor:
         return {name: value for name, value in made.items() if name not in _OF_TEXT and isinstance(value, torch.Tensor)}
 
     def _call(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
-        # Rows begin with what the chat template writes: no further <bos>.
+        # Rows begin with the text of the chat template, which needs no further <bos>.
         options = {"add_special_tokens": False, "return_mm_token_type_ids": True, **options}
         return cast(
             "Mapping[str, Any]", self._processor(text=list(text), images=[list(own) for own in images], **options)
@@ -363,7 +363,7 @@ def _blank(width: int, height: int) -> Any:
 
 
 def _num_elements(made: Mapping[str, Any]) -> int:
-    """Return the elements of what a processor made of images."""
+    """Return the number of elements in a processor's image outputs."""
 
     def count(value: Any) -> int:
         if isinstance(value, list | tuple):
@@ -374,7 +374,7 @@ def _num_elements(made: Mapping[str, Any]) -> int:
 
 
 class _NotForImages(dict[str, Any]):
-    """Stands for a part of a processor that videos or sounds would need, and packages with it; prints as `{}`."""
+    """Placeholder of the parts of a processor for video or sound, which need more packages; prints as `{}`."""
 
 
 def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -391,7 +391,7 @@ def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     except ImportError as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise DataError(folder, f"its processor needs a package: {reason}", f"Install that, or {EXTRA}") from None
-    except Exception as error:  # from_pretrained raises whatever its many readers raise
+    except Exception as error:  # from_pretrained raises many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(folder, f"its processor of images cannot be opened: {reason}", advice) from None
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
@@ -401,7 +401,7 @@ def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 @contextmanager
 def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
-    """Have processors made of the tokenizer and what reads images, by Pillow: the same pixels on every machine."""
+    """Build processors only from the tokenizer and Pillow's image reader: the same pixels on every machine."""
     from transformers import AutoImageProcessor, ProcessorMixin
 
     processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
@@ -438,9 +438,9 @@ def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
 
 
 def _without_torchvision(name: str, found: Any) -> Any:
-    """Return the class of a processor that asks for torchvision because the file beside its own does.
+    """Return the class of a processor that asks for torchvision only because a module in its package does.
 
-    That file is the image processor of torchvision. The one of Pillow has the same functions, and is the one used here.
+    That module is torchvision's image processor. Pillow's has the same functions, and is used here.
     """
     if getattr(found, "_backends", None) != ["torchvision"]:
         return found
@@ -453,6 +453,6 @@ def _without_torchvision(name: str, found: Any) -> Any:
         sys.modules[beside] = importlib.import_module(beside.replace(".image_processing_", ".image_processing_pil_"))
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return found  # which says what it needs when it is used
+        return found  # its error names the missing package when it is used
     finally:
-        sys.modules.pop(beside, None)  # whoever imports it elsewhere is to hear what it needs
+        sys.modules.pop(beside, None)  # an import elsewhere must raise the error about the missing package

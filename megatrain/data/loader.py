@@ -1,4 +1,4 @@
-"""Batches of one optimizer step each, in an order that a seed and a position determine."""
+"""Batches of one optimizer step each, in an order that is a function of a seed and a position."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from megatrain.data.images import ImageProcessor
     from megatrain.data.scores import TeacherScores
 
-# Functions import torch themselves: a preview of rows needs none.
-_SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
+# Functions import torch themselves, because a preview of rows does not need it.
+_SHUFFLE, _PACK = 0, 1  # distinct random streams
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """Where a loader stands: before step ``step`` of epoch ``epoch``, both from 0. All there is to save.
+    """Position of a loader: before step ``step`` of epoch ``epoch``, both from 0. A checkpoint stores nothing else.
 
     Attributes:
-        cursor: Where streams stand, as JSON; None: there are none.
+        cursor: Position of streams, as JSON. None if the data is not streamed.
     """
 
     epoch: int = 0
@@ -44,14 +44,14 @@ class StepBatch:
     """The micro-batches of one optimizer step.
 
     Attributes:
-        micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids`` (packed:
-            they restart with each document, which is how Hugging Face keeps documents apart) or ``attention_mask`` (one
-            document per row, padded on the right). Rows with images have what their processor makes of these as well;
-            and their kind of rows adds what its losses read.
-        num_real_tokens: tokens that are not padding, in the whole step.
-        num_trained_tokens: labels that are not -100, in the whole step. At least 1.
+        micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens]. Packed rows have ``position_ids``,
+            which restart with each document, as Hugging Face expects. Other rows have ``attention_mask`` (one document
+            per row, padded on the right). Rows with images also have their processor's outputs, and the kind of rows
+            adds inputs of its losses.
+        num_real_tokens: tokens of the step without padding.
+        num_trained_tokens: labels of the step that are not -100. At least 1.
         epoch: epoch of the step, from 0.
-        position: where the loader stands after this batch.
+        position: position of the loader after this batch.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -62,28 +62,28 @@ class StepBatch:
 
 
 def order_of_epoch(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return the numbers of the rows in the order in which an epoch takes them."""
+    """Return the row numbers of an epoch, in order."""
     return np.random.default_rng((data_seed, _SHUFFLE, epoch)).permutation(num_rows).astype(np.int64)
 
 
 class BatchLoader:
-    """Yields steps forever; every document exactly once per epoch.
+    """Iterator of steps without end; each document occurs exactly once per epoch.
 
-    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. Where an epoch does not fill its
-    last step, rows without a trained token do; rows are dealt to the micro-batches in turn, so that the empty ones
-    are spread.
+    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. If an epoch does not fill its last
+    step, rows without trained tokens do. Rows are dealt to the micro-batches in turn, which spreads the empty
+    ones.
 
     Args:
-        micro_batch_size: rows of a micro-batch; whole examples.
-        max_length: tokens in a packed row; the longest row otherwise.
+        micro_batch_size: rows of a micro-batch; contains only whole examples.
+        max_length: tokens in a packed row; otherwise the longest row counts.
         packing: whether rows hold several documents.
-        data_seed: decides packing and order.
+        data_seed: determines packing and order.
         pad_token_id: fills rows.
-        images: prepares those of a micro-batch; None: documents have none.
-        teacher: what it says of the documents comes with each micro-batch (``TEACHER_KEYS``); None: there is none.
+        images: prepares the images of a micro-batch. None if documents have none.
+        teacher: scores that are added to each micro-batch (``TEACHER_KEYS``). None without a teacher.
 
     Attributes:
-        reference: Log-probability of each document's answer by the reference model. None: zeros.
+        reference: Log-probability of each document's answer by the reference model. None for zeros.
     """
 
     def __init__(
@@ -135,15 +135,15 @@ class BatchLoader:
 
     @property
     def position(self) -> LoaderPosition:
-        """Where the loader stands, before the next batch."""
+        """Position of the loader, before the next batch."""
         return self._position
 
     def num_steps(self, num_train_epochs: float, max_steps: int | None = None) -> int:
-        """Return the steps of a run: ``max_steps`` if set, else those of the epochs, rounded up."""
+        """Return the steps of a run: ``max_steps`` if set, else the steps of the epochs, rounded up."""
         return max_steps if max_steps is not None else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
 
     def seek(self, position: LoaderPosition) -> None:
-        """Continue from ``position``. Reads no data: its cost does not grow with the position."""
+        """Continue from ``position``. Reads no data, so its cost is constant."""
         assert position.epoch >= 0, position
         assert 0 <= position.step < self.steps_per_epoch, (position, self.steps_per_epoch)
         self._position = position
@@ -174,12 +174,12 @@ class BatchLoader:
         )
 
     def fingerprint(self) -> str:
-        """Return a checksum of all that a run sees of the data, the teacher's part included."""
+        """Return a checksum of all data that a run uses, including the teacher's scores."""
         own = self._dataset.fingerprint()
         return own if self._teacher is None else f"{own}-{self._teacher.fingerprint()}"
 
     def rows(self, start: int, stop: int) -> list[list[int]]:
-        """Return the documents of some rows of the data, in an order that no epoch changes."""
+        """Return the documents of some rows of the data, in an order that does not depend on the epoch."""
         return [self._row(row) for row in range(start, stop)]
 
     def micro_batch(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -194,10 +194,10 @@ class BatchLoader:
         return self._dataset.num_tokens_of(document)
 
     def _make_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Decide once which documents share a row; only the order of the rows changes between epochs.
+        """Assign documents to rows, once; only the order of the rows changes between epochs.
 
         Returns:
-            The documents of all rows, one row after the other; and where each row begins, and the end.
+            The documents of all rows, row after row; and the start of each row, and the end.
         """
         documents = self._dataset.epoch_documents(self._data_seed)
         if not self._packing:
@@ -225,7 +225,7 @@ class BatchLoader:
         return tokens, np.where(self._dataset.trained[part], tokens, IGNORED_LABEL)
 
     def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of exactly ``max_length`` tokens; what is left of a row is one more, untrained, document."""
+        """Return rows of exactly ``max_length`` tokens; the rest of a row is one more, untrained, document."""
         import torch
 
         shape = (len(rows), self._max_length)
@@ -245,7 +245,7 @@ class BatchLoader:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def _made(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of one document each: first all first documents of examples, then all second ones."""
+        """Return rows of one document each: the first documents of all examples, then the second ones."""
         documents = [[first + number for first in row] for number in range(self._rows_per_example) for row in rows]
         facts = [self._facts(row[0]) if row else None for row in documents]
         return self._dataset.kind.collate(self._padded(documents), facts)
@@ -264,13 +264,13 @@ class BatchLoader:
         return self._micro_batch_size * self._rows_per_example
 
     def in_order(self, first: int) -> dict[str, torch.Tensor] | None:
-        """Return a micro-batch of the documents from ``first`` on, as they come in the data; None: there are none."""
+        """Return a micro-batch of the documents from ``first``, in data order; None after the last document."""
         rows = self.rows_in_order
         documents = [[document] for document in range(first, min(first + rows, len(self._dataset)))]
         return self._padded([*documents, *([[]] * (rows - len(documents)))]) if documents else None
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return one document per row, padded on the right to the longest of this micro-batch."""
+        """Return one document per row, padded on the right to the longest row of this micro-batch."""
         import torch
 
         documents = [self._document(row[0]) if row else None for row in rows]
@@ -278,7 +278,7 @@ class BatchLoader:
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
-        attention_mask[:, 0] = 1  # an empty row attends to one token: a fully masked row has no softmax
+        attention_mask[:, 0] = 1  # an empty row attends to one token, because a fully masked row has no softmax
         for number, document in enumerate(documents):
             if document is not None:
                 part = slice(0, len(document[0]))

@@ -1,12 +1,12 @@
-"""Which characters of a rendered conversation the assistant wrote, with proof.
+"""Detection of the assistant's characters in a rendered conversation, with proof.
 
-Four ways, tried in order; each one checks its own answer against the rendered text, so what a template rewrites is
-left untrained instead of masked wrongly:
+Four methods are tried in order. Each one checks its result against the rendered text, so text that a template
+rewrites stays untrained instead of being masked wrongly:
 1. the template's own ``{% generation %}`` markers;
-2. render again with a sentinel in place of the assistant's texts, find the sentinels, put the texts back: equal to
-   the first rendering, or the way does not apply;
-3. render the conversation up to the turn, and up to and with it: both must be prefixes of the whole;
-4. turns that call tools: render with the whole turn replaced by a sentinel; what is around it is around the turn.
+2. sentinels: render again with a sentinel in place of each assistant text, then put the texts back. The method applies
+if this gives the first rendering;
+3. prefixes: render up to the turn, and up to and including it. Both must be prefixes of the whole;
+4. replacement, for turns that call tools: render with a sentinel in place of the turn. Its surroundings are the turn's.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
 _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
 _SENTINEL = "qzsentinel"
-#: Attribute of a tokenizer: the file that its chat template was read from, if that is no file of its own.
+#: Attribute of a tokenizer: the file of its chat template, if the template is not in the tokenizer's own files.
 TEMPLATE_FILE = "chat_template_file"
-_MOST_TRIED = 8  # kinds of conversations that are rendered within limits first
-#: Fields that link a result to its call. A template shows them or not; they hold no text to train.
+_MOST_TRIED = 8  # kinds of conversations for which the first rendering is limited
+#: Fields that link a result to its call. A template may omit them; they hold no text to train.
 _LINKS = ("id", "tool_call_id")
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Characters ``start`` to ``end`` of the rendered text, written by message number ``message``."""
+    """Characters ``start`` to ``end`` of the rendered text, from message number ``message``."""
 
     message: int
     start: int
@@ -52,18 +52,18 @@ class MessageSpan:
 
 
 def template_source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the file of a tokenizer's chat template, or the folder of the tokenizer that brings the template."""
+    """Return the file of a tokenizer's chat template, or the folder of the tokenizer that contains the template."""
     return str(getattr(tokenizer, TEMPLATE_FILE, tokenizer.name_or_path))
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's chat template and finds the assistant's part.
+    """Renderer of conversations with one tokenizer's chat template; finds the assistant's text.
 
     Args:
-        in_parts: give it messages as lists of parts, texts and images, as templates of image-text models want them.
+        in_parts: whether messages are lists of parts (texts and images), as templates of image-text models expect.
 
     Raises:
-        DataError: the tokenizer has no chat template, or one that needs too much time or memory.
+        DataError: the tokenizer has no chat template, or the template needs too much time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, in_parts: bool = False) -> None:
@@ -78,7 +78,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._shows: set[str] = set()  # fields that changed an earlier rendering
         probe: Messages = [{"role": "user", "content": "hello"}]
-        self._tried_roles: set[tuple[str, ...]] = set()  # rendered within limits
+        self._tried_roles: set[tuple[str, ...]] = set()  # role sequences that were rendered with limits
         try:
             plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
         except RowError:
@@ -100,7 +100,7 @@ class ChatRenderer:
             self._check_limits(messages, tools)
         try:
             text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any exception
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise RowError(
                 where, f"the chat template refuses this conversation: {reason}", "Fix or remove the row"
@@ -118,7 +118,7 @@ class ChatRenderer:
         return text
 
     def _check_limits(self, messages: Messages, tools: Tools) -> None:
-        """Render a conversation within limits: the template is a program, and may be of a stranger.
+        """Render a conversation within limits, because the template is a program of unknown origin.
 
         Raises:
             DataError: the template needs too much time or memory.
@@ -130,7 +130,7 @@ class ChatRenderer:
                     self._apply(messages, tools, add_generation_prompt=prompted)
                 except (MemoryError, OverflowError):
                     raise
-                except Exception:  # a template raises what it likes; `render` reports that
+                except Exception:  # a template may raise any exception; `render` reports it
                     return
 
         try:
@@ -143,7 +143,7 @@ class ChatRenderer:
             ) from None
 
     def _shown(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return messages as the template takes them."""
+        """Return messages in the form that the template expects."""
         if not self._in_parts:
             return [dict(message) for message in messages]
         return [{**message, "content": list(_parts(message["content"]))} for message in messages]
@@ -151,8 +151,8 @@ class ChatRenderer:
     def left_out(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
         """Return the fields of a conversation that the template does not show.
 
-        A field is shown if its texts are in the rendering, or if the rendering without it is another one. Texts alone
-        prove nothing until a field has changed a rendering once: a short name is in many texts.
+        A field is shown if the rendering contains its texts, or if the rendering without it differs. Contained texts
+        count only after a field has changed a rendering once, because a short name occurs in many texts.
 
         Args:
             text: the result of :meth:`render`.
@@ -165,7 +165,7 @@ class ChatRenderer:
                 if name == "role" or name in _LINKS or (name == "name" and message["role"] == "tool") or not value:
                     continue
                 if name == "content":
-                    # The loss mask proves the texts of the assistant. Images have no text.
+                    # The loss mask covers the texts of the assistant. Images have no text.
                     if message["role"] == "assistant" or IMAGE_MARK in value:
                         continue
                     name = f"content of {message['role']} messages"
@@ -186,7 +186,7 @@ class ChatRenderer:
     def _parts_left_out(
         self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
     ) -> list[str]:
-        """Return the parts of tools or of calls that do not change the rendering: all of a kind, or absent texts."""
+        """Return the parts of tools or calls that do not change the rendering: whole kinds, or single missing texts."""
         squeezed = "".join(text.split())
 
         def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:
@@ -215,7 +215,7 @@ class ChatRenderer:
         return [field] if len(found) == len(kinds) else found
 
     def _is_shown(self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools) -> bool:
-        """Return whether the rendering without a field of some messages, or without the tools, is another one."""
+        """Return whether the rendering changes without a field of some messages, or without the tools."""
 
         def without(message: Message) -> Message:
             if name not in message:
@@ -234,10 +234,10 @@ class ChatRenderer:
     def assistant_spans(
         self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Return for each chosen assistant message its span in ``text``, without the end of turn, or why it has none.
+        """Return the span of each chosen assistant message in ``text`` without its end of turn, or why there is none.
 
         Args:
-            text: what :meth:`render` made of it.
+            text: the result of :meth:`render`.
             where: file and row, for errors.
             chosen: indices of assistant messages.
         """
@@ -252,7 +252,7 @@ class ChatRenderer:
             return found
         simple = [index for index in wanted if _is_simple(messages[index])]
         spans = _by_sentinels(view, [i for i, message in enumerate(messages) if _is_simple(message)]) or {}
-        for index in simple:  # one turn that is rewritten must not hide the others
+        for index in simple:  # a rewritten turn must not hide the others
             if index not in spans:
                 spans.update(_by_sentinels(view, [index]) or {})
         for index in wanted:
@@ -289,9 +289,9 @@ class ChatRenderer:
         return spans
 
     def _with_lead(self, view: _RenderedConversation, span: MessageSpan) -> MessageSpan:
-        """Add what the template puts between the generation prompt and the content, such as an empty thought.
+        """Extend a span by template text between the generation prompt and the content, such as an empty thought.
 
-        At inference the model starts after the generation prompt, so it must produce that text too. Without a
+        At inference the model starts after the generation prompt, so it must also produce that text. Without a
         generation prompt, the role header would be in that place; then only white space is added.
         """
         before = view.messages[: span.message]
@@ -332,7 +332,7 @@ class _RenderedConversation:
 
 
 def _is_simple(message: Message) -> bool:
-    """Return whether a message is the assistant's and nothing but text."""
+    """Return whether a message is from the assistant and is only text."""
     return message["role"] == "assistant" and not message.get("tool_calls") and bool(message["content"].strip())
 
 
@@ -360,7 +360,7 @@ def _by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dict[int
 
 
 def _by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | None:
-    """Render with a sentinel in place of a turn that calls tools: what is around it is around the turn, too."""
+    """Locate a turn that calls tools: render with a sentinel in its place, and match the text around it."""
     if not view.messages[index].get("tool_calls"):
         return None
     try:
@@ -376,12 +376,12 @@ def _by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | No
         return None
     others = [message["content"].strip() for message in view.messages[index + 1 :]]
     if any(other and other in view.text[len(before) : end] for other in others):
-        return None  # the template shows what follows only after a call
+        return None  # the template shows later messages only after a call
     return MessageSpan(index, len(before), end)
 
 
 def _by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
-    """Take what lies between the generation prompt and what the template puts after any text of this turn."""
+    """Return the text between the generation prompt and the template's ending of any text in this turn."""
     messages = view.messages
     try:
         before = view.render(messages[:index], add_generation_prompt=True) if index else ""
@@ -394,7 +394,7 @@ def _by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
     if not through.endswith(after):
         if not messages[index].get("tool_calls"):
             return None
-        after = through[len(through.rstrip()) :]  # a call of a tool has an end of its own, which is trained
+        after = through[len(through.rstrip()) :]  # a tool call has another ending, which is trained
     end = len(through) - len(after)
     if not (view.text.startswith(through) and through.startswith(before) and len(before) <= end):
         return None
@@ -403,7 +403,7 @@ def _by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
 
 
 def _holds(written: str, message: Message) -> bool:
-    """Return whether a rendered turn holds all of a message: its text, and the names and arguments of its calls."""
+    """Return whether a rendered turn contains all of a message: its text, and the names and arguments of its calls."""
     if "".join(message["content"].split()) not in "".join(written.split()):
         return False
     calls = message.get("tool_calls") or ()
@@ -411,19 +411,19 @@ def _holds(written: str, message: Message) -> bool:
 
 
 def _is_in(text: str, squeezed: str) -> bool:
-    """Return whether a text, or the same as JSON, is in another one whose white space was removed."""
+    """Return whether a text without white space contains another text, verbatim or as JSON."""
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
     return any("".join(form.split()) in squeezed for form in forms)
 
 
 def _all_in(value: object, squeezed: str) -> bool:
-    """Return whether a value has texts, and all of them are in a text whose white space was removed."""
+    """Return whether a value has texts, and a text without white space contains all of them."""
     texts = list(texts_in(value))
     return bool(texts) and all(_is_in(text, squeezed) for text in texts)
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield the texts in a value; of a tool call those that a template must show."""
+    """Yield the texts in a value; for a tool call, only the texts that a template must show."""
     if isinstance(value, Mapping):
         inner: Iterable[Any] = [value["function"]] if "function" in value else value.values()
     else:
@@ -453,7 +453,7 @@ def _with_leaves(value: Any, kind: str, change: Callable[[str], str], key: str =
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return arguments with each name and each value changed; numbers as JSON."""
+    """Return arguments with each name and value changed; numbers as JSON."""
     if isinstance(value, Mapping):
         return {change(name): _with_texts(each, change) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -465,7 +465,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 def _put_back(
     frame: str, sentinels: Mapping[int, str], contents: Mapping[int, str], text: str
 ) -> dict[int, MessageSpan] | None:
-    """Replace the sentinels of a frame by contents; return where they went if that makes ``text``, else None."""
+    """Replace the sentinels of a frame by contents; return the spans of the contents if the result is ``text``."""
     spans: dict[int, MessageSpan] = {}
     built, at = "", 0
     for index, sentinel in sorted(sentinels.items(), key=lambda item: frame.index(item[1])):

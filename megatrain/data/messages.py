@@ -1,4 +1,4 @@
-"""Messages as other tools write them, brought to one shape: role, text, tool calls, and whether each is trained."""
+"""Messages of other tools, converted to one form: role, text, tool calls, and whether each is trained."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatrain.data.images import IMAGE_MARK, NamedImage
 from megatrain.data.rows_report import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Names of roles elsewhere.
+#: Names of roles in other tools.
 _OTHER_ROLES = {
     "human": "user", "prompter": "user",
     "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant",
     "function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool",
 }  # fmt: skip
-_CALLS = ("function_call", "tool_call")  # ShareGPT roles: the assistant calls a tool, the text is the call as JSON
+_CALLS = ("function_call", "tool_call")  # ShareGPT roles: the assistant calls a tool; the text is the call as JSON
 _CALL_FIELDS = ("tool_calls", "function_call")
 _FLAGS = ("train", "training", "weight")
 
@@ -25,15 +25,15 @@ _FLAGS = ("train", "training", "weight")
 def read_messages(
     value: object, where: str, name: str, columns: Mapping[str, str], images: ImagePlaces
 ) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
-    """Return the messages of a row, and for each whether the row says that it is trained (None: it does not say).
+    """Return the messages of a row, and the row's training flag of each (None without a flag).
 
     Args:
-        value: what the row has in the field ``name``: a list of messages, or the same as JSON.
+        value: the field ``name`` of the row: a list of messages, or the same as JSON text.
         where: file and row, for errors.
-        columns: our field name -> theirs, for ``role`` and ``content``.
+        columns: field -> name in the message, for ``role`` and ``content``.
 
     Raises:
-        RowError: not a list of messages, an unknown role, or content that is no text.
+        RowError: not a list of messages, an unknown role, or content that is not text.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_inner_json(value, where, name)
@@ -70,12 +70,12 @@ def _read_message(
     if calls:
         read["tool_calls"] = [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     consumed = {*read, role_name, content_name, *_CALL_FIELDS, *_FLAGS}
-    # Templates read many fields (`reasoning_content`, `name`, `recipient`): all are passed.
+    # Templates read many fields (`reasoning_content`, `name`, `recipient`), so all are passed through.
     return read | _others(message, consumed)
 
 
 def _calls_of(message: Mapping[str, Any], where: str) -> Any:
-    """Return the tool calls of a message: a list of them, one, or None. An older name is ``function_call``."""
+    """Return the tool calls of a message: a list, one call, or None. ``function_call`` is an older name."""
     given = {name: parse_inner_json(message[name], where, name) for name in _CALL_FIELDS if message.get(name)}
     if len(given) > 1:
         raise RowError(where, "a message has both `tool_calls` and `function_call`", "Keep one of them")
@@ -95,7 +95,7 @@ def _role(role: object, where: str) -> str:
 def _content(content: object, where: str, name: str, images: ImagePlaces, *, may_be_missing: bool) -> str:
     if (content is None and may_be_missing) or content == []:
         return ""
-    if isinstance(content, list):  # parts, as chat interfaces write them
+    if isinstance(content, list):  # parts, the form of chat interfaces
         parts = [part if isinstance(part, dict) else {"type": kind(part)} for part in content]
         other = [str(part.get("type")) for part in parts if not (_is_text(part) or part.get("type") in _IMAGES)]
         if other:
@@ -110,12 +110,12 @@ def _content(content: object, where: str, name: str, images: ImagePlaces, *, may
     return images.text(content, where)
 
 
-#: Types of a part of a message: OpenAI's, and that of transformers' chat templates.
+#: Types of image parts of a message, of OpenAI and of transformers' chat templates.
 _IMAGES = ("image_url", "image", "input_image")
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
-    # A table of parts has the field in each row of it, empty in those of images.
+    # In a columnar format all parts have the field; it is empty in parts of images.
     return isinstance(part.get("text"), str) and part.get("type") not in _IMAGES
 
 
@@ -123,8 +123,8 @@ class ImagePlaces:
     """The images of one row, in the order of their places in its messages.
 
     Args:
-        column: those that the row has beside its messages, if it has any: a place that names none takes the next.
-        single: the same of a row that has one in a field ``image``; not looked at where the row has no place for it.
+        column: images of the row outside its messages, if any; each place without an image takes the next one.
+        single: like ``column``, for a row with a field ``image``; ignored if the row has no place for it.
     """
 
     def __init__(self, column: object = None, single: object = None) -> None:
@@ -136,28 +136,28 @@ class ImagePlaces:
         self._named: list[Any] = []
 
     def text(self, text: str, where: str) -> str:
-        """Return a text with a mark for each ``<image>`` in it, if the row has images beside its messages."""
+        """Return a text with a mark for each ``<image>`` in it, if the row has images outside its messages."""
         if IMAGE_MARK in text:
-            raise RowError(where, f"the text holds {IMAGE_MARK!a}, which stands for images here")
+            raise RowError(where, f"the text holds {IMAGE_MARK!a}, which is the internal mark of images")
         if not self._column or _PLACEHOLDER not in text:
             return text
         self._named += [None] * text.count(_PLACEHOLDER)
         return text.replace(_PLACEHOLDER, IMAGE_MARK)
 
     def part(self, part: Mapping[str, Any]) -> str:
-        """Return the mark of a part of a message that is an image, noting which."""
+        """Return the mark of an image part of a message, and record the image."""
         named = next((part[key] for key in _SAYS_WHICH if part.get(key) not in (None, "")), None)
         self._named.append(named)
         return IMAGE_MARK
 
     def found(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
-        """Return the images, none of which is read yet.
+        """Return the images, not read yet.
 
         Args:
             where: file and row.
 
         Raises:
-            RowError: there are more or fewer places than images.
+            RowError: the number of places differs from the number of images.
         """
         num_places = sum(named is None for named in self._named)
         if self._is_single and not num_places:
@@ -167,7 +167,7 @@ class ImagePlaces:
                 where,
                 f"the row has {len(self._column)} images and {num_places} places for them ({_PLACEHOLDER}, or parts of "
                 "type image)",
-                "Write as many places as images",
+                "Write one place for each image",
                 reason="a row has another number of images than places for them",
             )
         rest = iter(self._column)
@@ -179,7 +179,7 @@ _SAYS_WHICH = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
 def _tool_call(given_call: object, where: str) -> dict[str, Any]:
-    """Return a call with its arguments as an object, which chat templates of all families accept."""
+    """Return a call with its arguments as an object, which the chat templates of all model families accept."""
     call = given_call if isinstance(given_call, dict) else {}
     function = call.get("function") or call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -204,12 +204,12 @@ def _tool_call(given_call: object, where: str) -> dict[str, Any]:
 
 
 def _others(value: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields of an object that have a value and none of some names."""
+    """Return the fields of an object that have a value and are not in ``names``."""
     return {key: field for key, field in value.items() if key not in names and field is not None}
 
 
 def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return messages whose tool calls have their arguments as JSON text."""
+    """Return messages with the arguments of tool calls as JSON text."""
 
     def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -225,7 +225,7 @@ def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str
 
 
 def _flag(message: Mapping[str, Any], where: str) -> bool | None:
-    """Return what a message says about its own training: ``weight`` 0 or 1, or ``train`` true or false."""
+    """Return the training flag of a message: ``weight`` 0 or 1, or ``train`` true or false."""
     for name in _FLAGS:
         value = message.get(name)
         if value is None:
@@ -237,10 +237,10 @@ def _flag(message: Mapping[str, Any], where: str) -> bool | None:
 
 
 def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return the tools that a row offers, which is a list of JSON schemas or the same as JSON text; None: none.
+    """Return the tools of a row: a list of JSON schemas, possibly as JSON text; None if there are none.
 
     Raises:
-        RowError: it is something else.
+        RowError: the value is something else.
     """
     if isinstance(value, str) and value.strip():
         value = parse_inner_json(value, where, "tools")
@@ -252,7 +252,7 @@ def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
 
 
 def json_fault(error: json.JSONDecodeError) -> str:
-    """Return where text is no JSON, and why; the parser's own words end with "at", and it says the place otherwise."""
+    """Return position and cause of broken JSON, without the parser's trailing "at"."""
     return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
 
 
@@ -260,7 +260,7 @@ def parse_inner_json(value: object, where: str, name: str) -> Any:
     """Return the value of a field that holds JSON as text.
 
     Raises:
-        RowError: it is no JSON.
+        RowError: the text is not JSON.
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -270,13 +270,13 @@ def parse_inner_json(value: object, where: str, name: str) -> Any:
 
 
 def field_names(value: Mapping[str, Any]) -> str:
-    """Return the names of an object's fields, at most eight, for messages."""
+    """Return the names of at most eight fields of an object, for messages."""
     names = [f"`{name}`" for name in value]
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
 
 
 def kind(value: object) -> str:
-    """Return in words what a value of JSON is."""
+    """Return the kind of a JSON value, in words."""
     if value is None:
         return "null"
     if value in ([], "", {}):

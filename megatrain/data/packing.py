@@ -1,4 +1,4 @@
-"""Best-fit packing: documents into rows of a fixed length, none split, none seeing another."""
+"""Best-fit packing of documents into rows of a fixed length. No document is split, and none attends to another."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WINDOW = 4096  # documents that are packed together; more pack tighter, fewer mix better
+WINDOW = 4096  # documents that are packed together; a larger window packs tighter, a smaller one mixes better
 
 
 def pack_documents(
     documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Distribute documents over rows, best fit decreasing within windows of neighbours. Takes 16 bytes of RAM for each.
+    """Assign documents to rows, best fit decreasing within windows of neighbours. Takes 16 bytes of RAM per document.
 
     Args:
-        documents: their numbers, in the order in which they are packed.
-        lengths: tokens of each of them, 1 to ``capacity``.
+        documents: numbers of the documents, in packing order.
+        lengths: tokens of each document, 1 to ``capacity``.
         capacity: tokens in a row.
         window: documents per window; documents of different windows share no row.
 
     Returns:
-        The documents of all rows, one row after the other; and where each row begins, and the end. The same input gives
-        the same rows.
+        The documents of all rows, row after row; and the start of each row, and the end. The result is
+        deterministic.
     """
     members = np.empty(len(documents), dtype=np.int64)
     starts = array("q", [0])
@@ -42,9 +42,9 @@ def pack_documents(
 
 
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return for each row the indices of its documents."""
+    """Return the indices of the documents of each row."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the first that is large enough fits best
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the first row that is large enough fits best
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)

@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt, of which one is better: two documents each, the chosen answer first."""
+"""Pairs of answers to one prompt, one better than the other: two documents each, the chosen answer first."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from megatrain.data.chat import Encoded
     from megatrain.data.row_kind import Batch, Example
 
-# Functions import numpy and torch themselves: a config knows its kind of rows, and needs neither.
+# Functions import numpy and torch themselves, because a config uses its kind of rows without them.
 
 __all__ = ["CHOSEN", "PAIRS", "REJECTED", "TEXT_PAIRS", "PairRows"]
 
 #: Roles of documents in a cache: the better and the worse answer.
 CHOSEN, REJECTED = 1, 2
-#: Added to the role of a document with a margin behind its tokens.
+#: Added to the role of a document whose tokens are followed by a margin.
 _HAS_MARGIN = 4
 
 
 class PairRows(RowKind):
-    """Pairs of answers, whose log-probabilities a loss compares."""
+    """Pairs of answers whose log-probabilities a loss compares."""
 
     recorded = "pairs"
     reader = PREFERENCE
@@ -48,7 +48,7 @@ class PairRows(RowKind):
         return row.answers
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
-        """Return what the answers are."""
+        """Return the titles of the two answers."""
         return ("chosen", "rejected")
 
     def fault_of(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
@@ -68,7 +68,7 @@ class PairRows(RowKind):
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Add the reference of each answer, and whether the first answer of each example is a good one."""
+        """Add the reference of each answer, and whether the first answer of each example is desirable."""
         import torch
 
         reference = [0.0 if each is None else each.reference for each in facts]
@@ -84,16 +84,16 @@ class PairRows(RowKind):
 
 
 class TextPairRows(PairRows):
-    """Pairs of texts that get one number each, with a margin by which the better one should win.
+    """Pairs of texts with one score each, and a margin by which the better one should win.
 
-    The margin is one more number behind the tokens of a document. Files, caches and checksums treat it as a token.
+    The margin is an extra value after the tokens of a document. Files, caches and checksums treat it as a token.
     """
 
     recorded = "texts"
     num_values = 1
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return both texts of each pair; no token is trained, and the margin of the chosen text is."""
+        """Return both texts of each pair. No token is trained; the margin of the chosen text is marked as trained."""
         import numpy as np
 
         found = []

@@ -1,4 +1,4 @@
-"""Rows of preferences as TRL and LLaMA-Factory write them: two answers to a prompt, or one answer with a label."""
+"""Rows of preferences in TRL's and LLaMA-Factory's forms: two answers to a prompt, or one answer with a label."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatrain.data.rows_report import DataError, RowError
 
 __all__ = ["PREFERENCE", "Preference"]
 
-_LARGEST_MARGIN = 3.4028234663852886e38  # of fp32, which the loss computes with
+_LARGEST_MARGIN = 3.4028234663852886e38  # of fp32, the dtype of the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Preference(DataRow):
     """Answers to one prompt that are compared, or one answer that is judged.
 
     Attributes:
-        answer: the prompt with the chosen answer, or with the only one.
-        rejected: the prompt with the rejected answer; None: there is only one.
-        is_good: whether the answer is a good one.
-        margin: by how much the chosen answer is better, for losses that ask for it.
+        answer: the prompt with the chosen or only answer.
+        rejected: the prompt with the rejected answer; None for a single answer.
+        is_good: whether the answer is desirable.
+        margin: by how much the chosen answer is better, for losses with a margin.
     """
 
     answer: Conversation | PromptCompletion
@@ -106,7 +106,7 @@ def _margin(fields: RowFields) -> float:
 
 
 def _prompt_of(fields: RowFields) -> str | _Messages | None:
-    """Return the prompt of a row: text, or messages, or None where the answers hold it."""
+    """Return the prompt of a row as text or messages; None if the answers contain it."""
     if "prompt" in fields:
         return _answer(fields, "prompt")
     for name in ("conversations", "messages"):
@@ -130,7 +130,7 @@ def _judged(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]
 
 
 def _answer(fields: RowFields, name: str) -> str | _Messages:
-    """Return text as it is, and a message, or several, as messages."""
+    """Return text unchanged, and one message or several as a tuple of messages."""
     value, theirs = fields[name], fields.names[name]
     if isinstance(value, Mapping):
         value = [value]
@@ -146,7 +146,7 @@ def _with_prompt(
     names: Sequence[str],
     tools: tuple[Mapping[str, Any], ...] | None,
 ) -> list[Conversation | PromptCompletion]:
-    """Return the prompt with each answer. Answers may repeat it at their start; without one, what they share is it."""
+    """Return the prompt with each answer. Answers may repeat it; without a prompt, their common start is the prompt."""
     if isinstance(answers[0], str):
         texts = [answer for answer in answers if isinstance(answer, str)]
         if isinstance(prompt, tuple):
@@ -157,12 +157,12 @@ def _with_prompt(
             texts = [text[len(prompt) :] for text in texts]
         for text, name in zip(texts, names, strict=True):
             if not text.strip():
-                raise RowError(where, f"`{name}` has no answer beside the prompt", reason=f"`{name}` has no answer")
+                raise RowError(where, f"`{name}` has no answer after the prompt", reason=f"`{name}` has no answer")
         return [PromptCompletion(prompt, text, where) for text in texts]
     lists = [answer for answer in answers if not isinstance(answer, str)]
     repeats = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
     if isinstance(prompt, str):
-        # Some data sets have the text of the question beside answers that are whole conversations.
+        # Some data sets have the question as text in addition to answers that are whole conversations.
         asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
         if not repeats:
             prompt = ({"role": "user", "content": prompt},)
@@ -186,7 +186,7 @@ def _with_prompt(
     for messages, name in zip(lists, names, strict=True):
         if not any(message["role"] == "assistant" for message in messages):
             raise RowError(
-                where, f"`{name}` has no turn of the assistant beside the prompt", reason=f"`{name}` has no answer"
+                where, f"`{name}` has no turn of the assistant after the prompt", reason=f"`{name}` has no answer"
             )
     return [_chat(prompt, messages, where, tools) for messages in lists]
 
@@ -207,14 +207,14 @@ def _no_prefix(where: str, names: Sequence[str]) -> RowError:
 
 
 def _shared_text(texts: Sequence[str]) -> str:
-    """Return what texts begin with in common; white space at its end belongs to the answers."""
+    """Return the common start of texts; trailing white space belongs to the answers."""
     length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
     shared = texts[0][:length]
     return shared.removesuffix(" ")
 
 
 def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
-    """Return the messages that conversations begin with in common, up to the last one that is no answer."""
+    """Return the common first messages of conversations, without trailing answers."""
     length = next(
         (n for n, pair in enumerate(zip(*lists, strict=False)) if any(m != pair[0] for m in pair)), min(map(len, lists))
     )

@@ -1,4 +1,4 @@
-"""What a config's data looks like to the loss: single rows as text, trained or not; and figures of all of it."""
+"""A preview of a config's data from the view of the loss: rows as text with their loss mask, and total figures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PERCENTS = (0, 50, 90, 99, 100)
-_LARGEST_PREVIEW = 4096  # tokens shown of a row that is text; a whole book would be shown else
+_LARGEST_PREVIEW = 4096  # tokens shown of a text row, which may be a whole book
 
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """Neighbouring tokens that are all trained or all not, as text with special tokens shown."""
+    """Adjacent tokens with the same loss mask, as text with special tokens shown."""
 
     text: str
     is_trained: bool
@@ -37,21 +37,21 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One row as the model will see it.
+    """One row as the model sees it.
 
     Attributes:
-        number: Counts rows from 1, over all sources.
+        number: Number of the row, counted from 1 over all sources.
         where: file and row.
-        kind: What its kind of rows calls it: "conversation", "prompt and completion", "text", "tokens", "chosen" ...
-        segments: its text, in order; empty where the row is dropped.
+        kind: Title of the text: "conversation", "prompt and completion", "text", "tokens", "chosen" ...
+        segments: its text, in order; empty if the row is dropped.
         num_tokens: tokens of the part that is shown.
-        num_trained: Those of them with a loss.
-        num_tokens_before: Tokens of the whole row. More than ``num_tokens`` where it is cut.
-        dropped: why nothing of the row is trained, or "".
-        untrained_turns: why turns of the assistant are not trained that should be.
+        num_trained: Tokens with a loss, of the part that is shown.
+        num_tokens_before: Tokens of the whole row. More than ``num_tokens`` if it is cut.
+        dropped: reason why the row is not trained, or "".
+        untrained_turns: reasons why turns of the assistant that should be trained are not.
         left_out: fields of the row that the chat template does not show.
-        special_tokens: special tokens that the text of the row itself holds.
-        num_pieces: documents that the part that is shown is cut into; each begins as the text does, with its ``<bos>``.
+        special_tokens: special tokens in the text of the row.
+        num_pieces: documents that the shown part is cut into; each begins with the text's start tokens, e.g. ``<bos>``.
     """
 
     number: int
@@ -68,20 +68,20 @@ class RowPreview:
     special_tokens: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the preview as values of JSON."""
+        """Return the preview as JSON values."""
         return asdict(self)
 
 
 def preview_rows(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, n: int = 3, row: int | None = None
 ) -> list[RowPreview]:
-    """Return the first ``n`` rows of the data, or row number ``row`` alone. Reads no further, and no cache.
+    """Return the first ``n`` rows of the data, or only row number ``row``. Reads no later rows, and no cache.
 
     Args:
-        row: which one, from 1, counted over all sources, dropped rows included.
+        row: number of the row, counted from 1 over all sources, including dropped rows.
 
     Raises:
-        DataError: as ``load_dataset``; or there is no such row.
+        DataError: raised by ``load_dataset``, or there is no such row.
     """
     encoder = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
     first = 1 if row is None else row
@@ -101,20 +101,20 @@ def preview_rows(
 
 
 def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
-    """Yield the rows of all sources, those that cannot be trained included."""
+    """Yield the rows of all sources, including untrainable ones."""
     for source in data.table.train:
         if data.table.streaming:
             yield from rows_in_order(source, data.kind)
             continue
         for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
-                yield row  # of a long text its start
+                yield row  # only the first part of a long text
 
 
 def _previews(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: DataRow | RowError
 ) -> Iterator[RowPreview]:
-    """Yield the texts of a row as the model sees them."""
+    """Yield a preview of each text of a row."""
     if isinstance(item, RowError):
         yield _preview(data, tokenizer, encoder, number, item, "row")
         return
@@ -157,7 +157,7 @@ def _preview(
 
 
 def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
-    """Return the start of a text as it is trained: its pieces, one after the other, each with what begins it."""
+    """Return the start of a text as trained: its pieces in order, each with its start tokens."""
     start = replace(
         coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
     )
@@ -187,7 +187,7 @@ def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: li
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """One ``[[data.train]]``: its documents once each, and how often they are used in an epoch."""
+    """One ``[[data.train]]``: its documents, counted once each, and its weight."""
 
     path: str
     weight: float
@@ -210,18 +210,18 @@ class DataStats:
     """Figures of all training data.
 
     Attributes:
-        report: rows read, dropped by reason, truncated; tokens and trained tokens of all documents, once each.
-        sources: the same by source.
-        percentiles: percent -> tokens of a document: 0, 50, 90, 99 and 100 percent are no longer.
-        histogram: documents by length, the bounds doubling up to ``data.max_length``.
-        num_documents: documents of an epoch, source weights applied.
-        num_trained_tokens: Those of them with a loss.
-        num_rows: rows of ``data.max_length`` tokens in an epoch, or one for each document without packing.
+        report: rows read, dropped by reason, and truncated; tokens and trained tokens of all documents, once each.
+        sources: figures by source.
+        percentiles: percentage of documents -> their maximum length in tokens, for 0, 50, 90, 99 and 100.
+        histogram: documents by length; the bounds double up to ``data.max_length``.
+        num_documents: documents of an epoch, with source weights.
+        num_trained_tokens: Tokens with a loss in an epoch.
+        num_rows: rows of ``data.max_length`` tokens in an epoch, or one per document without packing.
         num_steps: optimizer steps of an epoch.
         padding_share: Padding among the tokens of the first epoch's rows; 0 to 1.
-        padding_share_other: the same with ``data.packing`` the other way.
-        held_out: what ``data.val_size`` kept from training, in words; "": nothing. No other figure but ``report``
-            counts these rows.
+        padding_share_other: the same with the opposite value of ``data.packing``.
+        held_out: summary of the rows held out by ``data.val_size``, or "". Only ``report`` counts these
+            rows.
     """
 
     report: DataReport
@@ -238,7 +238,7 @@ class DataStats:
     held_out: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as values of JSON."""
+        """Return the figures as JSON values."""
         return asdict(self)
 
 
@@ -249,16 +249,16 @@ def dataset_stats(
     micro_batch_rows: int,
     on_message: OnMessage = lambda text: None,
 ) -> DataStats:
-    """Return figures of all training data, from the cache where it holds them.
+    """Return figures of all training data, from the cache if possible.
 
     Args:
         rows_per_step: Rows of ``data.max_length`` tokens in an optimizer step.
-        micro_batch_rows: documents that are padded to one length, where nothing is packed; a divisor of
+        micro_batch_rows: documents that are padded to one length without packing; a divisor of
             ``rows_per_step``.
-        on_message: how far a long tokenization is.
+        on_message: called with the progress of a long tokenization.
 
     Raises:
-        DataError: as ``load_dataset``.
+        DataError: raised by ``load_dataset``.
     """
     refuse_streams(data, "figures of all rows")
     dataset = load_dataset(data, tokenizer, on_message)
@@ -294,7 +294,7 @@ def dataset_stats(
 
 
 def _trained_of_documents(dataset: TokenDataset) -> npt.NDArray[np.int64]:
-    """Return the trained tokens of each document."""
+    """Return the number of trained tokens of each document."""
     return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
 
 
@@ -308,11 +308,11 @@ def _sources(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int6
 
 
 def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_batch_rows: int) -> int:
-    """Return the tokens of micro-batches of one document per row, each as long as its longest.
+    """Return the tokens of micro-batches with one document per row, padded to the longest.
 
     Args:
-        lengths: Tokens of each document, in the order of an epoch. As the loader does, each step deals its rows to its
-            micro-batches in turn.
+        lengths: Tokens of each document, in the order of an epoch. Each step deals its rows to its micro-batches
+            in turn, as the loader does.
     """
     num_steps = -(-len(lengths) // rows_per_step)
     rows = np.zeros(num_steps * rows_per_step, dtype=np.int64)

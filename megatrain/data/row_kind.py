@@ -1,8 +1,8 @@
-"""A kind of rows: how rows of a task become documents, and documents become micro-batches.
+"""A kind of rows: conversion of a task's rows to documents, and of documents to micro-batches.
 
 Each kind is one object in one file: `chat_rows.CHATS`, `text_rows.TEXTS`, `pair_rows.PAIRS`, `pair_rows.TEXT_PAIRS` and
-`tagged_rows.ANSWERS`. The rest of this package asks the object and does not know which kinds exist. A task names its
-kind in `megatrain/tasks/table.py`.
+`tagged_rows.ANSWERS`. The rest of this package calls the object and does not distinguish kinds. A task names its kind
+in `megatrain/tasks/table.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["CodedDocument", "DocumentFacts", "RowKind", "row_kind"]
 
 @dataclass(frozen=True, slots=True)
 class CodedDocument:
-    """A document that is written to a data set.
+    """A document to be written to a data set.
 
     Attributes:
         begins_row: False for further documents of the same row.
-        role: Role in its example. 0 for a document that is alone in it.
-        value: Number behind the tokens that is no token, and whether it is trained.
+        role: Role in its example. 0 for the only document of an example.
+        value: Extra value after the tokens, and whether it is trained.
     """
 
     coded: Encoded
@@ -46,7 +46,7 @@ class CodedDocument:
 
 
 class DocumentFacts(NamedTuple):
-    """Numbers of a document of a data set; ``reference`` is its log-probability by the reference model, or 0."""
+    """Numbers of a document in a data set; ``reference`` is its log-probability by the reference model, or 0."""
 
     role: int
     value: int
@@ -54,13 +54,13 @@ class DocumentFacts(NamedTuple):
 
 
 class RowKind:
-    """Rows that are one document each. Other kinds override what differs.
+    """Rows of one document each. Other kinds override the differences.
 
     Attributes:
         recorded: Name in keys of caches and in fingerprints, which must not change. "" for single documents.
-        reader: Format of the rows, which no other kind has. None if rows may have any format that "auto" knows.
+        reader: Format of the rows, unique to the kind. None if rows may have any format that "auto" detects.
         num_documents: Documents of an example, which share a micro-batch.
-        num_values: Numbers behind the tokens of a document that are no tokens.
+        num_values: Extra values after the tokens of a document.
         only_text: Whether rows are plain text.
     """
 
@@ -71,7 +71,7 @@ class RowKind:
     only_text = False
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the texts of a row that are tokenized.
+        """Return the texts of a row to be tokenized.
 
         Raises:
             DataError: The row is not of this kind.
@@ -79,11 +79,11 @@ class RowKind:
         return [cast("PlainRow", row)]
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
-        """Return what previews call each of these texts."""
+        """Return the titles of these texts in previews."""
         return [cast("PlainRow", row).title]
 
     def fault_of(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
-        """Return why an example of these texts, each cut to ``max_length`` tokens, cannot be trained."""
+        """Return the error if an example of these texts, each cut to ``max_length`` tokens, cannot be trained."""
         return None
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
@@ -95,10 +95,10 @@ class RowKind:
         return [CodedDocument(text) for _, (text,) in examples], None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Return a micro-batch with what losses read of its examples.
+        """Return a micro-batch with the additional inputs of its losses.
 
         Args:
-            batch: Padded documents; all first documents of examples, then all second ones.
+            batch: Padded documents; the first documents of all examples, then the second ones.
             facts: Numbers of the document of each row. None for rows that only fill the micro-batch.
         """
         return batch
@@ -109,6 +109,6 @@ class RowKind:
 
 
 def row_kind(name: str) -> RowKind:
-    """Return a kind by the file of this package and the object there, as in "pair_rows.PAIRS"."""
+    """Return a kind by its file in this package and its name there, as in "pair_rows.PAIRS"."""
     file, _, made = name.partition(".")
     return cast("RowKind", getattr(import_module(f"megatrain.data.{file}"), made))

@@ -1,4 +1,4 @@
-"""What was read of the data, what was left out and why; errors of data."""
+"""Reports of the rows that were read and dropped, with reasons; errors of data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 
 class DataError(Exception):
-    """Training data cannot be used; the text names the file and row, what was seen, and what to do.
+    """Training data cannot be used; the text names the file and row, the cause and the remedy.
 
     Attributes:
-        where: file, and row or line where known.
+        where: file, and row or line if known.
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
@@ -22,10 +22,10 @@ class DataError(Exception):
 
 
 class RowError(DataError):
-    """One row cannot be trained, others may: it is left out and counted, unless ``data.bad_rows`` says "error".
+    """One row cannot be trained. It is dropped and counted, unless ``data.bad_rows`` is "error".
 
     Attributes:
-        reason: the problem without what is special about this row, for counting.
+        reason: the problem without details of this row, for counting.
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
@@ -34,22 +34,22 @@ class RowError(DataError):
 
 
 class EmptyFileError(RowError):
-    """A file among others holds nothing: it is left out and counted, but no row is lost by it."""
+    """One of several files is empty. It is skipped and counted, but no row is lost."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where, "the file is empty", "Remove it or fill it")
 
 
-#: Up to this share of a source may be dropped or cut without a word beside the counts.
+#: Share of a source that may be dropped or cut without a warning.
 WARN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Rows, turns of conversations, or files, that are not trained for one reason.
+    """Rows, turns of conversations, or files that are not trained for one reason.
 
     Attributes:
-        example: the first: its file and row.
+        example: file and row of the first one.
     """
 
     reason: str
@@ -58,24 +58,24 @@ class Dropped:
 
     @property
     def skipped(self) -> str:
-        """What to say of empty files."""
+        """Text about skipped empty files."""
         return f"{some(self.count, 'empty file')} skipped (first: {self.example})"
 
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What became of the rows of one source.
+    """Counts of the rows of one source, by outcome.
 
     Attributes:
         num_truncated: conversations cut to max_length.
-        num_too_long: dropped for their length.
-        num_untrained: dropped because no token of theirs would be trained.
-        num_bad: dropped as they cannot be trained.
-        num_rows_lost: rows that are dropped or cut, each once.
-        num_tokens: Tokens of the rows that could be tokenized, whole.
-        num_tokens_lost: Those of them that are in no document.
-        num_turns: Turns of the assistant that should be trained, in the rows that are kept.
-        num_turns_lost: Those of them that are not trained.
+        num_too_long: rows dropped for their length.
+        num_untrained: rows dropped because none of their tokens would be trained.
+        num_bad: rows dropped because they cannot be trained.
+        num_rows_lost: rows that are dropped or cut, counted once each.
+        num_tokens: Tokens of all rows that could be tokenized, before cutting.
+        num_tokens_lost: Tokens of these rows that are in no document.
+        num_turns: Assistant turns that should be trained, in rows that are kept.
+        num_turns_lost: Assistant turns that should be trained but are not, in rows that are kept.
     """
 
     num_rows: int = 0
@@ -91,7 +91,7 @@ class SourceCounts:
 
     @property
     def share_lost(self) -> float:
-        """Return the largest share that is dropped or cut: of the rows, of the tokens, or of the turns."""
+        """Return the largest dropped or cut share: of rows, of tokens, or of turns."""
         return max(
             self.num_rows_lost / max(1, self.num_rows),
             self.num_tokens_lost / max(1, self.num_tokens),
@@ -100,7 +100,7 @@ class SourceCounts:
 
     @property
     def share_of_turns_lost(self) -> float:
-        """Return the share of the assistant's turns that are not trained, in the rows that are kept."""
+        """Return the share of untrained assistant turns, in rows that are kept."""
         return self.num_turns_lost / max(1, self.num_turns)
 
     def __sub__(self, before: SourceCounts) -> SourceCounts:
@@ -129,21 +129,21 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What became of the rows.
+    """Counts of all rows, by outcome.
 
     Attributes:
-        num_documents: what is trained on (rows, or pieces of long text).
+        num_documents: documents to train on (rows, or pieces of long text).
         num_truncated: conversations cut to max_length.
         num_too_long: conversations dropped for their length.
-        num_untrained: rows dropped because no token of theirs would be trained.
-        num_trained_tokens: Those of them with a loss.
-        first_untrained: file and row of the first of those, or "".
+        num_untrained: rows dropped because none of their tokens would be trained.
+        num_trained_tokens: Tokens with a loss.
+        first_untrained: file and row of the first row in ``num_untrained``, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.
-        untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
-        sources: the same for each source, in order.
-        empty_files: files that hold nothing; None: there are none.
+        untrained_turns: untrained assistant turns in rows that are kept, by reason.
+        sources: counts of each source, in order.
+        empty_files: the empty files; None if there are none.
         left_out: fields of rows that the chat template does not show; the field is the reason.
-        special_tokens: special tokens that the texts of rows hold; the token is the reason.
+        special_tokens: special tokens in the texts of rows; the token is the reason.
         unread: columns of rows that their format does not read; the column is the reason.
     """
 
@@ -164,7 +164,7 @@ class DataReport:
     unread: tuple[Dropped, ...] = ()
 
     def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
-        """Yield what the counts of fields and special tokens say, each with how serious it is."""
+        """Yield (severity, text) of the messages about fields, columns and special tokens."""
         calls = [each for each in self.left_out if each.reason.split()[-1] in ("tool_calls", "tools")]
         for count, group in itertools.groupby(calls, key=lambda each: each.count):
             same = list(group)
@@ -194,7 +194,7 @@ class DataReport:
 
     @property
     def num_dropped(self) -> int:
-        """Rows of which nothing is trained, for whatever reason."""
+        """Number of rows without any trained token, for all reasons."""
         return self.num_too_long + self.num_untrained + sum(each.count for each in self.dropped)
 
     def __str__(self) -> str:
@@ -219,12 +219,12 @@ class DataReport:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as values of JSON."""
+        """Return the report as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DataReport:
-        """Return the report that :meth:`to_json` wrote."""
+        """Return the report from the output of :meth:`to_json`."""
         lists = {name: tuple(Dropped(**each) for each in values.get(name, ())) for name in _LISTS}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
         empty = values.get("empty_files")
@@ -237,17 +237,17 @@ _LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens", "unread")
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
-    """Compare what is dropped or cut of each source with what is usual, and with what the config allows.
+    """Compare the loss of each source with ``WARN_SHARE`` and with the limit of the config.
 
     Args:
-        names: What messages call the sources.
+        names: Names of the sources in messages.
         max_dropped: ``data.max_dropped``.
 
     Returns:
-        A warning for each source of which more than ``WARN_SHARE`` is lost.
+        A warning for each source that loses more than ``WARN_SHARE``.
 
     Raises:
-        DataError: more than ``max_dropped`` of a source is lost.
+        DataError: a source loses more than ``max_dropped``.
     """
     warnings = []
     for name, counts in zip(names, report.sources, strict=True):
@@ -269,7 +269,7 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
 
 
 class RowCounts:
-    """Counts that grow while rows are encoded.
+    """Counters during the encoding of rows.
 
     Attributes:
         total: Counts of all sources so far.
@@ -297,12 +297,12 @@ class RowCounts:
         self.note("dropped", [error.reason], error.where)
 
     def leave_untrained(self, where: str) -> None:
-        """Count a row of which no token would be trained."""
+        """Count a row without any trained token."""
         self.total.num_untrained += 1
         self.first_untrained = self.first_untrained or where
 
     def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
-        """Count the turns of a row that is kept, with the reasons of those that are not trained."""
+        """Count the turns of a row that is kept, with the reasons of untrained ones."""
         self.total.num_turns += num_turns
         self.total.num_turns_lost += len(untrained)
         self.note("untrained_turns", untrained, where)
@@ -315,12 +315,12 @@ class RowCounts:
             counts[reason] = replace(before, count=before.count + 1)
 
     def end_source(self) -> None:
-        """Say that the rows from here on are of the next source."""
+        """Mark the end of a source."""
         self.sources.append(self.total - self._before)
         self._before = replace(self.total)
 
     def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
-        """Return the counts as they stand."""
+        """Return the current counts."""
         total = self.total
         lists = {
             name: tuple(sorted(counts.values(), key=lambda each: -each.count)) for name, counts in self._reasons.items()

@@ -1,8 +1,8 @@
-"""Scores of a teacher on disk: what a model says of each token of a data set, in parts that are whole or not there.
+"""Scores of a teacher on disk: log-probabilities for each token of a data set, in parts that are complete or absent.
 
-A folder of scores has one file or group for each batch of rows, in each form (parquet, zarr), and ``scores.json``: what
-they are scores of. Documents go by a checksum of their tokens and of which of them are trained: a reader finds the
-scores of its own documents, whatever their order, and none of other rows or of another tokenizer.
+A folder of scores has one file or group per batch of rows and format (parquet, zarr). Its ``scores.json`` records the
+origin. The key of a document is a checksum of its tokens and loss mask. So a reader finds the scores of its documents
+in any order, and none of other rows or of another tokenizer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
     "read_kind",
 ]
 
-#: Scores, inside ``output_dir``.
+#: Folder of scores, inside ``output_dir``.
 SCORES_NAME = "scores"
 _KIND_NAME = "scores.json"
 _WRITING_NAME = ".writing"
 _VERSION = 1
 _PART = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
-_GROUP_NBYTES = 4 << 20  # of what is read to get one document
+_GROUP_NBYTES = 4 << 20  # approximate bytes of a row group, which must be read for one document
 _GROUPS_KEPT = 8
 EXTRA = 'pip install "megatrain-tier[data]"'
 
@@ -56,25 +56,25 @@ Array = npt.NDArray[Any]
 
 
 class ScoresError(Exception):
-    """A folder of scores cannot be used; the text says why and what to do."""
+    """A folder of scores cannot be used; the text names the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreKind:
-    """What scores are scores of; those of a folder have it in common.
+    """Origin and options of scores; all scores of a folder share them.
 
     Attributes:
         model: name or folder.
         weights: checksum of samples of its weights.
-        mlp_rows: tokens that an MLP ran over at a time.
-        split_experts: whether fused experts came in parts: sums over these have other bits.
+        mlp_rows: tokens per MLP call.
+        split_experts: whether fused experts were split into parts, which changes the bits of their sums.
         tokenizer: checksum of the tokenizer.
         data: fingerprint of the data set.
         max_length: tokens of a row.
-        packing: several documents share a row.
-        top_k: words for each token.
-        embeddings: vectors of documents, of their last hidden states: "none", "mean" or "last".
-        formats: forms in which all of it is written.
+        packing: whether several documents share a row.
+        top_k: scored vocabulary entries per token.
+        embeddings: vectors of documents from their last hidden states: "none", "mean" or "last".
+        formats: file formats; each holds all scores.
     """
 
     model: str
@@ -95,7 +95,7 @@ class ScoreKind:
     formats: tuple[str, ...]
 
 
-#: Names of facts in messages; all others are keys of [score].
+#: Names of facts in messages; the other facts are keys of [score].
 _WORDS = {
     "model": "the model",
     "weights": "the model's weights",
@@ -113,7 +113,7 @@ _WORDS = {
 
 
 def read_kind(folder: Path) -> ScoreKind:
-    """Return what the scores of a folder are.
+    """Return origin and options of the scores in a folder.
 
     Raises:
         ScoresError: there are none.
@@ -135,18 +135,18 @@ def read_kind(folder: Path) -> ScoreKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentScores:
-    """What a model says of one document.
+    """A model's scores of one document.
 
     Attributes:
-        key: checksum of its tokens, and of which of them are trained.
+        key: checksum of its tokens and loss mask.
         document: number in the data set.
         source: number of its ``[[data.train]]``.
-        positions: [n] int32, places in the document of the tokens that are scored: those that are trained.
-        token_ids: [n] int32, these tokens.
-        log_probs: [n] fp32, of each after what is before it.
-        top_ids: [n, k] int32, the likeliest words there.
+        positions: [n] int32, positions in the document of the scored tokens, which are the trained ones.
+        token_ids: [n] int32, ids of these tokens.
+        log_probs: [n] fp32, log-probability of each token given the tokens before it.
+        top_ids: [n, k] int32, the likeliest tokens there.
         top_log_probs: [n, k] fp32.
-        rest_log_probs: [n] fp32, log of the probability of all others.
+        rest_log_probs: [n] fp32, log of the probability of all other tokens.
         embedding: [width] fp32, or [0].
     """
 
@@ -164,7 +164,7 @@ class DocumentScores:
 
     @property
     def nbytes(self) -> int:
-        """Size in memory of what is scored."""
+        """Bytes of the scores in memory."""
         return 16 * len(self.positions) + self.top_ids.nbytes + self.top_log_probs.nbytes + self.embedding.nbytes
 
 
@@ -172,17 +172,17 @@ _BY_TOKEN = ("positions", "token_ids", "log_probs", "top_ids", "top_log_probs", 
 
 
 class ScoreFolder:
-    """Writes scores. One process at a time; whoever calls holds the lock of ``output_dir``.
+    """Writer of scores. Only one process at a time: the caller holds the lock of ``output_dir``.
 
-    A part is written beside its place, flushed to the drive and renamed: whatever ends the process, a part is whole or
-    not there.
+    Each part is written under a temporary name, flushed to the drive and renamed, so that a crash leaves complete parts
+    only.
 
     Args:
-        folder: made if missing.
-        kind: Which model's scores of which rows they are.
+        folder: created if missing.
+        kind: Origin and options of the scores.
 
     Raises:
-        ScoresError: it holds scores of another kind.
+        ScoresError: the folder holds scores of another kind.
     """
 
     def __init__(self, folder: Path, kind: ScoreKind) -> None:
@@ -214,7 +214,7 @@ class ScoreFolder:
             _zarr().open_group(str(folder / "zarr"), mode="a")
 
     def missing(self) -> list[range]:
-        """Return the rows whose scores are not whole in every form."""
+        """Return the rows without complete scores in every format."""
         whole = set.intersection(*({part[:2] for part in _parts(self.path / form)} for form in self._kind.formats))
         found, done = [], 0
         for first, count in sorted(whole):
@@ -224,10 +224,10 @@ class ScoreFolder:
         return [*found, *([range(done, self._kind.num_rows)] if done < self._kind.num_rows else [])]
 
     def write(self, first_row: int, num_rows: int, documents: Sequence[DocumentScores]) -> None:
-        """Write the scores of some rows, in every form.
+        """Write the scores of some rows, in every format.
 
         Raises:
-            OSError: the drive refuses.
+            OSError: writing failed.
         """
         name = f"part-{first_row:012d}-{num_rows:09d}"
         writing = self.path / _WRITING_NAME
@@ -239,7 +239,7 @@ class ScoreFolder:
                 _write_parquet(partial, documents, self._kind)
             else:
                 _write_zarr(partial, documents, self._kind)
-            # A process that ended between two forms left parts of these rows, perhaps of another cut.
+            # A process that ended between two formats left parts of these rows, possibly with other boundaries.
             for first, count, stale in _parts(self.path / form):
                 if first < first_row + num_rows and first_row < first + count:
                     shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -247,7 +247,7 @@ class ScoreFolder:
 
 
 def _parts(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return first row, number of rows and path of every part in a folder, in order."""
+    """Return (first row, number of rows, path) of every part in a folder, in order."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _PART.fullmatch(path.name)
@@ -257,7 +257,7 @@ def _parts(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def _put(partial: Path, place: Path) -> None:
-    """Flush a file, or a folder, to the drive and rename it into its place."""
+    """Flush a file or a folder to the drive, then rename it to its final name."""
     for folder, _, names in os.walk(partial, topdown=False):
         for name in names:
             _flush(Path(folder, name))
@@ -291,7 +291,7 @@ def _zarr() -> Any:
 
 
 def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
-    """Return the arrays of a part: those by document, ``starts``, and those by token, one document after the other."""
+    """Return the arrays of a part: one value per document, ``starts``, and one value per token, concatenated."""
     counts = [len(document.positions) for document in documents]
     arrays: dict[str, Array] = {
         "document": np.array([document.document for document in documents], dtype=np.int64),
@@ -309,7 +309,7 @@ def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, A
 
 
 def _perplexity(log_probs: Array) -> float:
-    """Return the perplexity of the tokens that are scored; NaN where none is."""
+    """Return the perplexity of the scored tokens; NaN without any."""
     return float(np.exp(-log_probs.astype(np.float64).mean())) if len(log_probs) else float("nan")
 
 
@@ -326,7 +326,7 @@ def _write_parquet(path: Path, documents: Sequence[DocumentScores], kind: ScoreK
         columns[name] = pa.LargeListArray.from_arrays(starts, flat) if name in _BY_TOKEN else flat
     nbytes = sum(document.nbytes for document in documents)
     group = max(1, len(documents) * _GROUP_NBYTES // max(_GROUP_NBYTES, nbytes))
-    # No dictionaries: of numbers like these they only take time.
+    # No dictionaries: for such numbers they only cost time.
     _parquet().write_table(pa.table(columns), path, row_group_size=group, use_dictionary=False, compression="zstd")
 
 
@@ -341,7 +341,7 @@ def _write_zarr(path: Path, documents: Sequence[DocumentScores], kind: ScoreKind
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as a file of parquet.
+    """Write rows as a parquet file.
 
     Raises:
         ScoresError: pyarrow is missing.
@@ -356,7 +356,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _ParquetPart:
-    """Reads single documents of a part in parquet."""
+    """Reader of single documents in a parquet part."""
 
     def __init__(self, path: Path) -> None:
         self._file = _parquet().ParquetFile(path, memory_map=True)
@@ -386,7 +386,7 @@ class _ParquetPart:
 
 
 class _ZarrPart:
-    """Reads single documents of a part in zarr."""
+    """Reader of single documents in a zarr part."""
 
     def __init__(self, path: Path) -> None:
         self._group = _zarr().open_group(str(path), mode="r")
@@ -401,11 +401,11 @@ class _ZarrPart:
 
 
 class TeacherScores:
-    """Reads the scores of documents, to train on them.
+    """Reader of the scores of documents, for distillation.
 
     Args:
-        top_k: likeliest words that are wanted; the scores may have more, which join the rest.
-        vocab_size: words that the student knows.
+        top_k: likeliest tokens to use; further scored tokens are added to the rest.
+        vocab_size: vocabulary size of the student.
 
     Raises:
         DataError: a part is damaged.
@@ -430,17 +430,17 @@ class TeacherScores:
         self._fingerprint = checksum(json.dumps([dataclasses.asdict(self.kind), names, top_k]).encode())
 
     def fingerprint(self) -> str:
-        """Return a checksum of what the scores are scores of, and of how many there are."""
+        """Return a checksum of the origin of the scores and of their number."""
         return self._fingerprint
 
     def check_covers(self, dataset: TokenDataset, tokenizer: str) -> None:
-        """Refuse a data set some of whose documents have no scores.
+        """Raise ``DataError`` if a document of a data set has no scores.
 
         Args:
-            tokenizer: checksum of its tokenizer.
+            tokenizer: checksum of the data set's tokenizer.
 
         Raises:
-            DataError: says how many, and why that may be.
+            DataError: names the number of these documents and a likely cause.
         """
         used = dataset.epoch_documents(0) if dataset.in_use is None else dataset.in_use
         missing = [int(document) for document in used if dataset.key_of(int(document)) not in self._index]
@@ -448,7 +448,7 @@ class TeacherScores:
             return
         if tokenizer != self.kind.tokenizer:
             cause = (
-                f"The scores are those of another tokenizer ({self.kind.model}). A student needs the tokenizer of its "
+                f"The scores belong to another tokenizer ({self.kind.model}). A student needs the tokenizer of its "
                 "teacher: model.tokenizer_name_or_path"
             )
         elif self._num_rows < self.kind.num_rows:
@@ -473,17 +473,17 @@ class TeacherScores:
         return sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
 
     def of_rows(self, rows: Sequence[Sequence[tuple[str, int]]], width: int) -> dict[str, torch.Tensor]:
-        """Return what the teacher says of the token after each place of some rows, under ``TEACHER_KEYS``.
+        """Return the teacher's scores of the next token at each position of some rows, under ``TEACHER_KEYS``.
 
         Args:
-            rows: key and length of the documents of each, one after the other.
-            width: places of a row.
+            rows: key and length of each document, in the order of the row.
+            width: positions of a row.
 
         Returns:
-            [rows, width, k] int32 and fp32, and [rows, width] fp32; zeros at places that nobody is asked about.
+            [rows, width, k] int32 and fp32, and [rows, width] fp32; zeros at positions without scores.
 
         Raises:
-            DataError: there are no scores of a document, or one names a word that the student does not have.
+            DataError: a document has no scores, or its scores contain a token outside the student's vocabulary.
         """
         shape = (len(rows), width)
         ids = np.zeros((*shape, self._top_k), dtype=np.int32)
@@ -493,7 +493,7 @@ class TeacherScores:
             at = 0
             for key, length in row:
                 positions, *found = self._read(key)
-                places = at + positions - 1  # what is there says the next token
+                places = at + positions - 1  # the position before a token predicts it
                 ids[number, places], log_probs[number, places], rest[number, places] = self._likeliest(key, *found)
                 at += length
         return dict(zip(TEACHER_KEYS, map(torch.from_numpy, (ids, log_probs, rest)), strict=True))
@@ -522,7 +522,7 @@ class TeacherScores:
 
 @contextmanager
 def _damage_explained(path: Path) -> Iterator[None]:
-    """Say which file is damaged where one cannot be read."""
+    """Report which file is damaged if it cannot be read."""
     try:
         yield
     except ScoresError:
@@ -539,7 +539,7 @@ def _damage_explained(path: Path) -> Iterator[None]:
 def documents_of(
     loader_rows: Sequence[Sequence[int]], dataset: TokenDataset
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-    """Yield (row, place in it, document, scored positions) of the documents of rows, in the order of their labels."""
+    """Yield (row, offset in it, document, scored positions) of the documents of rows, in the order of their labels."""
     for number, row in enumerate(loader_rows):
         at = 0
         for document in row:
@@ -549,5 +549,5 @@ def documents_of(
 
 
 def tokenizer_checksum(tokenizer: Any) -> str:
-    """Return a checksum of what a tokenizer makes of text."""
+    """Return a checksum of the vocabulary and rules of a tokenizer."""
     return checksum(tokenizer.backend_tokenizer.to_str().encode())

@@ -1,4 +1,4 @@
-"""Shards of a streamed source: files in a folder or at a URL, each read from any of its rows on, none of them whole."""
+"""Shards of a streamed source: files in a folder or at a URL. Each can be read from any row, without loading all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered.units import MiB
 
 __all__ = ["Shard", "ShardError", "Shards"]
 
-#: File name endings of shards.
+#: File name suffixes of shards.
 _LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _PACKED = (".gz", ".zst", ".zstd")
 _READ_AS = ".jsonl (also with .gz, .zst or .zstd behind it) and .parquet"
@@ -27,7 +27,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 class ShardError(DataError):
-    """A shard could not be read to its end: it may be another time."""
+    """A shard could not be read to its end; a later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Shard:
     """One file of rows.
 
     Attributes:
-        name: without what all shards of the source begin with.
+        name: path without the common folder of the source's shards.
     """
 
     path: str
@@ -47,10 +47,10 @@ class Shards:
     """The shards of a source, sorted by name.
 
     Args:
-        path: A folder, a file, a pattern, or a URL of one of them that fsspec opens. A folder counts with those in it.
+        path: A folder, a file, a pattern, or a URL of one of them that fsspec opens. Folders are searched recursively.
 
     Raises:
-        DataError: it cannot be reached, nothing is there, or nothing that can be read row by row.
+        DataError: the path cannot be reached, is empty, or has no file that can be read row by row.
     """
 
     def __init__(self, path: str) -> None:
@@ -68,22 +68,22 @@ class Shards:
             self.shards = self._found()
         except DataError:
             raise
-        except Exception as error:  # of whatever fsspec opens
+        except Exception as error:  # fsspec's file systems raise many kinds
             raise self._unreadable(path, error) from error
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def describe(self) -> list[tuple[str, int]]:
-        """Return what tells these shards from others: names and sizes. Their contents are not read."""
+        """Return names and sizes of the shards, which identify them. Their contents are not read."""
         return [(shard.name, shard.nbytes) for shard in self.shards]
 
     def rows(self, index: int, start: int) -> Generator[tuple[str, Any]]:
-        """Yield (where, value) of the rows of a shard, from number ``start`` on.
+        """Yield (where, value) of the rows of a shard, from row ``start``.
 
         Raises:
-            ShardError: it cannot be read.
-            DataError: what it holds is damaged.
+            ShardError: the shard cannot be read.
+            DataError: its contents are damaged.
         """
         shard = self.shards[index]
         read = self._parquet_rows if _ends(shard.path, _PARQUET) else self._lines

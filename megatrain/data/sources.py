@@ -1,4 +1,4 @@
-"""The rows of one source of training data: files found or fetched, then read in a fixed order."""
+"""The rows of one source of training data: files are found or fetched, then read in a fixed order."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from megatrain.data.table import DatasetConfig, RowFormat
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
-    """Return the files of a source, in the order in which they are read.
+    """Return the files of a source, in reading order.
 
     Raises:
-        DataError: nothing there, a file of a kind that is not read, or a hub dataset that cannot be fetched.
+        DataError: nothing there, a file of an unsupported kind, or a hub dataset that cannot be fetched.
     """
     if is_hub_name(path):
         return fetch_dataset(path, name, split)
@@ -41,13 +41,13 @@ def source_files(path: str, name: str | None = None, split: str | None = None) -
 
 
 def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iterator[DataRow | RowError]:
-    """Yield the rows of a table's files in a fixed order, one at a time, and the errors of rows that cannot be trained.
+    """Yield the rows of a table's files in a fixed order, one at a time, with errors for rows that cannot be trained.
 
     Errors of empty files come at the end.
 
     Raises:
-        DataError: a missing or damaged file, a row without the fields of its format, no row in any file, or no row with
-            a field that ``columns`` names.
+        DataError: a missing or damaged file, a row without the fields of its format, no row in any file, or a field of
+            ``columns`` that no row has.
     """
     count = 0
     empty: list[Path] = []
@@ -70,10 +70,10 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
 
 
 class _SeenFields:
-    """Whether each field that ``columns`` names is in any row: one that is in none is a mistake in the name.
+    """Check that each field of ``columns`` occurs in some row; a field in no row is a misspelled name.
 
     Args:
-        columns: our field name -> theirs.
+        columns: field -> name in the row.
     """
 
     def __init__(self, columns: Mapping[str, str]) -> None:
@@ -82,14 +82,14 @@ class _SeenFields:
         self._fields: dict[str, None] = {}
 
     def add(self, value: object) -> None:
-        """Note the fields of a row."""
+        """Record the fields of a row."""
         if self._missing and isinstance(value, Mapping):
             self._fields.update(dict.fromkeys(value))
             named = with_columns(value, self._missing)
             self._missing = {ours: theirs for ours, theirs in self._missing.items() if theirs not in named}
 
     def check(self, files: Sequence[Path]) -> None:
-        """Raise ``DataError`` for a name that no row has."""
+        """Raise ``DataError`` for a field that no row has."""
         if self._fields and (absent := absent_column(self._fields, self._missing)):
             raise DataError(str(files[0]), *absent)
 
@@ -116,7 +116,7 @@ def _rows_of_file(
 def row_or_error(
     value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow | RowError:
-    """Return a row as :func:`read_row`, or why it cannot be trained."""
+    """Return the row that :func:`read_row` reads, or the error that prevents its training."""
     try:
         return read_row(value, where, format, columns, folder)[1]
     except RowError as error:
@@ -125,14 +125,14 @@ def row_or_error(
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the first row of a source is that can be used.
+    """Format and fields of the first usable row of a source.
 
     Attributes:
-        format: What it is read as; "" where no format fits any, whatever the columns.
-        columns: Our field name -> theirs, where theirs are others.
-        fields: Its own fields; none of plain text.
-        problem: Why it cannot be used as it is, "" where it can.
-        is_judged: Whether it is one answer with a label, of preferences.
+        format: Format of the row; "" if no format fits with any columns.
+        columns: Field -> name in the row, for names that differ.
+        fields: Fields of the row; empty for plain text.
+        problem: Reason why it cannot be used unchanged, or "".
+        is_judged: Whether it is one answer with a label, a form of preferences.
     """
 
     format: str
@@ -142,7 +142,7 @@ class Look:
     is_judged: bool = False
 
 
-#: What fields are often called -> (our format, our field -> theirs); the first that are all there are meant.
+#: Common names of fields: (format, field -> name in the row). The first entry whose names all exist is used.
 _OFTEN: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
     ("messages", {"messages": "conversation"}),
     ("messages", {"messages": "dialog"}),
@@ -164,16 +164,16 @@ _ROWS_LOOKED_AT = 100
 
 
 def look_at(path: str, *, is_preference: bool | None = None) -> Look:
-    """Return what the first rows of a file, glob or folder are, and which columns they would be read with.
+    """Detect the format of the first rows of a file, glob or folder, and the columns to read them with.
 
-    Rows that cannot be used are passed over, where another of the first hundred can.
+    Unusable rows are skipped if one of the first hundred is usable.
 
     Args:
         path: A file, a folder, a pattern or a name on the hub.
-        is_preference: whether rows are to be preferences; None: if any of them is.
+        is_preference: whether rows must be preferences; None to detect this from the rows.
 
     Raises:
-        DataError: nothing there, or a file that cannot be read.
+        DataError: nothing there, or a file cannot be read.
     """
     files = source_files(path)
     for file in files:
@@ -198,7 +198,7 @@ def look_at(path: str, *, is_preference: bool | None = None) -> Look:
 
 
 def _called(value: Any) -> dict[str, Any]:
-    """Return the fields of a row in small letters, as names are compared."""
+    """Return the fields of a row with lower-case names, for comparisons."""
     return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
 
 
@@ -229,19 +229,19 @@ _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path is the name of a dataset, owner/name, and nothing of that name is here."""
+    """Return whether a path is the hub name of a dataset, owner/name, and does not exist here."""
     return _NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def fetch_dataset(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
-    """Return the Arrow files of a dataset, fetched if the cache of ``datasets`` does not hold them. Runs no code of it.
+    """Return the Arrow files of a dataset, fetched if the cache of ``datasets`` lacks them. Runs none of its code.
 
     Args:
         path: owner/name.
         split: Default: "train".
 
     Raises:
-        DataError: ``datasets`` is not installed, or it cannot be fetched; with its own words.
+        DataError: ``datasets`` is not installed, or the dataset cannot be fetched; the text quotes its error.
     """
     try:
         import datasets
@@ -253,7 +253,7 @@ def fetch_dataset(path: str, name: str | None = None, split: str | None = None) 
         ) from None
     try:
         found = datasets.load_dataset(path, name, split=split or "train")
-    except Exception as error:  # it raises whatever its many readers raise
+    except Exception as error:  # the readers of datasets raise many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in _OFFLINE)
         raise DataError(

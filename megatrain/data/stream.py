@@ -1,10 +1,10 @@
-"""Training rows that are read while the run goes on: no first pass, no cache, a cursor in each checkpoint.
+"""Training rows that are read during the run: no first pass, no cache, a cursor in each checkpoint.
 
-Rows are drawn from the sources one by one, as their weights say, and put together in windows: so many that a step is
-full, or several. A window is encoded, packed and shuffled like a whole data set (`dataset.py`, `packing.py`), and its
-rows are handed out step by step. So all that follows is a function of the shards, the seed and the cursor: where each
-source stands at the start of the window, and how many of its rows have been used. That is all there is to save, and
-every rank draws the same rows, however many there are.
+Rows are drawn from the sources one by one, by weight, and collected in windows of up to 4096 rows. A window is
+encoded, packed and shuffled like a whole data set (`dataset.py`, `packing.py`), and its rows are used step by step.
+So the batches are a function of the shards, the seed and the cursor: the position of each source at the start of the
+window, and the number of rows used since. A checkpoint stores nothing else. Every rank draws the same rows, for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ __all__ = [
     "rows_in_order",
 ]
 
-#: Streams of random numbers, beside those of the loader, of weights and of what is held out.
+#: Random streams; the loader, weights and held-out rows have others.
 _SHARDS, _ROWS, _ORDER = 4, 5, 6
-#: Most rows and characters of a window: what is tokenized at once, and held.
+#: Maximum rows and characters of a window, which is tokenized at once and held in RAM.
 WINDOW_ROWS = 4096
 WINDOW_CHARACTERS = 1 << 24
-#: How often a shard is opened again before an error of its server ends the run.
+#: Attempts to open a shard before a server error ends the run.
 NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.5
 _ROWS_AT_ONCE = 512
@@ -73,13 +73,13 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class SourceCursor:
-    """Where a source stands.
+    """Position of a source.
 
     Attributes:
-        turn: times that it has been read to its end.
+        turn: number of times that the source has been read to its end.
         shard: number of the shard in the order of this turn.
-        row: rows of it that have been drawn.
-        credit: what the source may still draw before others do; see ``_draw``.
+        row: rows of the shard that have been drawn.
+        credit: rows that the source may draw before others; see ``_draw``.
     """
 
     turn: int = 0
@@ -90,13 +90,13 @@ class SourceCursor:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a run stands in its streams: all there is to save.
+    """Position of a run in its streams. A checkpoint stores nothing else.
 
     Attributes:
-        step: step that the first row of the window is used in, from 0.
+        step: step that uses the first row of the window, from 0.
         place: number of that row within its step.
         used: rows of the window that have been used.
-        sources: where each source stands before the window.
+        sources: position of each source before the window.
     """
 
     window: int
@@ -107,7 +107,7 @@ class Cursor:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cursor:
-        """Return the cursor whose ``asdict`` a checkpoint has."""
+        """Return the cursor from its ``asdict`` in a checkpoint."""
         return cls(**{**values, "sources": tuple(SourceCursor(**each) for each in values["sources"])})
 
 
@@ -116,10 +116,10 @@ class _Window:
     """Rows that were drawn together.
 
     Attributes:
-        cursor: where the streams stood before it.
-        after: where each source stands behind it.
-        rows: the documents of each row that is trained on, in the order of their use.
-        first_ends: source -> row of the window from which on the source is used again, if its first turn ends here.
+        cursor: position of the streams before the window.
+        after: position of each source after the window.
+        rows: documents of each trained row, in the order of their use.
+        first_ends: source -> first row of the window that repeats the source, if its first turn ends in this window.
     """
 
     cursor: Cursor
@@ -131,7 +131,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport(DataReport):
-    """Facts about streams that are known before they are read."""
+    """Facts about streams that are known before reading them."""
 
     text: str = ""
 
@@ -141,7 +141,7 @@ class StreamReport(DataReport):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDataset(TokenDataset):
-    """Sources that are read while the run goes on. As a data set it has no documents.
+    """Sources that are read during the run. As a data set it has no documents.
 
     Attributes:
         on_message: Called with messages for the user.
@@ -153,7 +153,7 @@ class StreamDataset(TokenDataset):
     on_message: OnMessage
 
     def fingerprint(self) -> str:
-        """Return a checksum of what is read, and of how: names and sizes of shards, not their contents."""
+        """Return a checksum of the sources and options: names and sizes of shards, but not their contents."""
         data = self.data
         keys = ("format", "columns", "weight", "weight_from_step")
         sources = [
@@ -169,25 +169,25 @@ class StreamDataset(TokenDataset):
 def open_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return the rows of a run: streams that are opened, or all of them, as ``load_dataset``.
+    """Return the rows of a run: opened streams, or the result of ``load_dataset``.
 
     Raises:
-        DataError: as ``open_stream``, or as ``load_dataset``.
+        DataError: raised by ``open_stream`` or ``load_dataset``.
     """
     opened = open_stream if data.table.streaming else load_dataset
     return opened(data, tokenizer, on_message)
 
 
 def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage) -> StreamDataset:
-    """Return the sources of a run as streams; lists their shards, and reads none.
+    """Return the sources of a run as streams; lists their shards and reads none.
 
     Raises:
-        DataError: a source has no shards, or none that can be read.
+        DataError: a source has no readable shards.
     """
     streams = tuple(Shards(source.path) for source in data.table.train)
     shown = ", ".join(f"{len(shards):,} shard{'s' * (len(shards) != 1)} of {shards.path}" for shards in streams)
     counts = tuple(SourceCounts() for _ in streams)
-    text = f"streamed while the run goes on: {shown}"
+    text = f"streamed during the run: {shown}"
     report = StreamReport(0, 0, 0, 0, 0, 0, 0, sources=counts, text=text)
     return StreamDataset(
         np.empty(0, dtype=np.int32),
@@ -198,7 +198,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         kind=data.kind,
         source_checksums=lambda: tuple(map(_checksum_of_shards, streams)),
         data=data,
-        tokenizer=copy.deepcopy(tokenizer),  # used by a thread of its own
+        tokenizer=copy.deepcopy(tokenizer),  # for the window thread
         streams=streams,
         on_message=on_message,
     )
@@ -209,14 +209,14 @@ def _checksum_of_shards(shards: Shards) -> str:
 
 
 def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
-    """Return a line for each source whose files have other contents than before. Tokenizes nothing.
+    """Return a line for each source whose file contents have changed. Tokenizes nothing.
 
-    A source that cannot be read gets a line with the reason. Data sets on the hub are left out, as reading them would
+    A source that cannot be read gets a line with the reason. Hub data sets are skipped, because reading them would
     fetch them.
 
     Args:
         table: ``[data]``, with the `streaming` of the earlier start.
-        before: Checksums that ``TokenDataset.source_checksums`` returned earlier. Empty if it recorded none.
+        before: Earlier results of ``TokenDataset.source_checksums``. Empty if none were recorded.
     """
     if before and len(before) != len(table.train):
         return [f"data.train: the number of sources: {len(before)} -> {len(table.train)}"]
@@ -243,7 +243,7 @@ def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
 
 
 def refuse_streams(data: DataSpec, what: str) -> None:
-    """Raise ``DataError`` where what needs all rows would have to read streams to their end."""
+    """Raise ``DataError`` if the data is streamed, for operations that need all rows."""
     if data.table.streaming:
         raise DataError(
             "data.streaming",
@@ -253,7 +253,7 @@ def refuse_streams(data: DataSpec, what: str) -> None:
 
 
 def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | RowError]:
-    """Yield the rows of a source shard by shard, as they are sorted. Reads no further than it is asked."""
+    """Yield the rows of a source shard by shard, in sorted order, reading only on demand."""
     shards = Shards(source.path)
     for index in range(len(shards)):
         for where, value in shards.rows(index, 0):
@@ -261,15 +261,15 @@ def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | Ro
 
 
 class StreamLoader(BatchLoader):
-    """Yields steps of streamed rows; the same whoever asks, and from whichever cursor on.
+    """Loader of streamed rows; the steps do not depend on the rank or on the cursor of a resume.
 
-    A thread makes the next window while this one is trained on. Where a source ends it begins again, with its shards in
-    another order.
+    A thread prepares the next window during training on the current one. A source that ends begins again, with its
+    shards in another order.
 
     Args:
-        max_steps: steps of the run: what stands for an epoch, as nobody knows where one ends.
-        num_embeddings: tokens that the model has embeddings for.
-        arguments: as for ``BatchLoader``.
+        max_steps: steps of the run, used as the length of an epoch, because the real length is unknown.
+        num_embeddings: number of token embeddings in the model.
+        arguments: arguments of ``BatchLoader``.
     """
 
     def __init__(self, dataset: StreamDataset, *, max_steps: int, num_embeddings: int, **arguments: Any) -> None:
@@ -283,11 +283,11 @@ class StreamLoader(BatchLoader):
         return self._max_steps
 
     def fingerprint(self) -> str:
-        """Return a checksum of what is read, and of how."""
+        """Return a checksum of the sources and options."""
         return self._streams.fingerprint()
 
     def seek(self, position: LoaderPosition) -> None:
-        """Continue from ``position``: reads the shards that it stands in, up to there, and encodes one window again."""
+        """Continue from ``position``: reads its shards up to there, and encodes one window again."""
         self._position = position
         start = Cursor(0, 0, 0, 0, tuple(SourceCursor() for _ in self._streams.streams))
         if position.cursor is not None:
@@ -330,7 +330,7 @@ class StreamLoader(BatchLoader):
     # -- windows -----------------------------------------------------------------------------------------------------
 
     def _current(self) -> _Window:
-        """Return the window that the cursor stands in."""
+        """Return the window of the cursor."""
         if self._window is None:
             making = self._makes or _start(self._make, replace(self._cursor, used=0))
             self._window, self._makes = making.result(), None
@@ -345,13 +345,13 @@ class StreamLoader(BatchLoader):
         self._cursor, self._window = self._after(window), None
 
     def _after(self, window: _Window) -> Cursor:
-        """Return the cursor of the window after another."""
+        """Return the cursor of the window after ``window``."""
         rows_per_step = self._micro_batch_size * self._num_micro_batches
         step, place = divmod(window.cursor.place + len(window.rows), rows_per_step)
         return Cursor(window.cursor.window + 1, window.cursor.step + step, place, 0, window.after)
 
     def _make(self, cursor: Cursor) -> _Window:
-        """Draw the rows of a window, encode, pack and shuffle them."""
+        """Draw the rows of a window; encode, pack and shuffle them."""
         drawing = _WindowDraft(self._streams, cursor, self._data_seed)
         rows_left = None
         if drawing.until is not None:
@@ -372,7 +372,7 @@ class StreamLoader(BatchLoader):
         return _Window(cursor, drawing.after, dataset, rows, first_ends)
 
     def _report_ends(self, window: _Window, used: range) -> None:
-        """Report the sources whose rows have been used once with these rows of a window, which was read ahead."""
+        """Report the sources that these used rows complete for the first time; drawing runs ahead of use."""
         for number, at in window.first_ends.items():
             if at in used:
                 name = self._streams.data.source_names[number]
@@ -381,7 +381,7 @@ class StreamLoader(BatchLoader):
                 )
 
     def _report(self, window: _Window) -> None:
-        """Say where much of a window is dropped, and which fields its chat template leaves out.
+        """Warn if much of a window is dropped, or if its chat template omits fields.
 
         Raises:
             DataError: more than ``data.max_dropped`` of a source is dropped or cut.
@@ -405,11 +405,11 @@ class _WindowDraft:
     """The rows of one window, drawn and encoded.
 
     Args:
-        cursor: where they stand.
-        data_seed: decides the order of shards.
+        cursor: position of the streams.
+        data_seed: determines the order of shards.
 
     Attributes:
-        until: the step from which other weights hold; None: these hold to the end.
+        until: the step at which the weights change; None if they never do.
     """
 
     def __init__(self, streams: StreamDataset, cursor: Cursor, data_seed: int) -> None:
@@ -431,22 +431,22 @@ class _WindowDraft:
 
     @property
     def first_ends(self) -> dict[int, float]:
-        """Return the sources that end here for the first time, each with the share of the rows drawn before."""
+        """Return the sources whose first turn ends here, each with the share of the rows drawn before."""
         return {number: count / self._num_rows for number, count in self._first_ends.items()}
 
     @property
     def after(self) -> tuple[SourceCursor, ...]:
-        """Where each source stands now."""
+        """Current position of each source."""
         return tuple(
             replace(reader.at, credit=credit) for reader, credit in zip(self._readers, self._credits, strict=True)
         )
 
     def fill(self, rows_left: int | None, row_tokens: int | None) -> None:
-        """Draw until the window is full, or has as many rows as are left before the weights change.
+        """Draw until the window is full, or has the rows that remain before the weights change.
 
         Args:
-            rows_left: rows of batches until then; None: they do not change.
-            row_tokens: tokens of a packed row; None: each document is a row.
+            rows_left: batch rows before the change; None if the weights do not change.
+            row_tokens: tokens of a packed row; None if each document is a row.
         """
         while self._num_rows < WINDOW_ROWS and self._num_characters < WINDOW_CHARACTERS:
             count = min(_ROWS_AT_ONCE, WINDOW_ROWS - self._num_rows)
@@ -463,10 +463,10 @@ class _WindowDraft:
             encoder.end_source()
 
     def _draw(self, count: int) -> None:
-        """Draw rows, and encode them.
+        """Draw rows and encode them.
 
-        Each row is of the source with the most credit. All get their share of a row before, and who draws pays one: so
-        at any time each has drawn what its weights come to, to within one row.
+        Each row comes from the source with the most credit. Before a draw every source gains its share of a row; the
+        drawing source then pays one. So the rows drawn from each source match its weight to within one row.
         """
         drawn: list[list[DataRow | RowError]] = [[] for _ in self._readers]
         for _ in range(count):
@@ -497,7 +497,7 @@ class _WindowDraft:
         return sum(made.writer.num_tokens for made in self._made)
 
     def dataset(self) -> TokenDataset:
-        """Return the documents of all rows, one source after the other.
+        """Return the documents of all rows, source after source.
 
         Raises:
             DataError: there are none.
@@ -520,17 +520,17 @@ class _WindowDraft:
         return replace(whole, report=report, known_largest_id=largest)
 
     def close(self) -> None:
-        """Close what is open of the shards."""
+        """Close the open shards."""
         for reader in self._readers:
             reader.close()
 
 
 class _RowStream:
-    """The rows of a source from a cursor on, without an end.
+    """The endless rows of a source from a cursor.
 
     Args:
-        seed: decides their order.
-        on_message: called where a server had to be asked again.
+        seed: determines their order.
+        on_message: called when a server request is retried.
     """
 
     def __init__(
@@ -548,7 +548,7 @@ class _RowStream:
         self._has_rows = at.row > 0
 
     def next_row(self) -> DataRow | RowError:
-        """Return the next row, or what is wrong with it.
+        """Return the next row, or its error.
 
         Raises:
             DataError: a shard cannot be read, or none has a row.
@@ -567,7 +567,7 @@ class _RowStream:
         return row_or_error(value, where, self._source.format, self._columns)
 
     def _next(self) -> tuple[str, Any] | None:
-        """Return what the next row of this shard holds, None at its end; an error of a server is tried again."""
+        """Return the next row of this shard, or None at its end; retry after a server error."""
         order = np.random.default_rng((*self._seed, self.at.turn)).permutation(len(self._shards))
         for number in range(NUM_TRIES):
             try:
@@ -591,9 +591,9 @@ class _RowStream:
 
 
 def _start(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]:
-    """Make a window on a thread.
+    """Prepare a window on a thread.
 
-    The interpreter waits for the thread at its end, which comes soon: a thread in the tokenizer must not be cut off.
+    The interpreter waits for the thread on exit, which is short: a thread inside the tokenizer must not be killed.
     """
     window: Future[_Window] = Future()
 
@@ -610,7 +610,7 @@ def _start(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]
 def _joined(
     parts: Sequence[tuple[TokenDataset, npt.NDArray[np.int64]]],
 ) -> tuple[TokenDataset, list[list[int]]]:
-    """Return some documents of data sets as one, and which of its documents are those of each part."""
+    """Return some documents of several data sets as one, with the document numbers of each part."""
     rows: list[list[int]] = []
     found: list[tuple[TokenDataset, slice]] = []
     for dataset, documents in parts:

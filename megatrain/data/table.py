@@ -1,4 +1,4 @@
-"""[data] and [score]: rows, masks and their arrangement, and what is written of each token."""
+"""[data] and [score]: rows, masks and their arrangement, and scores of each token."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, 
 
 
 def _shown(path: object) -> object:
-    """Return a path without secrets, so that none is shown where it is refused."""
+    """Return a path without secrets, so that a refusal does not print any."""
     return without_secrets(path) if isinstance(path, str) else path
 
 
-#: owner/name; what ends as files do is a file. Or a URL.
+#: owner/name without a file suffix, or a URL.
 DatasetPath = Annotated[
     str, BeforeValidator(_shown), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
 ]
-#: From which step on a source has which weight.
+#: Weight of a source by first step.
 WeightSchedule = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}),
@@ -44,11 +44,11 @@ ScoreFormats = Annotated[
         }
     ),
 ]
-#: What a row may hold.
+#: Format of a row.
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
 ]  # fmt: skip
-#: Our names of fields; the second line are names that other tools use for some of the first.
+#: Names of fields here; the second line has other tools' names of some of them.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
     "images", "conversations", "query", "response",
@@ -94,12 +94,12 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
 
     @property
     def their_columns(self) -> dict[str, str]:
-        """Our field -> their column."""
+        """Field -> column of the rows."""
         return {str(ours): theirs for ours, theirs in self.columns.items()}
 
 
 def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float], int | None]:
-    """Return the weight of each source at a step, and the next step with other weights; None: there is none."""
+    """Return the weight of each source at a step, and the next step with other weights, or None."""
     weights, changes = [], []
     for source in sources:
         begins = sorted((int(first), weight) for first, weight in source.weight_from_step.items())
@@ -120,11 +120,11 @@ class EvalSetConfig(DatasetConfig):
 
     @property
     def shown_name(self) -> str:
-        """What metrics call it."""
+        """Name of the set in metrics."""
         return self.name or re.sub(r"[*?].*|[.][A-Za-z].*", "", self.path.rstrip("/").rpartition("/")[2]) or "eval"
 
     def as_source(self, max_samples: int | None = None) -> DatasetConfig:
-        """Return the same rows as a source of training rows, at most ``max_samples`` of them."""
+        """Return these rows as a source of training rows, limited to ``max_samples``."""
         values = self.model_dump(exclude={"name"})
         limits = [limit for limit in (self.max_samples, max_samples) if limit is not None]
         return DatasetConfig.model_validate({**values, "max_samples": min(limits, default=None)})
@@ -202,16 +202,16 @@ class DataConfig(Table):
 
 
 class ScoreConfig(Table, json_schema_extra=all_alter("no")):
-    """``[score]``: what ``megatrain-tier score`` writes of each token of [[data.train]]; runs ignore it."""
+    """``[score]``: output of ``megatrain-tier score`` for each token of [[data.train]]; runs ignore it."""
 
     top_k: int = key(
-        "Likeliest tokens per position, with their log-probabilities. 0: only those of the row's own tokens.",
+        "Likeliest tokens per position, with their log-probabilities. 0: only log-probabilities of the row's tokens.",
         64,
         ge=0,
     )
     temperature: float = key("Divides the logits of the likeliest tokens.", 1.0, gt=0)
     embeddings: Literal["none", "mean", "last"] = key(
-        "A vector per document from the last hidden states: the mean over its tokens, or that of its last token.",
+        "A vector per document from the last hidden states: the mean over its tokens, or its last token's.",
         "none",
     )
     formats: ScoreFormats = key("File formats of the scores.", ("parquet",))

@@ -1,4 +1,4 @@
-"""Answers that are each judged good or bad: two documents each, the answer and its prompt with another answer."""
+"""Answers with a label each, good or bad: two documents each, the answer, and its prompt with another answer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ANSWERS", "MISMATCHED"]
 
-#: Role of a document in a cache: a prompt with the answer of another example. A good answer is CHOSEN, else REJECTED.
+#: Role of a prompt with the answer of another example. An answer is CHOSEN if good, else REJECTED.
 MISMATCHED = 3
-#: The tokens of an answer, and which of them are trained.
+#: Tokens and loss mask of an answer.
 _Answer = tuple[list[int], list[bool]]
 
 
@@ -37,14 +37,14 @@ class AnswerRows(PairRows):
         return row.answers
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
-        """Return which answers are good ones."""
+        """Return the titles of good and bad answers."""
         return ["a good answer" if is_good else "a bad answer" for is_good in _judgements(row)]
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return answers, each followed by its prompt with the answer before it.
+        """Return answers, each followed by its prompt with the previous answer.
 
-        The first one of these rows gets the last one's, as TRL turns the answers of a batch; if it is alone, that of
-        the rows before, which ``last`` is.
+        The first row gets the last answer of these rows, as in TRL, which rotates the answers of a batch. A single row
+        gets ``last``, the last answer of the previous rows.
         """
         judged = [pair for row, texts in examples for pair in zip(texts, _judgements(row), strict=True)]
         if not judged:
@@ -61,19 +61,19 @@ class AnswerRows(PairRows):
         return found, parts[-1][1]
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the number of good and of bad answers, in words."""
+        """Return the numbers of good and bad answers, in words."""
         good = int((roles[::2] == CHOSEN).sum())
         return f"{good:,} good and {len(roles) // 2 - good:,} bad answers"
 
 
 def _judgements(row: DataRow) -> tuple[bool, ...]:
-    """Return for each answer of a row whether it is a good one."""
+    """Return a flag for each answer of a row: whether it is good."""
     assert isinstance(row, Preference), row
     return (row.is_good,) if row.rejected is None else (row.is_good, False)
 
 
 def _split(text: Encoded) -> tuple[list[int], _Answer]:
-    """Return the tokens of the prompt; and those of the answer with their mask."""
+    """Return the tokens of the prompt, and the tokens and loss mask of the answer."""
     first = text.trained.index(True)
     return text.tokens[:first], (text.tokens[first:], text.trained[first:])
 

@@ -1,4 +1,4 @@
-"""Plain texts, and tokens: each row is cut into documents of at most ``max_length`` tokens."""
+"""Plain texts and token rows. Each row is cut into documents of at most ``max_length`` tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["TEXTS", "CutDocument", "TextCutter"]
 
 
 class TextRows(RowKind):
-    """Rows that are text alone."""
+    """Rows of plain text."""
 
     only_text = True
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the text of a row; raises DataError if it is none."""
+        """Return the text of a row; raise DataError if the row is not text."""
         if isinstance(row, Conversation | PromptCompletion):
             raise DataError(row.where, 'task = "pretrain" trains plain text, this row is not', 'Write task = "sft"')
         return super().texts_of(row)
@@ -33,11 +33,11 @@ TEXTS = TextRows()
 
 @dataclass(frozen=True, slots=True)
 class CutDocument:
-    """A document that was cut out of a text.
+    """A document cut out of a text.
 
     Attributes:
-        trained: which tokens have a loss.
-        num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
+        trained: loss mask.
+        num_repeated: tokens at its start that repeat the start tokens of the text.
     """
 
     tokens: list[int]
@@ -46,17 +46,17 @@ class CutDocument:
 
 
 class TextCutter:
-    """Cuts texts into pieces of at most ``max_length`` tokens; what is left over waits for the next part of a text.
+    """Cutter of texts into pieces of at most ``max_length`` tokens; a remainder waits for the next part of a text.
 
-    Where a text begins with the tokens that the tokenizer puts before texts (``<bos>``), each of its pieces does:
-    models of that kind rest their attention on it. The first token of the text itself in a later piece is not trained:
-    what is before it in the text is not there to predict it.
+    If a text begins with the tokenizer's start tokens (``<bos>``), each of its pieces does: such models use them as an
+    attention sink. The first text token of a later piece is not trained, because the tokens that predict it are in the
+    previous piece.
 
     Args:
-        max_length: tokens of a piece, the ones before it included.
-        start_tokens: Tokens that the tokenizer puts in front of a text; () for none.
-        joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a text
-            is trained where another text is before it.
+        max_length: tokens of a piece, including start tokens.
+        start_tokens: Tokens that the tokenizer puts before a text; () for none.
+        joins: whether texts share pieces, and only :meth:`finish` cuts a short piece. The first token of a text
+            is trained if another text precedes it.
     """
 
     def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
@@ -64,11 +64,11 @@ class TextCutter:
         self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
         self._tokens: list[int] = []
         self._trained: list[bool] = []
-        self._repeated: list[int] = []  # before each further piece of this text
+        self._repeated: list[int] = []  # start tokens of each further piece of this text
         self._is_first = True
 
     def cut(self, coded: Encoded) -> Iterator[CutDocument]:
-        """Yield the pieces that are whole with this part of a text, and at its end the last one."""
+        """Yield the pieces that this part of a text completes, and the last one at the end of the text."""
         trained = coded.trained
         if coded.is_start:
             self._repeated = self._start_tokens if self._begins(coded.tokens) else []
@@ -80,7 +80,7 @@ class TextCutter:
         yield from self._pieces(is_end=coded.is_end and not self._joins)
 
     def finish(self) -> Iterator[CutDocument]:
-        """Yield what is left of joined texts; the next one begins anew."""
+        """Yield the rest of joined texts; the next text starts a new piece."""
         yield from self._pieces(is_end=True)
         self._is_first = True
 

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
         shards.WRITERS[kind](folder, [part[start : start + 7] for start in range(0, len(part), 7)])
     result = run.call("run", streamed(run, out="undisturbed"))
     assert result.exit_code == 0, result.output
-    assert "streamed while the run goes on: 6 shards" in result.output
+    assert "streamed during the run: 6 shards" in result.output
     return run
 
 
@@ -88,7 +88,7 @@ def test_what_looks_at_streams(run: SavedRun) -> None:
     path = streamed(run)
     result = run.call("check", path)
     assert result.exit_code == 0, result.output
-    assert "streamed while the run goes on: 6 shards" in result.output
+    assert "streamed during the run: 6 shards" in result.output
     result = run.call("data", "preview", path)
     assert result.exit_code == 0 and "shards-a/part-000.jsonl.zst line 1" in result.output.replace("\n", ""), (
         result.output

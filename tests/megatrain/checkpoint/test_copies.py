@@ -410,7 +410,7 @@ def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:
     files = {path.lstat().st_ino: path.lstat().st_size for path in drive.glob("snap/*/**/c/*")}
     assert nbytes == sum(files.values()) > 0, "each file once, however many checkpoints link it"
     text = (drive / "README.txt").read_text()
-    for part in (str(run.out), "CHECKPOINTS LIE HERE", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
+    for part in (str(run.out), "IT HOLDS CHECKPOINTS", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
         assert part in text, text
     assert f"stay in '{drive}', 0 B lie there now: deleting that folder destroys them" in result.stdout
     shown = " ".join(run.call("status", run.out).stdout.split())

@@ -162,7 +162,7 @@ def test_the_cache_knows_the_images_and_a_changed_image_is_told(model: Path, tmp
     assert first.images_of(0) == second.images_of(0) and len(second.images_of(0)) == 1
     batch = batch_of(data, model)
     (tmp_path / "rows/a.png").write_bytes(png(40, 60, 2))
-    with pytest.raises(DataError, match=r"a\.png: the image is another one than when the data was tokenized"):
+    with pytest.raises(DataError, match=r"a\.png: the image has changed since the data was tokenized"):
         batch_of(data, model)
     assert not torch.equal(batch_of(data.with_keys(cache_dir="none"), model)["pixel_values"], batch["pixel_values"])
 

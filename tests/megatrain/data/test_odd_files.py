@@ -47,7 +47,7 @@ def test_a_column_that_is_not_there_is_named_with_the_one_that_is_meant(tmp_path
         f'{path} line 1: no column `prmpt` (columns = {{ prompt = "prmpt" }}); the row has `prompt`, `completion`. '
         'Did you mean prompt = "prompt"?'
     )
-    with pytest.raises(DataError, match=r"no column `zzz`.* Name one that is there"):
+    with pytest.raises(DataError, match=r"no column `zzz`.* Name an existing column"):
         list(read_rows(path, format=format, columns={"prompt": "zzz"}))
 
 
