@@ -1,1 +1,1 @@
-"""The store in other trainers: offloaded modules, optimizers with torch's interface, saved activations."""
+"""The store in other trainers: offloaded modules, optimizers with torch's interface, offloaded activations."""

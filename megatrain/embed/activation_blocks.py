@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 #: Restored memory has the alignment of the source storage, modulo this: some kernels round by the address.
 _ALIGNMENT_BYTES = 512
-#: A tensor with at least one in so many bytes of its storage is stored with the whole storage.
+#: A tensor is stored with its whole storage if the storage has at most this many times its bytes.
 _WHOLE_SHARE = 2
-#: A tensor is read from a stored whole storage if that has at most so many times its bytes.
+#: A tensor is read from a stored whole storage if the storage has at most this many times its bytes.
 _SHARED_SHARE = 4
 #: Elements are copied as words of the same size, so that no bit of them is interpreted.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 #: A tensor stays in memory if the staging tier has no room for it within this time.
 _MAX_WAIT_S = 60.0
-#: The look-ahead goes back so many stored tensors, and requests so many transfers at a time.
+#: Limits of the look-ahead: number of stored tensors to search, and number of transfers to request.
 _MAX_STEPS_BACK = 64
 _MAX_FETCHES = 16
 
@@ -80,7 +80,7 @@ class Elements:
 
     @property
     def first_byte(self) -> int:
-        """Byte of the storage that byte 0 of restored memory stands for."""
+        """First byte of the storage that restored memory contains."""
         return self.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
     def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
@@ -162,11 +162,11 @@ class WeakStorage:
 
 
 class SourceStorage:
-    """One version of a storage, parts of which were saved for a backward. Keeps no memory.
+    """One version of a storage with parts saved for a backward. Keeps no memory alive.
 
     Attributes:
         stored: Stored parts, by their elements.
-        kept: Weak reference to a saved tensor that keeps the storage in memory; None if there is none.
+        kept: Weak reference to a saved tensor that keeps the storage in memory; None without one.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "kept", "stored")
@@ -179,7 +179,7 @@ class SourceStorage:
         self.kept: ref[Any] | None = None
 
     def is_still(self, version: int) -> bool:
-        """Return whether a tensor of this storage at that version has these contents."""
+        """Return whether a tensor of this storage at that version has the recorded contents."""
         return self._probe._version == self._version == version
 
     def memory(self) -> torch.UntypedStorage | None:
@@ -190,12 +190,12 @@ class SourceStorage:
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
     def to_store(self, place: Place) -> Elements:
-        """Return the elements to store for a tensor: the whole storage, which its other views share, or its own."""
+        """Return the elements to store for a tensor: the whole storage, or only its own elements."""
         is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
         return self._whole if is_large else place.elements
 
     def find(self, place: Place) -> StoredElements | None:
-        """Return a stored part that a tensor can be read from."""
+        """Return a stored part that contains a tensor."""
         whole = self.stored.get(self._whole) if place.elements.nbytes * _SHARED_SHARE >= self._nbytes else None
         return self.stored.get(place.elements) if whole is None else whole
 
@@ -206,7 +206,7 @@ class SourceStorage:
 
 @dataclass(slots=True, eq=False)
 class ActivationBlock:
-    """A registered block of bytes. ``transfer``: Last requested movement."""
+    """A registered block of bytes. ``transfer`` is the last requested transfer."""
 
     key: str
     home: str
@@ -217,11 +217,11 @@ class ActivationBlock:
 class ActivationBlocks:
     """The blocks of saved tensors in one store. Thread-safe.
 
-    Each stored tensor gets a new block. The tiers keep the buffers and files of unregistered blocks for later blocks
-    of the same size, and drop them if the room is needed.
+    Each stored tensor gets a new block. The tiers keep buffers and files of unregistered blocks for later blocks of the
+    same size, and drop them if they need the space.
 
     Attributes:
-        has_warned: Whether the lack of room was logged.
+        has_warned: Whether the lack of space was logged.
     """
 
     def __init__(self) -> None:
@@ -237,8 +237,8 @@ class ActivationBlocks:
         """Return a new block of at least ``nbytes``, or None if there is no room for it.
 
         Args:
-            homes: Tiers that it may live in, most wanted first.
-            max_bytes: Limit of the bytes of all blocks.
+            homes: Allowed home tiers, preferred first.
+            max_bytes: Limit of the total bytes of all blocks.
 
         Raises:
             TransferError: A drive refused the files.
@@ -268,18 +268,18 @@ class ActivationBlocks:
             return self._registered_bytes - sum(block.nbytes for block in list(self._dead))
 
     def release(self, block: ActivationBlock) -> None:
-        """Take a block back; its contents are dead."""
+        """Release a block, whose contents are dead."""
         self._dead.append(block)
 
     def release_with(self, owner: object, block: ActivationBlock) -> None:
-        """Take a block back when ``owner`` is freed, in any thread."""
+        """Release a block when ``owner`` is freed, in any thread."""
         weakref.finalize(owner, self._dead.append, block).atexit = False
 
     def collect(self, store: TieredStore, *, waits: bool = False) -> None:
-        """Unregister dead blocks, unless another thread does so now.
+        """Unregister dead blocks, unless another thread is doing so.
 
         Args:
-            waits: Wait for that thread, and for blocks that still move.
+            waits: Wait for that thread, and for blocks in transfer.
         """
         if self._dead and self._lock.acquire(blocking=waits):
             try:
@@ -288,7 +288,7 @@ class ActivationBlocks:
                 self._lock.release()
 
     def _collect_locked(self, store: TieredStore, *, waits: bool) -> None:
-        if store.is_closed:  # its blocks are gone with it
+        if store.is_closed:  # closing removed its blocks
             self._dead.clear()
             self._registered_bytes = 0
             return
@@ -335,10 +335,10 @@ class StoredElements:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Tiers for memory of one device.
+    """Tiers for the memory of one device.
 
     Attributes:
-        homes: Tiers that blocks may live in, most wanted first.
+        homes: Allowed home tiers of blocks, preferred first.
         staging: Addressable tiers, fastest first.
     """
 
@@ -348,14 +348,14 @@ class _Route:
 
 
 class ActivationCache:
-    """Writes elements of storages to blocks of one store, and restores them. Thread-safe.
+    """Writer and reader of storage elements in blocks of one store. Thread-safe.
 
-    The last ``lookahead_bytes`` stay in the staging tier, because the backward begins with them. Older ones move to
+    The last ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older ones move to
     their homes during the forward. Reading one prefetches those stored before it.
 
     Attributes:
-        write_wait_s: Seconds that writing waited for room.
-        read_wait_s: Seconds that reading waited for bytes.
+        write_wait_s: Seconds that writes waited for space.
+        read_wait_s: Seconds that reads waited for bytes.
         written_bytes: Bytes copied to blocks.
         restored_bytes: Bytes read back.
     """
@@ -369,7 +369,7 @@ class ActivationCache:
         self._names = tuple(store.stats().tiers)
         self.blocks = _BLOCKS.setdefault(store, ActivationBlocks())
         self._routes: dict[torch.device, _Route] = {}
-        self._lock = threading.Lock()  # never held while anything waits
+        self._lock = threading.Lock()  # never held during a wait
         self._live: WeakValueDictionary[int, StoredElements] = WeakValueDictionary()
         self._staged: deque[tuple[int, ref[StoredElements]]] = deque()
         self._staged_bytes = self._num_stored = 0
@@ -377,10 +377,10 @@ class ActivationCache:
         self.restored_bytes = self.written_bytes = 0
 
     def write(self, source: SourceStorage, elements: Elements, storage: torch.UntypedStorage) -> StoredElements | None:
-        """Copy elements of a storage into a block; return None if no tier has room for them.
+        """Copy elements of a storage into a block; return None if no tier has space for them.
 
         Raises:
-            TransferError: A drive refused what it had promised, or an earlier write-back failed.
+            TransferError: A drive failed to provide reserved space, or an earlier write-back failed.
         """
         device = storage.device
         route = self._route(device)
@@ -413,7 +413,7 @@ class ActivationCache:
         return stored
 
     def _note_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
-        """Add the newest one; return the oldest ones, which no longer fit into the look-ahead."""
+        """Add the newest element set; return the oldest ones that no longer fit into the look-ahead."""
         self._staged.append((stored.block.nbytes, ref(stored)))
         self._staged_bytes += stored.block.nbytes
         leaving = []
@@ -430,7 +430,7 @@ class ActivationCache:
         """Return memory with the elements in their places, shared by all readers of one stream while it lives.
 
         Raises:
-            CapacityError: This thread's own leases fill the staging tiers.
+            CapacityError: This thread's leases fill the staging tiers.
             TransferError: The block could not be read back.
             CorruptBlockError: The drive returned other bytes than were written.
         """
@@ -468,14 +468,14 @@ class ActivationCache:
             if other.is_near or (other is not stored and other.source.memory() is not None):
                 continue
             transfer = self._store.prefetch(other.block.key, route.staging[0])
-            if not transfer.skipped:  # skipped: no room, still on its way out, or only half the way in
+            if not transfer.skipped:  # skipped: no space, or a transfer of the block is in progress
                 other.is_near, other.block.transfer = True, transfer
             num_fetches += 1
             if num_fetches >= _MAX_FETCHES:
                 return
 
     def _acquire(self, block: ActivationBlock, route: _Route, mode: Mode) -> Lease:
-        """Lease a block in the fastest of its staging tiers that has room for it."""
+        """Lease a block in the fastest of its staging tiers that has space for it."""
         home = self._names.index(block.home)
         staging = [name for name in route.staging if self._names.index(name) <= home] or [block.home]
         for name in staging[:-1]:
@@ -496,7 +496,7 @@ class ActivationCache:
         own = [name for name, place in places if place is not None and _is_same(place, device)]
         addressable = [name for name, place in places if place is not None]
         first = self._names.index((own or addressable)[0])
-        # A copy in the tensor's own tier frees nothing, so only ``tier`` can ask for it.
+        # A copy in the tensor's own tier frees no memory, so it needs an explicit ``tier``.
         slower = self._names[first + 1 :] if own else self._names[first:]
         homes = slower[::-1] if self._tier is None else (self._tier,)
         staging = tuple(name for name in self._names[first:] if name in addressable)

@@ -1,4 +1,4 @@
-"""``offload_activations``: tensors that autograd saves for the backward wait in a store.
+"""``offload_activations``: moves tensors that autograd saves for the backward into a store.
 
 The engine stores only the inputs of its layers, whose shapes its program knows (``StoreAccess.put_activation``). Here
 any tensor can arrive, several tensors can view one storage, and the user's code still owns the memory. So a saved
@@ -31,7 +31,7 @@ from megatrain.engine.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
 
-#: Nodes of the graph that give the same values in another shape or dtype.
+#: Graph nodes that keep the values but may change shape or dtype.
 _SAME_VALUES = {
     *("Alias", "AsStrided", "Clone", "Expand", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze"),
     *("T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
@@ -41,17 +41,17 @@ _MAX_NODES = 8
 
 @dataclass(frozen=True, slots=True)
 class ActivationStats:
-    """Figures of one ``offload_activations``, since it was made.
+    """Figures of one ``offload_activations`` since its creation.
 
     Attributes:
         offloaded_bytes: Bytes written to blocks.
-        restored_bytes: Bytes read back; memory that is still alive elsewhere is used from there and not counted.
-        deduplicated_bytes: Bytes of saved tensors that a block held already.
+        restored_bytes: Bytes read back; memory that is still alive is reused and not counted.
+        deduplicated_bytes: Bytes of saved tensors that were in a block already.
         no_room_bytes: Bytes of storages that stayed in memory because no tier had room.
         small_bytes: Bytes of saved tensors below ``min_bytes``.
         pack_wait_s: Seconds that the forward waited for the store.
         unpack_wait_s: Seconds that the backward waited for the store.
-        in_use_bytes: Bytes of the store's activation blocks that a graph needs now.
+        in_use_bytes: Bytes of the store's activation blocks that a graph still needs.
     """
 
     offloaded_bytes: int
@@ -74,30 +74,30 @@ class offload_activations:
         loss.backward()
 
     Results do not change by a bit. Enter it around the forward. It can be entered repeatedly, nested, and by several
-    threads; a new one for every step works as well. Tensors on a device wait in RAM or on a drive, tensors in memory on
-    a drive. A tensor without room there stays in memory and is counted. No tier exceeds its capacity; the memory of the
-    backward comes on top. On a CPU set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process: otherwise glibc keeps much
-    of the freed memory in its heap.
+    threads; a new one per step also works. Device tensors go to RAM or a drive, tensors in RAM to a drive. A tensor
+    that does not fit there stays in memory and is counted. No tier exceeds its capacity; the memory of the backward is
+    additional. On a CPU set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process: otherwise glibc keeps much of the freed
+    memory in its heap.
 
     Saved views of one storage share one block while the storage is not modified in place, and share memory again when
     they are restored. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place
     after it was saved. Changes that autograd does not see (through ``.data``, or by a custom kernel) are not detected:
     use ``keep`` for a storage that is saved before and after such a change.
 
-    Weights stay: parameters, their views, and copies of them in another dtype or shape. Without ``model``, other leaves
-    that require gradients stay too; with it, its buffers. Saved-tensor hooks around this context get all tensors that
-    it does not take. Inside ``torch.utils.checkpoint`` only the inputs of a segment are saved, and it takes those.
-    Tensor subclasses and layouts other than strided stay.
+    Weights stay in memory: parameters, their views, and copies of them in another dtype or shape. So do buffers of
+    ``model``, or, without ``model``, other leaves that require gradients. Outer saved-tensor hooks get all tensors that
+    this context does not take. Inside ``torch.utils.checkpoint`` only the inputs of a segment are saved, and it takes
+    those. Tensor subclasses and layouts other than strided stay.
 
     Args:
-        store: Store that stays open until the last backward ends.
-        tier: Home of the blocks. Defaults to the slowest tier with room, but never the tier of the tensor itself.
-        model: Modules whose parameters and buffers stay where they are.
+        store: Must stay open until the last backward ends.
+        tier: Home of the blocks. Defaults to the slowest tier with space, but never the tier of the tensor itself.
+        model: Modules whose parameters and buffers stay in memory.
         min_bytes: Size below which a tensor stays, because moving it costs more time than it saves memory.
-        max_bytes: Limit of the bytes of activation blocks in this store. Defaults to the room of the tiers.
+        max_bytes: Limit of the bytes of activation blocks in this store. Defaults to the free space of the tiers.
         lookahead_bytes: Bytes of the staging tier for the tensors that were saved last or are needed next. Defaults to
             a quarter of its capacity, at most 1 GiB.
-        keep: Function that returns True for a tensor that must stay in memory. It must not keep the tensor.
+        keep: Function that returns True for a tensor that must stay in memory. It must not keep a reference to it.
 
     Raises:
         ValueError: The store has no such tier.
@@ -123,7 +123,7 @@ class offload_activations:
         self._keep = keep
         self._module_storages: dict[int, WeakStorage] = {}
         self._entered = threading.local()
-        # One thread packs at a time. Unpacking never takes this lock: it may hold the room that packing waits for.
+        # One thread packs at a time. Unpacking never takes this lock: it may hold the space that packing waits for.
         self._packing = threading.RLock()
         self._sources: WeakValueDictionary[int, SourceStorage] = WeakValueDictionary()
         self._deduplicated_bytes = self._no_room_bytes = self._small_bytes = 0
@@ -142,7 +142,7 @@ class offload_activations:
         self._cache.blocks.collect(self._store)
 
     def stats(self) -> ActivationStats:
-        """Return the figures so far."""
+        """Return the current figures."""
         self._cache.blocks.collect(self._store)
         return ActivationStats(
             offloaded_bytes=self._cache.written_bytes,
@@ -189,7 +189,7 @@ class offload_activations:
         return _is_copy_of_weight(tensor) or (self._keep is not None and self._keep(tensor))
 
     def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
-        """Return a stand-in that does not hold the tensor's memory, or None if the tensor stays."""
+        """Return a placeholder without the tensor's memory, or None if the tensor stays."""
         place, storage = Place.of(tensor), tensor.untyped_storage()
         nbytes = place.elements.nbytes
         is_small = nbytes < self._min_bytes
@@ -203,13 +203,13 @@ class offload_activations:
         if source.kept is not None and source.kept() is not None:
             return None  # its memory stays anyway
         if is_small:
-            return _Copied(tensor, place, storage)  # it must not keep all the storage
+            return _Copied(tensor, place, storage)  # a view would keep the whole storage
         stored = source.find(place)
         if stored is not None:
             self._deduplicated_bytes += nbytes
         else:
             stored = self._cache.write(source, source.to_store(place), storage)
-            if stored is None and nbytes < storage.nbytes():  # the whole storage has no room
+            if stored is None and nbytes < storage.nbytes():  # no tier has space for the whole storage
                 stored = self._cache.write(source, place.elements, storage)
         if stored is not None:
             return _Stored(tensor, place, stored, self._cache)
@@ -231,11 +231,11 @@ class offload_activations:
         self._no_room_bytes += nbytes
 
 
-# -- what the graph holds -----------------------------------------------------------------------------------------
+# -- objects in the graph -----------------------------------------------------------------------------------------
 
 
 class _Offloaded(Versioned):
-    """A tensor whose memory is elsewhere; its probe has no shape."""
+    """A tensor without its memory; its version probe has no shape."""
 
     __slots__ = ("_place",)
     saved_inside = "offload_activations"
@@ -249,7 +249,7 @@ class _Offloaded(Versioned):
 
 
 class _KeptWithSource(KeptInMemory):
-    """A tensor that stays in memory, with the source storage that it keeps."""
+    """A tensor that stays in memory, with a reference to its source storage."""
 
     __slots__ = ("__weakref__", "_source")
     saved_inside = "offload_activations"
@@ -260,7 +260,7 @@ class _KeptWithSource(KeptInMemory):
 
 
 class _Copied(_Offloaded):
-    """A small part of a large storage, copied so that it does not keep the whole."""
+    """A small part of a large storage, copied so that the storage can be freed."""
 
     __slots__ = ("_memory",)
 
@@ -292,11 +292,11 @@ class _Stored(_Offloaded):
         return self._place.view(self._cache.read(self._stored), self._stored.elements.first_byte)
 
 
-# -- what is a weight ---------------------------------------------------------------------------------------------
+# -- weights ------------------------------------------------------------------------------------------------------
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return the storages of parameters and buffers by address; the references keep an address from being reused."""
+    """Return the storages of parameters and buffers by address; the references prevent reuse of an address."""
     found = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -307,7 +307,7 @@ def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
 
 
 def _is_copy_of_weight(tensor: Tensor) -> bool:
-    """Return whether the numbers are those of a parameter, such as what autocast makes of one."""
+    """Return whether a tensor has a parameter's values, e.g. a copy by autocast."""
     node = tensor.grad_fn
     for _ in range(_MAX_NODES):
         if node is None:

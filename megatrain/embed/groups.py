@@ -1,7 +1,7 @@
-"""Groups of parameters of an embedded optimizer. Each is updated in the step, or before the next use of its weights.
+"""Parameter groups of an embedded optimizer, updated in ``step`` or before the next use of their weights.
 
-The engine's ``Updater`` applies one step's numbers to every block group. Here torch's parameter groups may change in
-every step and each parameter counts its own steps, so an update has settings per parameter. Both call the update rules
+The engine's ``Updater`` applies the same settings of a step to every block group. In torch, parameter groups may change
+in every step and each parameter counts its steps, so an update has settings per parameter. Both call the update rules
 of ``megatrain.optim`` on the same blocks.
 """
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices.
 
-    They run on one stream per device, after everything that was queued before the last ``mark``: backwards that make
+    They run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
     gradients, and kernels that still read parameters.
-    Gradients pass one buffer of pinned memory, as large as the largest of them.
+    Gradients are copied through one pinned buffer, as large as the largest gradient.
 
     Used by one thread at a time. Touches no device before the first call.
     """
@@ -57,13 +57,13 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Order all later copies of a device after what the calling thread's current stream has queued now."""
+        """Order all later copies of a device after the current work of the calling thread's stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
 
     def to_ram(self, tensor: Tensor) -> Tensor:
-        """Return the contents of a tensor on a device, dense and flat; valid until the next call."""
+        """Return the dense, flat contents of a device tensor in RAM; valid until the next call."""
         nbytes = tensor.numel() * tensor.element_size()
         if self._slab is None or self._slab.nbytes < nbytes:
             if self._slab is not None:
@@ -74,14 +74,14 @@ class DeviceCopies:
         return here
 
     def to_device(self, parameter: Tensor, contents: Tensor) -> None:
-        """Fill a parameter from RAM; kernels that are queued from now on read the new values."""
+        """Fill a parameter from RAM; kernels that are queued later read the new values."""
         self._copy(parameter, contents.view(parameter.shape), parameter.device)
 
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
         """Make the source dense and of the target's shape, copy it, and wait for the copy.
 
-        All of it on the stream of the copies: on the caller's, kernels that make it dense would be queued after the
-        mark, and the copy would read what they have not written yet. Their memory lives until the host has waited.
+        Everything runs on the copy stream. On the caller's stream, the conversion would be queued after the mark, and
+        the copy would read unwritten memory. The temporaries live until the host has waited.
         """
         stream = self._stream(device)
         with torch.cuda.stream(stream):
@@ -101,12 +101,12 @@ class DeviceCopies:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How one parameter is updated in one step.
+    """Settings for the update of one parameter in one step.
 
     Attributes:
-        arithmetic: the update rule for the settings of its group.
+        arithmetic: update rule for the settings of its group.
         step: number of this update of the parameter, from 1.
-        lr: the learning rate of its group.
+        lr: learning rate of its group.
     """
 
     arithmetic: Optimizer
@@ -120,9 +120,9 @@ class DueUpdate:
     """An update of a group that is due.
 
     Attributes:
-        settings: by name, of the parameters that have a gradient.
+        settings: by name, for the parameters that have a gradient.
         grad_scale: factor on all gradients.
-        gradients: by name, where they are ordinary tensors.
+        gradients: by name, for gradients that are ordinary tensors.
     """
 
     settings: Mapping[str, Settings]
@@ -134,14 +134,14 @@ class StateGroup(ABC):
     """A layout of parameters with one block per kind of state. The constructor registers and zeroes the blocks.
 
     Args:
-        root: begins the keys of its blocks.
+        root: prefix of the keys of its blocks.
         parameters: by their name in the layout.
-        homes: tiers that state may live in, most wanted first.
+        homes: allowed tiers of the state, preferred first.
 
     Attributes:
-        gradients: block that gradients move to as autograd makes them; None: they stay with the parameters.
-        names: name in the layout -> name in segments, which must not depend on where a parameter's state is kept.
-        firsts: name -> number of the first element that this rank has, of parameters that are sharded.
+        gradients: block that receives gradients from autograd; None if they stay with the parameters.
+        names: name in the layout -> name in segments, which must not depend on the location of the state.
+        firsts: name -> index of this rank's first element, for sharded parameters.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class StateGroup(ABC):
         return kind.num_elements(self.layout)
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
-        """Return the gradients of a step by name, None for one in ``gradients``; those are consumed."""
+        """Return and consume the gradients of a step by name; None for a gradient in ``gradients``."""
         assert self.gradients is not None, self.layout.name
         return dict.fromkeys(self.gradients.consume())
 
@@ -184,16 +184,16 @@ class StateGroup(ABC):
         return self.gradients.squared_norms(threads)
 
     def gradients_now(self) -> object:
-        """Return a value that compares equal as long as no gradient came, changed or went."""
+        """Return a value that compares equal until a gradient is added, changed or removed."""
         assert self.gradients is not None, self.layout.name
         return self.gradients.num_changes
 
     def keys_at_once(self) -> list[str]:
-        """Return the keys of the blocks that an update needs in RAM together."""
+        """Return the keys of the blocks that an update needs in RAM at once."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
 
     def update(self, work: DueUpdate) -> None:
-        """Make an update and return when it is done."""
+        """Apply an update and return when it is done."""
         gradient = None if self.gradients is None else self.gradients.key
         requests: list[tuple[str, str, Mode]] = [
             (key, "ram", "r" if key == gradient else "rw") for key in self.keys_at_once()
@@ -206,20 +206,20 @@ class StateGroup(ABC):
 
     @abstractmethod
     def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
-        """Call the update rules. ``tensors``: of all blocks, by key."""
+        """Call the update rules. ``tensors``: contents of all blocks, by key."""
 
     def prefetch(self) -> None:
-        """Prefetch the state for the next update, as far as there is room."""
+        """Prefetch the state for the next update as far as it fits."""
         for key in self._elsewhere:
             self.store.prefetch(key, "ram")
 
     def _evict_state(self) -> None:
-        """Evict state right after its update: it is written back while other groups compute."""
+        """Evict state right after its update, so that it is written back while other groups compute."""
         for key in self._elsewhere:
             self.store.evict(key, "ram")
 
     def segment(self, entry: TensorEntry, settings: Settings, start: int) -> Segment:
-        """Return the range of a block that one parameter has there, and how it is updated."""
+        """Return the range of a parameter in a block, with its update settings."""
         own = {name: starts[entry.name] for name, starts in self.starts.items() if self.kinds[name].elements_of}
         return Segment(
             start,
@@ -232,16 +232,16 @@ class StateGroup(ABC):
         )
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return what a block of a kind holds of one parameter, flat."""
+        """Return the flat state of a kind of one parameter."""
         return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
     @property
     def has_averages(self) -> bool:
-        """Whether there is an average of each weight."""
+        """Whether each weight has an average."""
         return EMA.name in self.keys
 
     def swap_averages(self, names: Mapping[str, object]) -> None:
-        """Swap masters and their averages, in place: once more, and each is what it was.
+        """Swap masters and their averages, in place. A second call restores both.
 
         Args:
             names: parameters that have been updated.
@@ -255,12 +255,12 @@ class StateGroup(ABC):
         self._evict_state()
 
     def _keys_of_masters(self) -> list[str]:
-        """Return the keys of the blocks that have masters, or parts of them, and their averages."""
+        """Return the keys of the blocks with masters or their halves, and with averages."""
         return [self.keys[kind] for kind in ("weight", "low", EMA.name) if kind in self.keys]
 
     @abstractmethod
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Swap masters and averages. ``tensors``: of these blocks, by key."""
+        """Swap masters and averages. ``tensors``: contents of these blocks, by key."""
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the entries of these names, in the order of the layout."""
@@ -271,7 +271,7 @@ class OffloadedGroup(StateGroup):
     """The parameters of an offloaded module that share a block of weights.
 
     Args:
-        deferred: the optimizer's: updates of such groups wait there for the next use of the weights.
+        deferred: the optimizer's queue of updates that wait for the next use of the weights.
     """
 
     def __init__(
@@ -287,29 +287,29 @@ class OffloadedGroup(StateGroup):
 
     @property
     def gradient_factor(self) -> float:
-        """On all gradients, besides what clips them."""
+        """Factor on all gradients, in addition to clipping."""
         return 1.0
 
     def attach(self) -> None:
-        """Become the updater of the weights."""
+        """Register as the updater of the weights."""
         assert self.weights.updater is None, self.layout.name
         self.weights.updater = self.gradients.updater = self
 
     def detach(self) -> None:
-        """Stop being the updater of the weights."""
+        """Unregister as the updater of the weights."""
         self.weights.updater = self.gradients.updater = None
 
     def defer(self, work: DueUpdate) -> None:
-        """Leave an update to the next use of the weights. Graphs of a forward before it are out of date from now on."""
+        """Defer an update to the next use of the weights. Graphs of earlier forwards become stale."""
         self._deferred.add(self, work)
         self.weights.version += 1
 
     def finish_update(self) -> None:
-        """Make the update that is due, if there is one."""
+        """Apply the due update, if there is one."""
         self._deferred.finish(self)
 
     def keys_at_once(self) -> list[str]:
-        """Return the keys of the blocks that an update needs in RAM together, weights too."""
+        """Return the keys of the blocks that an update needs in RAM at once, including weights."""
         return [self.weights.key, *super().keys_at_once()]
 
     def update(self, work: DueUpdate) -> None:
@@ -335,7 +335,7 @@ class OffloadedGroup(StateGroup):
     def swap_averages(self, names: Mapping[str, object]) -> None:
         self.weights.prepare_update()
         super().swap_averages(names)
-        self.weights.version += 1  # graphs of a forward before it are out of date
+        self.weights.version += 1  # graphs of earlier forwards are stale
 
     def _keys_of_masters(self) -> list[str]:
         return [self.weights.key, *super()._keys_of_masters()]
@@ -347,13 +347,13 @@ class OffloadedGroup(StateGroup):
     def _master_and_average(
         self, entry: TensorEntry, tensors: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return what blocks have of a parameter: weight, lower half, and average, which lies as the weight does."""
+        """Return weight, low half and average of a parameter; weight and average have the same offsets."""
         low = self.part("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
         weight, average = (tensors[key] for key in (self.weights.key, self.keys[EMA.name]))
         return self.part(EMA.name, weight, entry), low, self.part(EMA.name, average, entry)
 
     def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
-        """Return the segment of a parameter in the blocks of the group; None: they have nothing of it."""
+        """Return the segment of a parameter in the blocks of the group; None if they have no part of it."""
         return self.segment(entry, settings, entry.offset)
 
     def weights_changed(self, names: frozenset[str]) -> None:
@@ -369,13 +369,13 @@ class OffloadedGroup(StateGroup):
 class OrdinaryGroup(StateGroup):
     """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
 
-    A parameter in RAM is the upper half of its master: nothing is kept twice. A parameter on a device has its whole
-    master in the store, and is a copy of it. Of a parameter that several ranks have together (``DTensor``) the layout
-    has this rank's part, which no other rank is needed to update.
+    A parameter in RAM is the upper half of its master, so nothing is stored twice. For a parameter on a device the
+    store has the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``) the layout has this
+    rank's part, which is updated without other ranks.
 
     Args:
-        offload_gradients: gradients move to the store as autograd makes them.
-        copies: between devices and RAM.
+        offload_gradients: whether gradients move to the store when autograd computes them.
+        copies: copies between devices and RAM.
 
     Attributes:
         dtensors: names of the parameters that are sharded.
@@ -402,7 +402,7 @@ class OrdinaryGroup(StateGroup):
         self._on_device = any(value.is_cuda for value in values.values())
         self._copies = copies
         self._places = {name: (value.dtype, value.device) for name, value in values.items()}
-        self._versions: dict[str, object] = {}  # of parameters on a device, when they equalled their masters
+        self._versions: dict[str, object] = {}  # of device parameters, at the time they equalled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
         if offload_gradients:
@@ -417,12 +417,12 @@ class OrdinaryGroup(StateGroup):
         return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
 
     def values(self, name: str) -> Tensor:
-        """Return what this process has of a parameter: the parameter itself, where it is not sharded."""
+        """Return this process's part of a parameter: the parameter itself unless it is sharded."""
         parameter = self.parameters[name]
         return local_of(parameter) if name in self.dtensors else parameter
 
     def copy_masters(self) -> None:
-        """Copy parameters on a device into their masters."""
+        """Copy device parameters into their masters."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
@@ -430,11 +430,11 @@ class OrdinaryGroup(StateGroup):
                 self._note_equal(entry.name)
 
     def _note_equal(self, name: str) -> None:
-        """Note that a parameter on a device and its master are equal now."""
+        """Record that a device parameter equals its master."""
         self._versions[name] = version_of(self.parameters[name])
 
     def invalidate_masters(self) -> None:
-        """Compare masters with their parameters before the next update: each was loaded without the other."""
+        """Compare masters with their parameters before the next update, because both were loaded separately."""
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
@@ -478,10 +478,10 @@ class OrdinaryGroup(StateGroup):
         return not self._on_device and self.gradients is None and not self._elsewhere
 
     def check_place(self, name: str) -> None:
-        """Refuse a parameter that no longer has the dtype and device that its state was made for.
+        """Raise if a parameter's dtype or device has changed since its state was created.
 
         Raises:
-            RuntimeError: it was moved or converted.
+            RuntimeError: the parameter was moved or converted.
         """
         values, place = self.values(name), self._places[name]
         if (values.dtype, values.device) != place:
@@ -505,10 +505,10 @@ class OrdinaryGroup(StateGroup):
             settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
 
     def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Begin the averages of parameters in RAM, if there are any, before their first update.
+        """Initialize the averages of parameters in RAM, if there are any, before their first update.
 
         Args:
-            tensors: those of all blocks, by key.
+            tensors: contents of all blocks, by key.
         """
         if not self.has_averages or not names:
             return
@@ -522,18 +522,18 @@ class OrdinaryGroup(StateGroup):
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for device in {device for _, device in self._places.values() if device.type == "cuda"}:
-            self._copies.mark(device)  # behind what still reads the parameters
+            self._copies.mark(device)  # after kernels that still read the parameters
         for entry in self.entries(names):
             with self._master(entry, tensors) as blocks:
                 swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
 
     @contextmanager
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield the state tensors of a parameter, its weight among them; the updated weight is copied back on exit.
+        """Yield the state tensors of a parameter, including its weight; copy the updated weight back on exit.
 
         Args:
-            entry: where the parameter lies.
-            tensors: those of the blocks, by key.
+            entry: position of the parameter.
+            tensors: contents of the blocks, by key.
         """
         parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
@@ -555,13 +555,13 @@ class OrdinaryGroup(StateGroup):
             values.copy_(blocks["weight"].view(entry.shape))
             self._note_equal(entry.name)
         else:
-            increment_version(values)  # the kernel wrote past autograd: a graph that saved it must raise
+            increment_version(values)  # the kernel wrote without autograd: a graph that saved the tensor must raise
         if values is not parameter:
-            increment_version(parameter)  # likewise: what is over the memory of a DTensor has a count of its own
+            increment_version(parameter)  # a DTensor has a separate version counter
             self._note_equal(entry.name)
 
     def _flat(self, gradient: Tensor) -> Tensor:
-        """Return a gradient flat, fp32 or bf16, in RAM; that of a device is valid until the next call."""
+        """Return a flat gradient, fp32 or bf16, in RAM; a copy from a device is valid until the next call."""
         gradient = gradient.detach()
         if gradient.is_cuda:
             flat = self._copies.to_ram(gradient)
@@ -571,7 +571,7 @@ class OrdinaryGroup(StateGroup):
 
 
 def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
-    """Copy a parameter that was replaced into its master; elements that did not change keep their lower half."""
+    """Copy a replaced parameter into its master; unchanged elements keep their lower half."""
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != values, 0)
     blocks["weight"].copy_(values)
@@ -581,8 +581,8 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
     """Take the gradients of a step from all groups, or from none.
 
     Raises:
-        WeightInUseError: weights that are to be updated are held, by ``gathered`` or a running forward, which would go
-            on with the values of before the step.
+        WeightInUseError: weights to be updated are held, by ``gathered`` or a running forward, which would continue
+            with old values.
     """
     for group in groups:
         if isinstance(group, OffloadedGroup) and group.weights.is_held and group.gradients.filled:
@@ -594,7 +594,7 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
 
 
 def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
-    """Make updates one after the other, prefetching the state of the next one meanwhile."""
+    """Apply updates in order, prefetching the state of the next one during each."""
     for group, following in zip_longest(works, list(works)[1:]):
         if following is not None:
             following.prefetch()
@@ -603,9 +603,9 @@ def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
 
 @dataclass(slots=True)
 class _Batch:
-    """Parameters that one kernel call can update: entry by entry of each list.
+    """Parameters that one kernel call can update: the lists have one entry per parameter.
 
-    Attributes:
+    split_master: whether masters have a lower half.
         split_master: masters have a lower half.
     """
 
@@ -619,14 +619,14 @@ class _Batch:
 
 @dataclass(slots=True)
 class _KernelTable:
-    """Rows of a kernel call, valid while all tensors stay where they are.
+    """Rows of a kernel call, valid while no tensor moves.
 
     Attributes:
         places: everything that the rows depend on.
-        rows: arguments of the kernel, all but the addresses of gradients.
-        of: number of each row's parameter.
+        rows: arguments of the kernel except the addresses of gradients.
+        of: index of each row's parameter.
         offsets: first element of each row in its parameter.
-        calls: first row and one past the last row of each call.
+        calls: (first row, end row) of each call.
     """
 
     places: tuple[object, ...]
@@ -637,10 +637,10 @@ class _KernelTable:
 
 
 class UpdatesInRam:
-    """Batches the updates for which nothing has to be fetched.
+    """Batches of updates that fetch nothing.
 
-    One kernel call updates many small parameters, so that they keep all threads busy and cost little each; addresses
-    are looked up again only when something has moved. The bits are those of ``OrdinaryGroup.update``.
+    One kernel call updates many small parameters, so that they use all threads at little cost each. Addresses are
+    looked up again only after a tensor has moved. Results are bitwise equal to ``OrdinaryGroup.update``.
     """
 
     def __init__(self, threads: KernelThreads) -> None:
@@ -648,7 +648,7 @@ class UpdatesInRam:
         self._tables: dict[int, _KernelTable] = {}
 
     def update(self, works: Mapping[StateGroup, DueUpdate]) -> dict[StateGroup, DueUpdate]:
-        """Make the updates of groups that are in RAM; return the others."""
+        """Apply the updates of groups that are in RAM; return the others."""
         mine, alike = _sorted_by_kind(works)
         if mine:
             store, grad_scale = mine[0].store, works[mine[0]].grad_scale
@@ -689,9 +689,9 @@ class UpdatesInRam:
 
 
 def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
-    """Return the sums of squares of gradients that the kernels can read in place, in a few calls.
+    """Return the sums of squares of gradients that kernels can read in place, in a few calls.
 
-    Groups with any other gradient are left out.
+    Groups with any other gradient are skipped.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for group in groups:
@@ -705,7 +705,7 @@ def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn
 
 
 def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
-    """Return the groups whose tensors the kernels can all take in place, and their parameters by kind."""
+    """Return the groups whose tensors the kernels can use in place, and their parameters in batches of equal kind."""
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
     for group, work in works.items():
@@ -760,7 +760,7 @@ def _make_table(
 def _place(
     group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return the address and element size of a parameter's state of a kind; zeros for a kind that is not kept."""
+    """Return (address, element size) of a parameter's state of a kind; zeros if the kind is not stored."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
     if kind not in group.keys:
@@ -786,33 +786,33 @@ class DeferredUpdates:
         self._is_partial = False
 
     def add(self, group: OffloadedGroup, work: DueUpdate) -> None:
-        """Leave an update of a group, which has none waiting, to its next use."""
+        """Defer an update of a group that has none waiting."""
         self._due[group] = work
 
     def finish(self, group: OffloadedGroup | None = None) -> None:
-        """Make the update of a group, if one waits; without a group make them all.
+        """Apply the waiting update of a group, or all waiting updates if no group is given.
 
         Raises:
-            InterruptedUpdateError: without a group, where updates were partially applied before. Raised once.
+            InterruptedUpdateError: no group was given, and updates were partially applied before. Raised once.
         """
         if group is None and self._is_partial:
             self._is_partial = False
             raise InterruptedUpdateError(
                 "an update of this optimizer ended halfway, with an error or an interrupt: some weights have made the "
-                "step, others not. Load a saved state; or do this again, to go on from here"
+                "step, others not. Load a saved state; or repeat this call to continue from here"
             )
         for one in list(self._due) if group is None else [group]:
             if (work := self._due.get(one)) is not None:
                 with self.applying():
                     one.update(work)
-                del self._due[one]  # only now: where the store refused it, the update is still to be made
+                del self._due[one]  # only now: if the store raised an error, the update is still due
 
     @contextmanager
     def applying(self, *, is_atomic: bool = True) -> Iterator[None]:
-        """Record it when the updates inside end halfway.
+        """Record if the updates inside end halfway.
 
         Args:
-            is_atomic: they are those of one group: an error of the store comes before anything was changed.
+            is_atomic: whether they belong to one group, so that an error of the store precedes any change.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the store does for a module is no operation of that module: modes around it do not see it."""
+"""Operations of the store for a module are not operations of the module: dispatch modes do not see them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _T = TypeVar("_T")
 
 
 def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function run past the dispatch modes that are on, but those that stand for a device.
+    """Let a function bypass the active dispatch modes, except modes that emulate a device.
 
-    Fetching weights takes other operations in the second run of a layer than in the first, as a copy may still be
-    there. PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the two and refuses
-    them; a counter of operations would count them.
+    Fetching weights uses other operations in the second run of a layer than in the first, as a copy may still exist.
+    PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the two and would raise; a
+    counter of operations would count them.
     """
 
     @functools.wraps(function)
@@ -41,7 +41,7 @@ def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _exchange(modes: Sequence[TorchDispatchMode], others: Sequence[TorchDispatchMode]) -> None:
-    """Take the modes that are on off, and put others on, the last of them first to see an operation."""
+    """Replace the active dispatch modes by others; the last one sees an operation first."""
     for _ in modes:
         _pop_mode()
     for mode in others:

@@ -1,7 +1,7 @@
-"""``named_tensors``: the weights of an offloaded module, one after the other, for who takes them elsewhere.
+"""``named_tensors``: the weights of an offloaded module, one at a time, for export to another program.
 
-A rollout engine of online RL (vLLM, SGLang) has a copy of the policy and is sent new weights after each step. Its
-trainer reads ``parameter.data`` for that, which an offloaded module does not have outside of its forward.
+A rollout engine of online RL (vLLM, SGLang) has a copy of the policy and receives new weights after each step. Its
+trainer reads ``parameter.data`` for that, which an offloaded module lacks outside of its forward.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor, nn
 from megatrain.embed.offload import gathered
 from megatrain.embed.partition import OffloadError
 
-#: What peft puts into the names of a model that it wraps.
+#: Name components that peft adds to a wrapped model.
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|modules_to_save\.[^.]+\.")
 
 
 def named_tensors(
     model: nn.Module, *, merge: bool = True, device: torch.device | str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of a module's parameters, in the order of ``named_parameters``, a tied one once.
+    """Yield (name, values) of a module's parameters in the order of ``named_parameters``, a tied one once.
 
-    Each tensor is a copy, the caller's to keep or to send: nothing in the store is held while the caller has it, so
-    memory is one tensor beside the store's own, and what the caller keeps. Updates that wait for a layer's next use are
-    made first. Works for ordinary parameters and modules too. Of a module that ranks share it is a collective.
+    Each tensor is a copy, which the caller may keep. Nothing in the store is held meanwhile, so memory is one tensor in
+    addition to the store and the caller's tensors. Deferred updates are applied first. Also works for ordinary
+    parameters and modules. For a module with ``group`` it is a collective.
 
     Args:
-        merge: adapters of peft are merged into copies of the weights that they belong to, under the names of the model
-            without adapters; the weights in the store keep their bits. A merged tensor takes memory three times. False:
-            base weights and adapters apart, under the names of ``named_parameters``.
-        device: where the copies are made; None: where the module computes.
+        merge: merge adapters of peft into copies of their base weights, under the names of the model without adapters.
+            The weights in the store keep their bits; a merged tensor needs three times its memory. False yields base
+            weights and adapters separately, under the names of ``named_parameters``.
+        device: device of the copies; None for the module's compute device.
 
     Raises:
-        OffloadError: adapters that cannot be merged into weights.
-        WeightInUseError: parameters without numbers yet.
+        OffloadError: an adapter cannot be merged into weights.
+        WeightInUseError: a parameter has no values yet.
         CapacityError: a layer does not fit the compute tier.
     """
     for entry in _entries(model, merge=merge):
@@ -46,20 +46,20 @@ def named_tensors(
 
 
 def named_shapes(model: nn.Module, *, merge: bool = True) -> list[tuple[str, torch.dtype, torch.Size]]:
-    """Return name, dtype and shape of what ``named_tensors`` yields, in its order; nothing is read."""
+    """Return (name, dtype, shape) of each tensor of ``named_tensors``, in its order; reads no values."""
     return [(entry.name, entry.parameter.dtype, entry.parameter.shape) for entry in _entries(model, merge=merge)]
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedWeight:
-    """One parameter. ``adapters``: peft's layers around the module that owns it, outermost first."""
+    """One parameter. ``adapters`` are peft's layers around the module that owns it, outermost first."""
 
     name: str
     parameter: nn.Parameter
     adapters: Sequence[Any]
 
     def read(self, device: torch.device | str | None) -> Tensor:
-        """Return a copy of the values, adapters merged."""
+        """Return a copy of the values, with adapters merged."""
         with torch.no_grad():
             if any(not adapter.merged for adapter in self.adapters):
                 merged = self._merged()
@@ -68,7 +68,7 @@ class _NamedWeight:
                 return self.parameter.detach().to(device or self.parameter.device, copy=True)
 
     def _merged(self) -> Tensor:
-        """Let peft merge into copies that stand in the layer for its parameters, and take them out again."""
+        """Let peft merge into copies that temporarily replace the layer's parameters."""
         adapters = [adapter for adapter in self.adapters if not adapter.merged]
         base: Any = adapters[0].get_base_layer()
         if isinstance(base, nn.MultiheadAttention):
@@ -85,7 +85,7 @@ class _NamedWeight:
             }
             base._parameters = copies
             try:
-                for adapter in adapters:  # the class's own: on the layer itself is the one that writes to the store
+                for adapter in adapters:  # the class's method: the instance's method writes to the store
                     type(adapter).merge(adapter)
                 values = copies[leaf]
                 assert values is not None, leaf
@@ -93,7 +93,7 @@ class _NamedWeight:
             finally:
                 try:
                     for adapter in reversed(adapters):
-                        if adapter.merged:  # its own record of that; what the copies become is nobody's
+                        if adapter.merged:  # restores peft's record; the copies are discarded
                             type(adapter).unmerge(adapter)
                 finally:
                     base._parameters = own

@@ -1,4 +1,4 @@
-"""``offload``: move any module's parameters into a store, in place; they are present while its layers run."""
+"""``offload``: moves any module's parameters into a store, in place; they are in memory while its layers run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 _ATTRIBUTE = "_megatrain_offloaded"
-_SHARD_SIZE = "2GB"  # what a writer of safetensors holds at once
+_SHARD_SIZE = "2GB"  # a writer of safetensors holds one shard in memory
 _log = logging.getLogger(__name__)
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -66,34 +66,34 @@ def offload(
 ) -> AnyModule:
     """Move a module's parameters into a store, in place, and return the module.
 
-    Each layer's weights are fetched when its forward or backward needs them, and ahead of that in the order of the last
-    time; gradients move to the store as they are made. ``parameters()`` are the same objects as before,
-    to be given to ``TieredAdamW``. Set ``requires_grad`` of what is frozen before. Forward, backward, ``generate``,
-    ``state_dict``, ``load_state_dict``, ``save_pretrained`` work as before; moving it to another device is ignored,
-    converting its dtype is refused. It computes on the device of the store's fastest tier.
+    Each layer's weights are fetched when its forward or backward needs them, and prefetched in the order of the last
+    run; gradients move to the store when they are computed. ``parameters()`` returns the same objects as before, for
+    ``TieredAdamW``. Set ``requires_grad`` of frozen parameters first. Forward, backward, ``generate``, ``state_dict``,
+    ``load_state_dict``, ``save_pretrained`` work as before. Moving the module to another device is ignored, converting
+    its dtype is refused. It computes on the device of the store's fastest tier.
 
-    With ``group`` each rank has a shard of the weights, gradients and state in its own store. Weights are gathered for
-    each forward and backward of a layer. ``step`` averages the gradients of all ranks, as DistributedDataParallel does,
-    but in an order of its own: each rank's are a lane, and lanes are added in a fixed tree. Forward, backward,
-    ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives, and all ranks use the same
-    layers in the same order; where they do not, all of them raise ``RanksDifferError``.
+    With ``group`` each rank has a shard of the weights, gradients and state in its store. Weights are gathered for each
+    forward and backward of a layer. ``step`` averages the gradients of all ranks, as DistributedDataParallel does, but
+    in a fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward,
+    ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives, and all ranks must use the same
+    layers in the same order; otherwise all of them raise ``RanksDifferError``.
 
     Args:
-        name: begins the keys of its blocks; a second module in one store needs another.
-        weights: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
-        gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
-        leave: globs over names of parameters that stay ordinary ones.
-        group: a process group of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the
-            module. Weights and gradients move between host memories, also where modules compute on GPUs.
-        gradient_lanes: with ``group``, as many as there may be ranks: for the same bits on a half or a third of them,
-            each of which computes several lanes (``gradient_lanes``); default: one for each rank.
+        name: prefix of the keys of its blocks; a second module in one store needs another.
+        weights: allowed tiers, preferred first; "auto": RAM while there is space, then drives.
+        gradients: allowed tiers, preferred first; "auto": RAM while there is space, then drives.
+        leave: globs of names of parameters that stay ordinary.
+        group: a process group of torch.distributed with gloo, ``dist.group.WORLD`` for example, whose ranks share the
+            module. Weights and gradients move between host memories, even if modules compute on GPUs.
+        gradient_lanes: number of lanes with ``group``. A half or a third of that number of ranks gives the same bits;
+            each rank then computes several lanes (``gradient_lanes``). Default: one per rank.
 
     Raises:
         OffloadError: a dtype without master weights, nothing to offload, or offloaded already.
-        CapacityError: no room.
+        CapacityError: the module does not fit the store.
         RanksDifferError: the module is not the same on all ranks.
-        ValueError: settings that do not go together.
-        TypeError: no module, or no store.
+        ValueError: contradicting settings.
+        TypeError: not a module, or not a store.
     """
     check_store(store, "offload")
     if not isinstance(model, nn.Module):
@@ -126,15 +126,15 @@ def offload(
 
 
 def gradient_lanes(model: nn.Module) -> Iterator[int]:
-    """Yield the lanes of this rank, of a module that was offloaded with ``group``: gradients are added to the last one.
+    """Yield the lanes of this rank, for a module with ``group``; gradients are added to the last one yielded.
 
-    Each stands for what one rank of as many ranks as lanes would compute, so give each a part of the batch by its
-    number. With several micro-batches per lane go through the lanes once for each.
+    Each lane computes the work of one rank if there were one rank per lane, so give each lane a part of the batch by
+    its number. With several micro-batches per lane, iterate over the lanes once for each.
     """
     offloaded = offloaded_module(model)
     ranks = None if offloaded is None else offloaded.access
     if not isinstance(ranks, ModuleRanks):
-        raise OffloadError("gradient lanes are those of a module that was offloaded with group=...")
+        raise OffloadError("gradient lanes need a module that was offloaded with group=...")
     for lane in ranks.own_lanes:
         ranks.lane = lane
         yield lane
@@ -142,14 +142,14 @@ def gradient_lanes(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False) -> Iterator[None]:
-    """Hold the weights of a module, or of some parameters, in the compute tier: to read or with ``writable`` to change.
+    """Hold the weights of a module or of parameters in the compute tier, to read or with ``writable`` to change them.
 
-    All of them at once: gather layer by layer what does not fit together. Parameters that are in no store are left
-    alone. What is computed with the weights can be differentiated, inside the context or after it.
+    All are held at once, so gather layer by layer if they do not fit together. Parameters in no store are skipped.
+    Computations with the weights can be differentiated, inside the context or after it.
 
     Raises:
-        CapacityError: together they do not fit.
-        WeightInUseError: changed without ``writable``, or a view outlives it.
+        CapacityError: they do not fit together.
+        WeightInUseError: changed without ``writable``, or a view outlives the context.
     """
     parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
     blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)
@@ -176,11 +176,11 @@ class OffloadedModule:
     """The blocks of an offloaded module and its running forwards; ``offloaded_module(model)`` returns it.
 
     Attributes:
-        blocks: those with all its parameters, in definition order.
+        blocks: the blocks with its parameters, in definition order.
         window: leases of the backward.
-        order: in which units were used.
-        calls: forwards that are running.
-        access: Leases its blocks: of this process alone, or together with other ranks.
+        order: order in which units were used.
+        calls: running forwards.
+        access: Leases its blocks, for this process alone or together with other ranks.
     """
 
     def __init__(self, store: TieredStore, access: WholeBlocks) -> None:
@@ -192,10 +192,10 @@ class OffloadedModule:
         self._for_backward: list[WeightBlock] = []
 
     def install(self, model: nn.Module) -> None:
-        """Provide weights also to code that uses them outside of their own module's forward.
+        """Provide weights also to code that uses them outside of their module's forward.
 
-        A fused loss, a head that multiplies with the embedding, attention that reads its projections: such a use
-        fetches the weights, and they stay to the end of the forward, or of the backward that it takes place in.
+        Examples are a fused loss, a head that multiplies with the embedding, or attention that reads its projections.
+        Such a use fetches the weights, which stay until the end of the current forward or backward.
         """
         _register(model, self._before, self._after)
         shared_state(self.store).modules.add(self)
@@ -212,16 +212,16 @@ class OffloadedModule:
         self.calls.end(self)
 
     def recover(self) -> None:
-        """Release what forwards and backwards hold that ended with an error without running their hooks."""
+        """Release leases of forwards and backwards that ended with an error without running their hooks."""
         self.calls.drop_dead()
         if not self.calls and torch._C._current_graph_task_id() == -1:
             self.end_backward(is_failing=True)
 
     def provide(self, block: WeightBlock) -> bool:
-        """Hold a block to the end of the running forward or backward; False where neither runs.
+        """Hold a block until the end of the running forward or backward; return False if neither runs.
 
-        Where another module's forward runs that uses the block, such as a student's with its teacher's head, to the end
-        of that.
+        If another module's forward runs and uses the block, such as a student with its teacher's head, the block is
+        held until the end of that forward.
         """
         call = self.calls.innermost_of(self) or self._forward_around()
         if call is not None:
@@ -237,24 +237,24 @@ class OffloadedModule:
         return True
 
     def _forward_around(self) -> Call | None:
-        """Return the running forward of another module of the store."""
+        """Return the running forward of another module of the store, or None."""
         others = (other for other in shared_state(self.store).modules if other is not self)
         return next((call for other in others if (call := other.calls.innermost_of(other)) is not None), None)
 
     def end_backward(self, *, is_failing: bool = False) -> None:
-        """Release what the backward held for code that uses weights outside of their modules."""
+        """Release blocks that the backward held for code that uses weights outside of their modules."""
         blocks, self._for_backward = self._for_backward, []
         release_all(blocks, is_failing=is_failing)
 
     def finish_updates(self) -> None:
-        """Make the updates that wait for the next use of each unit."""
+        """Apply the deferred updates of all units."""
         for block in self.blocks:
             if block.updater is not None:
                 block.updater.finish_update()
 
 
 class _UnitHooks:
-    """Hold a unit's weights while its forward runs; the graph saves them by block."""
+    """Hooks that hold a unit's weights during its forward; the graph saves the weights by block."""
 
     def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], offloaded: OffloadedModule) -> None:
         self._unit, self._blocks, self._offloaded = unit, tuple(blocks), offloaded
@@ -280,7 +280,7 @@ class _UnitHooks:
 
 
 def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Install hooks of a module's forward: the first one before it, the last one after it. No compiler traces them."""
+    """Install hooks as the first before and the last after a module's forward, hidden from compilers."""
     disable: Callable[[Any], Any] = torch.compiler.disable
     module.register_forward_pre_hook(disable(before), prepend=True)
     module.register_forward_hook(disable(after), always_call=True)
@@ -295,7 +295,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @functools.cache
 def _refuse_foreign_optimizers() -> None:
-    """Let optimizers that cannot see the gradients of offloaded parameters raise instead of doing nothing."""
+    """Make ordinary optimizers raise for offloaded parameters, whose gradients they cannot see."""
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, TieredOptimizer):
@@ -311,18 +311,18 @@ def _refuse_foreign_optimizers() -> None:
     register_optimizer_step_pre_hook(check)
 
 
-#: torch's function that runs a forward and its hooks.
+#: Name of torch's function that runs a forward and its hooks.
 _CALLER = "_call_impl"
 
 
 @dataclass(slots=True)
 class Call:
-    """One forward of a unit or of a whole module, or one ``gathered``: the blocks and hooks that end with it.
+    """One forward of a unit or module, or one ``gathered``: the blocks and hooks that end with it.
 
     Attributes:
         owner: hooks of the unit, or the module.
-        frame: that in which torch's function runs the hooks.
-        outer_error: being handled when the call began; any other one was raised by the call.
+        frame: frame in which torch's function runs the hooks.
+        outer_error: exception being handled when the call began; the call raised any other one.
     """
 
     owner: object = None
@@ -338,7 +338,7 @@ class Call:
         self.held.append(block)
 
     def install_hooks(self, window: BackwardWindow) -> None:
-        """Save weights by block from now on."""
+        """Save weights by block in later operations."""
         self.hooks = weight_hooks(window)
         self.hooks.__enter__()
 
@@ -360,10 +360,10 @@ class Calls:
         return bool(self._running)
 
     def begin(self, owner: object) -> Call:
-        """Record a forward before anything of it can fail: torch runs the hooks after it in any case.
+        """Record a forward before any of it can fail, as torch always runs the hooks after it.
 
         Raises:
-            OffloadError: torch.jit traces the forward: it would record addresses of slots that other weights take.
+            OffloadError: torch.jit traces the forward: it would record addresses of slots, which other weights reuse.
         """
         if torch._C._get_tracing_state() is not None:
             raise OffloadError(
@@ -375,7 +375,7 @@ class Calls:
         return call
 
     def end(self, owner: object) -> None:
-        """End the innermost forward if it is the owner's: after a failed hook it may not have been recorded."""
+        """End the innermost forward if it belongs to the owner; a failed hook may not have recorded its forward."""
         if self._running and self._running[-1].owner is owner:
             self._running.pop().end()
 
@@ -384,10 +384,10 @@ class Calls:
         return next((call for call in reversed(self._running) if call.owner is owner), None)
 
     def drop_dead(self) -> None:
-        """End forwards that an interrupt has ended: torch runs no hooks for them.
+        """End forwards that an interrupt has ended, because torch runs no hooks for them.
 
-        Only those of the calling thread: an interrupt reaches the main thread alone. Frames of other threads cannot be
-        read: before Python 3.12, a garbage collection inside ``sys._current_frames`` deadlocks when it frees tensors.
+        This covers the calling thread only: an interrupt reaches just the main thread. Frames of other threads cannot
+        be read: before Python 3.12, a garbage collection inside ``sys._current_frames`` deadlocks if it frees tensors.
         """
         if self._running:
             alive = set(_frames())
@@ -415,11 +415,11 @@ def _frames() -> Iterator[FrameType | None]:
 
 
 def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
-    """Replace the methods that would read or move absent values, on the module and those inside that own parameters."""
+    """Replace the methods that would read or move absent values, on the module and its submodules with parameters."""
     mapped = _MappedWeights(offloaded)
     for module in model.modules():
         if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
-            # torch sets an attribute on the hook, which a bound method does not allow.
+            # torch sets an attribute on the hook, which is impossible on a bound method.
             module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
             module.__dict__["_load_from_state_dict"] = _loading(module)
             module.__dict__["_apply"] = _applying(module)
@@ -430,7 +430,7 @@ def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
             module.__dict__["resize_token_embeddings"] = _resizing(module)
         if hasattr(type(module), "get_base_layer"):
             _install_merging(module)
-        for name in ("merge_and_unload", "unload"):  # the class's own: peft's wrapper answers for all that it wraps
+        for name in ("merge_and_unload", "unload"):  # on the class: peft's wrapper forwards unknown attributes
             if hasattr(type(module), name):
                 module.__dict__[name] = _unloading(getattr(module, name), module, offloaded)
     _install_on_whole(model, offloaded)
@@ -446,10 +446,10 @@ def _install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
 
 
 class _MappedWeights:
-    """``state_dict`` of modules whose weights are in the store: tensors over unlinked files.
+    """``state_dict`` hooks of modules with weights in the store: tensors over unlinked files.
 
-    The values are copied into the files unit by unit: they take disk, and no memory beyond the page cache. A tied
-    parameter gives the same tensor under all its names.
+    The values are copied into the files unit by unit, so they take disk space and page cache, but no other memory. A
+    tied parameter gives the same tensor under all its names.
     """
 
     def __init__(self, offloaded: OffloadedModule) -> None:
@@ -458,9 +458,9 @@ class _MappedWeights:
         self._destination: ref[Any] | None = None
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace the module's own absent parameters by their values: torch's hook after ``state_dict``."""
+        """Replace the module's absent parameters by their values: torch's hook after ``state_dict``."""
         if self._destination is None or self._destination() is not state_dict:
-            self._last.clear()  # tied parameters share a copy within one call only: the caller may change it
+            self._last.clear()  # tied parameters share a copy only within one call, because the caller may change it
             self._destination = ref(state_dict, lambda _: self._last.clear())
         for leaf, parameter in module._parameters.items():
             key = prefix + leaf
@@ -486,12 +486,12 @@ class _MappedWeights:
 
 
 def _loading(module: nn.Module) -> Callable[..., None]:
-    """Return ``_load_from_state_dict`` with the module's own weights held for writing."""
+    """Return ``_load_from_state_dict`` with the module's weights held for writing."""
     load = module._load_from_state_dict
 
     def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            raise OffloadError("load_state_dict(assign=True) would replace parameters by others that no store knows")
+            raise OffloadError("load_state_dict(assign=True) would replace parameters by new ones that no store has")
         own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
         held: list[WeightBlock] = []
         is_failing = True
@@ -501,7 +501,7 @@ def _loading(module: nn.Module) -> Callable[..., None]:
                 held.append(block)
             same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
             load(state_dict, prefix, local_metadata, *rest)
-            for parameter, block in same:  # so that a master in the store keeps its lower half
+            for parameter, block in same:  # keeps the lower half of a master in the store
                 block.is_unchanged(parameter)
             is_failing = False
         finally:
@@ -517,7 +517,7 @@ def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> boo
 
 
 def _resizing(module: nn.Module) -> Callable[..., Any]:
-    """Return ``resize_token_embeddings``, refused where it would change a size: a block keeps its own for life."""
+    """Return ``resize_token_embeddings`` that raises for another size, because the size of a block is fixed."""
 
     def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
@@ -535,7 +535,7 @@ def _resizing(module: nn.Module) -> Callable[..., Any]:
 
 
 def _install_merging(layer: nn.Module) -> None:
-    """Let a layer of peft add its adapters to its weights in the store, and take them out again."""
+    """Let a peft layer merge its adapters into weights in the store, and unmerge them."""
     for name in ("merge", "unmerge"):
         if hasattr(type(layer), name):
             layer.__dict__[name] = _merging(getattr(layer, name), layer)
@@ -545,7 +545,7 @@ def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
     def merge_in_store(*args: Any, **options: Any) -> Any:
         if isinstance(getattr(layer, "base_layer", None), nn.MultiheadAttention):
             raise OffloadError(
-                "adapters on torch's MultiheadAttention cannot be merged in the store: its parameters are made anew. "
+                "adapters on torch's MultiheadAttention cannot be merged in the store: merging creates new parameters. "
                 "Save the adapters (save_pretrained) and merge them into an ordinary model"
             )
         with torch.no_grad(), gathered(layer, writable=True):
@@ -555,13 +555,13 @@ def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
 
 
 def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: OffloadedModule) -> Callable[..., Any]:
-    """Return peft's ``merge_and_unload`` or ``unload``, whose result is an offloaded module as well."""
+    """Return peft's ``merge_and_unload`` or ``unload``, with an offloaded module as the result."""
 
     def unload_in_store(*args: Any, **options: Any) -> Any:
         model: Any = tuner.model
         config: Any = getattr(model, "config", None)
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        if is_tied:  # peft would compare addresses of weights that are not in memory; identity says the same
+        if is_tied:  # peft would compare addresses of absent weights; the code below compares identity instead
             config.tie_word_embeddings = False
         try:
             found = unload(*args, **options)
@@ -579,7 +579,7 @@ def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: Of
 
 
 def _applying(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return ``_apply``, what ``to``, ``cuda``, ``half`` and the like call: for all but the offloaded parameters."""
+    """Return ``_apply``, which ``to``, ``cuda``, ``half`` etc. call, limited to parameters that are not offloaded."""
     apply: Callable[..., nn.Module] = module._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -601,7 +601,7 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
 
 
 def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
-    """Return ``_apply`` of the whole: it refuses before anything is converted; buffers stay on the compute device."""
+    """Return ``_apply`` of the outermost module: raises before any conversion; buffers stay on the compute device."""
     apply: Callable[..., nn.Module] = model._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -621,7 +621,7 @@ def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     try:
         other = fn(torch.empty(0, dtype=dtype)).dtype
-    except (AssertionError, RuntimeError) as error:  # torch, of a device that does not exist
+    except (AssertionError, RuntimeError) as error:  # torch raises them for a missing device
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise OffloadError(
             f"an offloaded module cannot be moved there: {reason}. It computes on the device of its store"
@@ -633,7 +633,7 @@ def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> No
 
 
 class _NoParallel:
-    """Stands where ``DistributedDataParallel`` looks up the parameters to ignore, and refuses."""
+    """Placeholder for ``DistributedDataParallel``'s parameters to ignore; raises on use."""
 
     def __iter__(self) -> Iterator[str]:
         raise OffloadError(
@@ -645,7 +645,7 @@ class _NoParallel:
 
 
 def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``save_pretrained`` with files small enough to be held in memory."""
+    """Return ``save_pretrained`` with files small enough to fit in memory."""
 
     def save(*args: Any, **options: Any) -> Any:
         options.setdefault("max_shard_size", _SHARD_SIZE)
@@ -662,21 +662,21 @@ def _refuse(what: str, instead: str) -> Callable[..., Any]:
 
 
 def _say_it_stays(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
-    """Log, once per device, that a move to another one is ignored: inputs have to go where the store computes."""
+    """Log, once per device, that a move is ignored; inputs must be on the store's compute device."""
     wanted = fn(torch.empty(0, device=computes_on)).device
     if wanted.type != computes_on.type:
-        # Trainers move models to the CPU and back as a matter of course; who asks for a device means it.
+        # Trainers move models to the CPU and back routinely; a move to a device is intentional.
         log_ignored_move(str(wanted), str(computes_on), logging.INFO if wanted.type == "cpu" else logging.WARNING)
 
 
 @functools.cache
 def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
-    """Log that a move is ignored, and what to do."""
+    """Log that a move is ignored, and the remedy."""
     remedy = 'open the store with gpu="auto" to compute on a CUDA device' if computes_on == "cpu" else "leave it there"
     _log.log(
         level,
-        'moving an offloaded module to "%s" is ignored: it computes on "%s", where its store does, and its inputs must '
-        "be there, too. Move them, or %s",
+        'moving an offloaded module to "%s" is ignored: it computes on "%s", where its store does. Its inputs must '
+        "also be there. Move them, or %s",
         wanted,
         computes_on,
         remedy,

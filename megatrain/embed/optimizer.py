@@ -67,25 +67,25 @@ __all__ = [
     "TieredSGD",
 ]
 
-#: Settings of torch's optimizers that change what an update does, and that no kernel has.
+#: Settings of torch's optimizers that change the update rule, but have no kernel here.
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
-#: Per parameter: state and gradient of the group being updated, and of the one being fetched.
+#: Per parameter: state and gradient of the group being updated, and of the next one being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)
-#: Ordinary parameters share a group up to the size of the largest one, for which there must be room anyway; but up to
-#: 2 MiB of each kind of fp32 state in any case, and at most 64 MiB. Independent of the sizes of the tiers, so that a
-#: state can be loaded into other ones.
+#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
+#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that a state can
+#: be loaded with other tiers.
 _GROUP_ELEMENTS = (1 << 19, 1 << 24)
-#: Update rules that are cached by their settings.
+#: Number of update rules that are cached by their settings.
 _MAX_ARITHMETICS = 64
 
 _CONSUMED = (
-    "step() without a backward since the step before: the gradients in the store were consumed by that step, and their "
+    "step() without a backward since the step before: that step consumed the gradients in the store, and their "
     "parameters are not updated. torch would use them once more"
 )
 
 
 _ONE_KERNEL = "there is one kernel for each placement, and all give the same results. Leave the option out"
-#: What torch's own optimizers take besides; false and None change nothing.
+#: Further options of torch's optimizers -> reason for rejecting them; false and None have no effect.
 _OPTIONS_OF_TORCH = {
     "fused": _ONE_KERNEL,
     "foreach": _ONE_KERNEL,
@@ -94,7 +94,7 @@ _OPTIONS_OF_TORCH = {
     "amsgrad": "AMSGrad keeps a third moment, which has no kernel here. Leave the option out",
     "maximize": "negate the loss instead",
 }
-#: Options of earlier versions, with their replacements (decision 0114).
+#: Options of earlier versions -> their replacement (decision 0114).
 _ENDED_OPTIONS = {
     "overlap": "step() makes the updates of ordinary parameters. Write megatrain.offload(model, store) before the "
     "optimizer: each layer is then updated right before its next use",
@@ -102,7 +102,7 @@ _ENDED_OPTIONS = {
 
 
 def _check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a module in place of its parameters, and for options of torch's own optimizers."""
+    """Raise ``TypeError`` for a module instead of its parameters, and for options that only torch's optimizers have."""
     if isinstance(params, nn.Module):
         raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
     if store is not None:
@@ -118,41 +118,40 @@ def _check_arguments(kind: str, params: object, store: object, unknown: Mapping[
 class TieredOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
 
-    Takes parameters of offloaded modules and ordinary ones, also together. The arithmetic is that of
-    ``megatrain-tier run``: an fp32 master (a bf16 parameter keeps its lower half in the store), the same bits whatever
-    the placement. ``step`` clips by the exact global norm and updates ordinary parameters; an offloaded unit is updated
-    right before its next use, while the next unit's blocks are fetched. Reading weights earlier makes the update first.
-    Parameter groups, LR schedulers and closures work as in torch; a parameter without a gradient is left alone.
+    Takes parameters of offloaded modules, ordinary parameters, or both. The arithmetic equals ``megatrain-tier run``:
+    an fp32 master (a bf16 parameter keeps its lower half in the store) and the same bits for any placement. ``step``
+    clips by the exact global norm and updates ordinary parameters. An offloaded unit is updated right before its next
+    use, while the next unit's blocks are fetched; reading its weights earlier applies the update first. Parameter
+    groups, LR schedulers and closures work as in torch; a parameter without a gradient is skipped.
 
-    Parameters that several ranks have together (``DTensor``: FSDP2, tensor parallelism) are updated by each rank in
-    the part that it has, whose state is in the rank's own store; gradients and weights stay where they are. All ranks
-    step together. ``max_grad_norm`` clips by the norm over all ranks.
+    Each rank updates its part of sharded parameters (``DTensor``: FSDP2, tensor parallelism), with state in its store;
+    gradients and weights stay in place. All ranks step together. ``max_grad_norm`` clips by the norm over all ranks.
 
     Args:
-        defaults: settings of the groups that do not give their own.
-        store: has the state; default: that of the parameters, where they are offloaded.
-        max_grad_norm: largest global norm that is let through; 0: no clipping. Then ``grad_norm`` is that of the last
-            step.
-        nonfinite: with clipping, what a NaN or infinite norm does: "stop" raises and changes nothing, "skip" leaves the
-            update out, "ignore" uses it as torch does.
-        offload_gradients: gradients of ordinary parameters move to the store as autograd makes them, and are summed
-            there in fp32 over backward passes.
-        state_dtype: format of the moments: "float32", "bfloat16" (rounded at random, by seed, step and element) or
+        defaults: settings of groups that do not set them.
+        store: store of the state; default: the store of the parameters, if they are offloaded.
+        max_grad_norm: largest global norm without clipping; 0: no clipping. With clipping, ``grad_norm`` is the norm of
+            the last step.
+        nonfinite: with clipping, the effect of a NaN or infinite norm: "stop" raises and changes nothing, "skip" skips
+            the update, "ignore" uses the gradients as torch does.
+        offload_gradients: whether gradients of ordinary parameters move to the store when autograd computes them, and
+            are summed there in fp32 over backward passes.
+        state_dtype: format of the moments: "float32", "bfloat16" (stochastic rounding by seed, step and element) or
             "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
-        seed: where that rounding begins.
-        ema_decay: how slowly an average of the fp32 weights moves, 4 bytes per parameter more, that begins as they are
-            before the first step and moves with each update; 0: there is none. See ``averaged_parameters``.
-        state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
-        name: begins the keys of ordinary parameters' blocks; a second optimizer in one store needs another.
-        checkpoint: what ``state_dict`` returns: "generation", the number of a committed generation of the store, which
-            ranks save and load each for itself; "tensors", what ``torch.distributed.checkpoint`` needs; "auto":
-            tensors where a parameter is sharded, else a generation.
+        seed: seed of that rounding.
+        ema_decay: decay of an average of the fp32 weights, which takes 4 more bytes per parameter. It starts with the
+            weights before the first step and moves with each update; 0: no average. See ``averaged_parameters``.
+        state: allowed tiers of the state, preferred first; "auto": RAM while there is space, then drives.
+        name: prefix of the keys of ordinary parameters' blocks; a second optimizer in one store needs another.
+        checkpoint: result of ``state_dict``: "generation", the number of a committed generation of the store, which
+            each rank saves and loads itself; "tensors", which ``torch.distributed.checkpoint`` needs; "auto": tensors
+            if a parameter is sharded, else a generation.
 
     Raises:
-        TypeError: a module in place of its parameters, something that is no store, or an option of torch's only.
-        ValueError: a setting out of range, no store, a dtype without master weights, or something that sharded
-            parameters cannot have.
-        CapacityError: no room.
+        TypeError: a module instead of its parameters, an object that is not a store, or an option that only torch has.
+        ValueError: a setting out of range, no store, a dtype without master weights, or a setting that sharded
+            parameters do not allow.
+        CapacityError: the state does not fit the store.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError(f"ema_decay={ema_decay}: it lies from 0, which is no average, up to below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
         self.ema_decay = ema_decay
-        self._is_averaged = False  # masters and averages are swapped now
+        self._is_averaged = False  # whether masters and averages are swapped
         self.state_dtype, self.seed = state_dtype, seed
         self.grad_norm: float | None = None
         self.threads = KernelThreads(among_operations=True)
@@ -191,12 +190,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.groups: list[StateGroup] = []
         self._measured: object = None
         self._deferred = DeferredUpdates()
-        self._has_consumed = False  # the last step took gradients from the store, and none were dropped since
+        self._has_consumed = False  # the last step took gradients from the store, and none were dropped afterwards
         self._in_ram = UpdatesInRam(self.threads)
         self._with_state: set[int] = set()  # ids of the parameters of all groups
         self._name, self._offload, self._homes = name, offload_gradients, state
         self._copies = DeviceCopies()
-        self._scratch_bytes = 0  # reserved in RAM
+        self._scratch_bytes = 0  # bytes reserved in RAM
         self._checkpoint = checkpoint
         self._store = store
         self._rules = _UpdateRules(self)
@@ -218,18 +217,18 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def setting_names(self) -> tuple[str, ...]:
-        """Names of the settings that ``make_arithmetic`` reads."""
+        """Return the names of the settings that ``make_arithmetic`` reads."""
 
     @abstractmethod
     def torch_names(self) -> Mapping[str, str]:
-        """Return kind of state -> its name in the ``state_dict`` of torch's optimizer of this kind."""
+        """Return kind of state -> its name in the ``state_dict`` of torch's equivalent optimizer."""
 
     def _kernel_options(self) -> dict[str, Any]:
-        """Return what all elementwise update rules take."""
+        """Return the arguments of all elementwise update rules."""
         return {"threads": self.threads, "state_dtype": self.state_dtype, "seed": self.seed}
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings of a group that need all the state which any group may need."""
+        """Return settings of a group that require the most state that any group may need."""
         return settings
 
     def kinds_of(
@@ -243,33 +242,33 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self.torch_names()
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return what the update of any one of these takes in RAM beside its blocks."""
+        """Return the RAM that an update of any one of these parameters takes in addition to its blocks."""
         return 0
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
-        """Refuse settings of a group that are out of range, and parameters that cannot be updated.
+        """Raise for settings of a group that are out of range, and for parameters that cannot be updated.
 
         Raises:
-            ValueError: there is one.
+            ValueError: a setting or parameter is invalid.
         """
         _check_settings(param_group)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: the state is in the store once."""
+        """Refuse a copy, because the state exists only once in the store."""
         raise TypeError("an optimizer with its state in a store cannot be copied: make another, load its state_dict()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: ``state_dict`` is what can be saved."""
+        """Refuse pickling; ``state_dict`` can be saved."""
         raise TypeError("an optimizer with its state in a store cannot be pickled: save its state_dict()")
 
     # -- parameters --------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their state is made now.
+        """Add parameters and create their state.
 
         Raises:
-            ValueError: as for the constructor.
-            CapacityError: as for the constructor.
+            ValueError: as in the constructor.
+            CapacityError: as in the constructor.
         """
         super().add_param_group(param_group)
         try:
@@ -280,7 +279,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
-        """Make the state of a group's trained parameters that have none yet; all of it or nothing."""
+        """Create the state of a group's trained parameters that have none yet, completely or not at all."""
         new = [p for p in param_group["params"] if id(p) not in self._with_state and p.requires_grad]
         if not new:
             return
@@ -347,22 +346,22 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Use the gradients for an update. Those in the store are consumed; ``.grad`` elsewhere stays, as in torch.
+        """Update with the gradients. Those in the store are consumed; others stay in ``.grad``, as in torch.
 
         Args:
-            closure: computes loss and gradients anew, as in torch.
+            closure: recomputes loss and gradients, as in torch.
 
         Raises:
-            NonFiniteGradientError: see ``nonfinite``. Nothing was changed, gradients are dropped.
+            NonFiniteGradientError: see ``nonfinite``. Nothing was changed, and gradients are dropped.
         """
         self.check_not_averaged("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish_updates()  # of units that were not used since the last step
+        self.finish_updates()  # of units that were not used after the last step
         for param_group in self.param_groups:
-            self._make_state(param_group)  # of what was frozen until now
+            self._make_state(param_group)  # of parameters that were frozen before
         scale = self._grad_scale()
         if self.max_grad_norm == 0:
             exchange_gradients(self.groups, self.threads, with_norm=False)
@@ -372,7 +371,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 return loss
             raise NonFiniteGradientError(
                 f"the gradient is not finite (norm {self.grad_norm}); nothing was updated. Lower the learning rate, "
-                'look at the data of this step, or construct the optimizer with nonfinite="skip"'
+                'check the data of this step, or construct the optimizer with nonfinite="skip"'
             )
         taken = take_gradients(self.groups)
         has_any = any(found for group, found in taken if group.gradients is not None)
@@ -394,15 +393,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     def _settings(self, taken: Sequence[tuple[StateGroup, Mapping[str, object]]]) -> dict[int, Settings]:
-        """Return how each parameter with a gradient is updated, by its id, and count its step.
+        """Return the settings of each parameter with a gradient, by its id, and count its step.
 
         Parameters of a group that are at the same step share one object.
 
         Args:
-            taken: groups of state, with the names that have a gradient.
+            taken: groups of state, each with the names of parameters that have a gradient.
 
         Raises:
-            ValueError: a setting was changed to one that needs state which was never made. No step is counted.
+            ValueError: a changed setting needs state that was never created. No step is counted.
         """
         with_gradient = {id(group.parameters[name]) for group, names in taken for name in names}
         found: dict[int, Settings] = {}
@@ -420,7 +419,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return found
 
     def finish_updates(self) -> None:
-        """Make the updates that are still due; afterwards the store holds weights and state after the last step.
+        """Apply all due updates; afterwards the store holds weights and state after the last step.
 
         Raises:
             InterruptedUpdateError: an update was partially applied; raised once.
@@ -428,7 +427,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._deferred.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those in the store. They become None, whatever ``set_to_none`` says."""
+        """Drop all gradients, including those in the store. They become None regardless of ``set_to_none``."""
         self._has_consumed = False
         for group in self.groups:
             if group.gradients is not None:
@@ -439,11 +438,11 @@ class TieredOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
 
     def measure_grad_norm(self) -> float:
-        """Return the global norm of the gradients as they are now; the step that follows clips by it.
+        """Return the global norm of the current gradients; the next step clips by it.
 
-        For trainers that clip before ``step``; it is measured anew if gradients change in between. Unlike the engine's,
-        which sums over blocks, the norm is summed parameter by parameter in the optimizer's own order, so that it does
-        not depend on which parameters are offloaded. With sharded parameters a collective, which all ranks call.
+        For trainers that clip before ``step``; it is measured again if gradients change in between. The engine sums
+        over blocks; here the norm is summed parameter by parameter in the optimizer's order, so that it does not depend
+        on which parameters are offloaded. With sharded parameters it is a collective, which all ranks must call.
         """
         squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
         squares.update(exchange_gradients(self.groups, self.threads))
@@ -451,17 +450,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
-        # All that have state, whether there is a gradient or not: so ranks never wait for each other in vain.
+        # All parameters with state, with or without a gradient, so that no rank waits for another in vain.
         owners = [parameter for parameter in self.parameters() if id(parameter) in self._with_state]
         if any(map(is_dtensor, owners)):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
             squares.update(zip(owners, totals, strict=True))
         self.grad_norm = global_norm(squares[parameter] for parameter in self.parameters() if parameter in squares)
-        self._measured = [group.gradients_now() for group in self.groups]  # equal until one comes, changes or goes
+        self._measured = [group.gradients_now() for group in self.groups]  # equal until a gradient changes
         return self.grad_norm
 
     def _grad_scale(self) -> float | None:
-        """Return the factor on all gradients; None where they are not finite and must not be used."""
+        """Return the factor on all gradients; None if they are not finite and must not be used."""
         if self.max_grad_norm == 0:
             return 1.0
         if self.grad_norm is None or self._measured != [group.gradients_now() for group in self.groups]:
@@ -471,23 +470,23 @@ class TieredOptimizer(torch.optim.Optimizer):
         return gradient_scale(self.grad_norm, self.max_grad_norm, self.nonfinite)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all groups, in their order."""
+        """Return the parameters of all groups, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     # -- averages ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Have the averages in the place of the weights inside: for an evaluation, ``generate``, ``save_pretrained``.
+        """Swap in averages of the weights within the context, e.g. for evaluation, ``generate``, ``save_pretrained``.
 
-        Masters and averages are swapped in the store, group by group, and back at the end: nothing is kept twice, and
-        each has its bits again. All that reads weights inside gets averages; a parameter that was never updated is its
-        own. As ``averaged_parameters`` writes weights, no graph of a forward outlives it, and neither ``step`` nor
-        ``state_dict`` is allowed inside. Of ranks that share parameters, or have shards, all enter and leave together.
+        Masters and averages are swapped in the store, group by group, and swapped back at the end with the same bits.
+        Nothing is stored twice. Code inside reads averages; a parameter that was never updated is its average. The swap
+        changes weights, so graphs of earlier forwards become stale. ``step`` and ``state_dict`` raise inside. Ranks
+        with shared or sharded parameters must enter and leave together.
 
         Raises:
-            ValueError: the optimizer makes no averages (``ema_decay``).
-            RuntimeError: inside of itself.
+            ValueError: the optimizer has no averages (``ema_decay``).
+            RuntimeError: nested use.
             WeightInUseError: weights are held, by ``gathered`` or a running forward.
         """
         if not self.ema_decay:
@@ -511,10 +510,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._is_averaged = False
 
     def check_not_averaged(self, what: str) -> None:
-        """Refuse what would take averages for the weights.
+        """Raise for operations that would mistake averages for weights.
 
         Raises:
-            RuntimeError: they are swapped now.
+            RuntimeError: averages are swapped in.
         """
         if self._is_averaged:
             raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages: leave it before")
@@ -524,16 +523,16 @@ class TieredOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and the number of a committed generation of the store, which holds weights and state.
 
-        Commits where anything has changed since the last one, and returns when that would survive a power cut. Holds
-        no big tensors: ``torch.save`` it where you like, and load it into an optimizer of a store on the same folder.
+        Commits if anything has changed since the last commit, and returns when that would survive a power cut. Contains
+        no big tensors: ``torch.save`` it anywhere, and load it into an optimizer of a store on the same folder.
 
-        With ``checkpoint="tensors"`` all state instead, in tensors over files: those of sharded parameters are sharded
-        alike, so that ``torch.distributed.checkpoint`` saves them, and loads them with other ranks.
+        With ``checkpoint="tensors"`` it returns all state instead, as tensors over files. State of sharded parameters
+        is sharded alike, so that ``torch.distributed.checkpoint`` saves it, and loads it with other ranks.
 
         Raises:
             GenerationError: the store has no folder (``open_store(path=...)``).
-            TransferError: a drive refused.
-            OSError: a drive has no room for the tensors.
+            TransferError: a drive reported an error.
+            OSError: a drive has no space for the tensors.
         """
         self.check_not_averaged("state_dict()")
         self.finish_updates()
@@ -550,11 +549,11 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def saves_tensors(self) -> bool:
-        """Whether ``state_dict`` returns all state in tensors."""
+        """Whether ``state_dict`` returns all state as tensors."""
         return self._checkpoint == "tensors" or (self._checkpoint == "auto" and any(map(is_dtensor, self.parameters())))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return what ``torch.optim``'s optimizer of this kind would: all state, in tensors over files."""
+        """Return the ``state_dict`` of torch's equivalent optimizer: all state, as tensors over files."""
         self.check_not_averaged("full_state_dict()")
         self.finish_updates()
         saved = super().state_dict()
@@ -568,21 +567,21 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict``, weights of offloaded modules included; or take over the state of torch's optimizer.
+        """Restore a ``state_dict`` with weights of offloaded modules, or the state of torch's equivalent optimizer.
 
         Raises:
-            ValueError: the groups do not match, or that generation is gone.
+            ValueError: the groups do not match, or the generation is gone.
             GenerationError: the store has no such generation, or it is damaged.
-            CorruptBlockError: the store has no such generation, or it is damaged.
+            CorruptBlockError: the generation is damaged.
         """
         self.check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
         _check_groups(self.param_groups, groups)
-        shared_state(self.store).finish_updates()  # what was trained stays, should loading fail
+        shared_state(self.store).finish_updates()  # keeps the trained weights if loading fails
         if "tiered" in state_dict:
             self._saved.load_generation(state_dict["tiered"])
         else:
-            keys = [key for group in groups for key in group["params"]]  # names, where a trainer's checkpoint has them
+            keys = [key for group in groups for key in group["params"]]  # names, in the checkpoints of some trainers
             state = state_dict["state"]
             self._saved.load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
         self.zero_grad()
@@ -596,7 +595,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return copies of the state of one parameter, under torch's names, over unlinked files.
 
         Raises:
-            KeyError: it has no state: it was never updated, or belongs to another optimizer.
+            KeyError: it has no state, because it was never updated or belongs to another optimizer.
         """
         if not isinstance(parameter, nn.Parameter) or parameter not in self.steps:
             raise KeyError("this parameter has no state: no update of it was made")
@@ -604,9 +603,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._saved.tensors_of(parameter)
 
     def release(self) -> None:
-        """Make the updates that are due, then unregister the state; the optimizer cannot be used afterwards.
+        """Apply the due updates, then unregister the state; the optimizer cannot be used afterwards.
 
-        Generations that were committed keep their contents.
+        Committed generations keep their contents.
         """
         self.check_not_averaged("release()")
         self.finish_updates()
@@ -627,7 +626,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 
 class TieredAdamW(TieredOptimizer):
-    """AdamW with decoupled weight decay; see ``TieredOptimizer``. Defaults are those of ``torch.optim.AdamW``."""
+    """AdamW with decoupled weight decay; see ``TieredOptimizer``. Defaults equal ``torch.optim.AdamW``."""
 
     def __init__(
         self,
@@ -682,7 +681,7 @@ class TieredLion(TieredOptimizer):
 
 
 class TieredSGD(TieredOptimizer):
-    """SGD with momentum; see ``TieredOptimizer``. Defaults are those of ``torch.optim.SGD``."""
+    """SGD with momentum; see ``TieredOptimizer``. Defaults equal ``torch.optim.SGD``."""
 
     def __init__(
         self,
@@ -705,7 +704,7 @@ class TieredSGD(TieredOptimizer):
         return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings with momentum where the optimizer has any: parameters of several groups share a block."""
+        """Return settings with momentum if the optimizer has any: parameters of several groups share a block."""
         return {**settings, "momentum": max(float(settings["momentum"]), float(self.defaults["momentum"]))}
 
     def torch_names(self) -> Mapping[str, str]:
@@ -713,7 +712,7 @@ class TieredSGD(TieredOptimizer):
 
 
 class TieredAdafactor(TieredOptimizer):
-    """Adafactor with a learning rate from outside; see ``TieredOptimizer`` and ``megatrain.optim.adafactor``."""
+    """Adafactor with an external learning rate; see ``TieredOptimizer`` and ``megatrain.optim.adafactor``."""
 
     def __init__(
         self,
@@ -752,28 +751,28 @@ class TieredAdafactor(TieredOptimizer):
 class TieredMuon(TieredOptimizer):
     """Muon for matrices, AdamW for the rest; see ``TieredOptimizer`` and ``megatrain.optim.muon``.
 
-    Arguments, defaults and arithmetic are those of ``torch.optim.Muon``, which takes parameters of two dimensions.
-    An offloaded layer has one optimizer, and mostly other parameters as well: groups with ``use_muon=False`` are
-    updated by AdamW, and so should be embeddings and heads. All groups share ``lr`` and ``weight_decay`` where they
-    give none; with ``adjust_lr_fn="match_rms_adamw"`` one rate serves both. State is 4 bytes per parameter of a matrix
-    and 8 of the others, beside the master. The iteration runs on the device of the parameters, where their module
-    computes; on a GPU it takes memory of `megatrain.optim.matrices.device_bytes` there, beside any tier.
+    Arguments, defaults and arithmetic equal ``torch.optim.Muon``, which takes only two-dimensional parameters. An
+    offloaded layer has one optimizer and usually also other parameters: AdamW updates groups with ``use_muon=False``,
+    which should include embeddings and heads. Groups share ``lr`` and ``weight_decay`` unless they set them; with
+    ``adjust_lr_fn="match_rms_adamw"`` one rate suits both. In addition to the master, state takes 4 bytes per matrix
+    parameter and 8 per other parameter. The iteration runs on the compute device of the parameters. On a GPU it takes
+    ``megatrain.optim.matrices.device_bytes`` of memory outside of any tier.
 
     Args:
-        params: as for any optimizer; groups may have ``use_muon``.
-        momentum: from 0 up to below 1.
-        nesterov: look one step of momentum ahead.
+        params: as for any optimizer; groups may set ``use_muon``.
+        momentum: at least 0, below 1.
+        nesterov: whether to use Nesterov momentum.
         ns_coefficients: the three factors of each Newton-Schulz step.
-        eps: least norm that the iteration divides by; in a group with ``use_muon=False`` that of AdamW, there 1e-8 by
-            default.
-        ns_steps: how many Newton-Schulz steps there are.
+        eps: least norm that the iteration divides by; in a group with ``use_muon=False``, AdamW's eps, with default
+            1e-8.
+        ns_steps: number of Newton-Schulz steps.
         adjust_lr_fn: "original" (also None) or "match_rms_adamw".
         betas: AdamW's, for groups with ``use_muon=False``.
         store: as for ``TieredOptimizer``.
-        options: as for ``TieredOptimizer``; there is no ``state_dtype``.
+        options: as for ``TieredOptimizer``, without ``state_dtype``.
 
     Raises:
-        ValueError: as for ``TieredOptimizer``; a parameter for Muon that is no matrix.
+        ValueError: as for ``TieredOptimizer``; or a parameter for Muon is not a matrix.
     """
 
     def __init__(
@@ -807,7 +806,7 @@ class TieredMuon(TieredOptimizer):
         if options.get("state_dtype", "float32") != "float32":
             raise ValueError("TieredMuon keeps its moments in fp32: it has no state_dtype")
         groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
-        # Of all groups at once: a block of an offloaded layer has parameters of several of them.
+        # Over all groups, because a block of an offloaded layer may have parameters of several groups.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
         self._shapes: set[Shape] = set()
         self._on_gpu: DeviceMatrices | None = None
@@ -831,7 +830,7 @@ class TieredMuon(TieredOptimizer):
             self._on_gpu.make_room(self._muon(self.defaults, lambda name, shape: True), self._shapes)
 
     def release(self) -> None:
-        """Take parameters and state out of the store; see ``TieredOptimizer``."""
+        """Remove parameters and state from the store; see ``TieredOptimizer``."""
         super().release()
         self._on_gpu = None
 
@@ -892,7 +891,7 @@ class TieredMuon(TieredOptimizer):
     ) -> Sequence[StateKind]:
         matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
         kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
-        # Here no rank has more than its part of a matrix, and nobody brings them together.
+        # Here a rank has only its part of a sharded matrix, and nothing gathers the parts.
         own = [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
         return [*own, EMA] if self.ema_decay else own
 
@@ -914,21 +913,21 @@ class TieredMuon(TieredOptimizer):
 
 
 def _as_list(params: Any) -> list[Any]:
-    """Return the parameters of a group, which may be one, or an iterator that can be read once."""
+    """Return the parameters of a group, which may be a single one, or an iterator that can only be read once."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _parameters_of(given: Any) -> list[Any]:
-    """Return the parameters of what an optimizer takes: a group, a parameter, or one with its name."""
+    """Return the parameters in an argument of an optimizer: a group, a parameter, or a named parameter."""
     found = given["params"] if isinstance(given, dict) else [given]
     return [each[1] if isinstance(each, tuple) else each for each in found]
 
 
 def _check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse saved groups that do not match, and variants that no kernel has.
+    """Raise for saved groups that do not match, and for variants without a kernel.
 
     Raises:
-        ValueError: it is so.
+        ValueError: they do not match, or use such a variant.
     """
     now = [len(group["params"]) for group in own]
     saved = [len(group["params"]) for group in groups]
@@ -943,10 +942,10 @@ def _uses_muon(group: Any) -> bool:
 
 
 def _check_settings(param_group: Mapping[str, Any]) -> None:
-    """Refuse settings of a group that are out of range, and parameters without master weights.
+    """Raise for settings of a group that are out of range, and for parameters without master weights.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a setting or parameter is invalid.
     """
     for name in _UNSUPPORTED:
         if param_group.get(name):
@@ -972,16 +971,16 @@ def _check_sharded(
     is_lost: bool,
     offloads_gradients: bool,
 ) -> None:
-    """Refuse what would go wrong with parameters of which this rank has a part.
+    """Raise for settings and parameters that do not work with sharded parameters.
 
     Args:
-        parameters: that get state; ordinary ones are passed over.
+        parameters: parameters that get state; ordinary ones are skipped.
         optimizer: name of its class.
-        is_lost: there is state of parameters that are in no group any more.
-        offloads_gradients: gradients move to the store as autograd makes them.
+        is_lost: whether there is state of parameters that are no longer in a group.
+        offloads_gradients: whether gradients move to the store when autograd computes them.
 
     Raises:
-        ValueError: something would.
+        ValueError: a setting or parameter does not work.
     """
     for parameter in parameters:
         if not is_dtensor(parameter):
@@ -1001,7 +1000,7 @@ def _check_sharded(
         if offloads_gradients:
             raise ValueError(
                 f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
-                "those of all ranks, after autograd. Leave it out"
+                "the gradients of all ranks, after autograd. Leave it out"
             )
 
 
@@ -1016,19 +1015,19 @@ def _ordinary_groups(
     first: int,
     bytes_at_once: int,
 ) -> Iterator[OrdinaryGroup]:
-    """Make groups of parameters that no block has.
+    """Create groups of parameters that are in no block.
 
     Args:
         parameters: in the order of the optimizer's groups.
-        make: makes one: root of its keys, layout, parameters by name, kinds of state, homes.
-        kinds: returns the kinds of state, from whether the master is split and the parameters by name.
-        homes: tiers that state may live in, most wanted first.
-        name: begins all keys.
-        first: how many of these groups there are.
-        bytes_at_once: per parameter, what an update holds in RAM.
+        make: creates a group from the root of its keys, layout, parameters by name, kinds of state and homes.
+        kinds: returns the kinds of state, given whether the master is split and the parameters by name.
+        homes: allowed tiers of the state, preferred first.
+        name: prefix of all keys.
+        first: number of existing groups.
+        bytes_at_once: bytes per parameter that an update holds in RAM.
 
     Raises:
-        ValueError: the store has blocks of that name already.
+        ValueError: the store already has blocks with this prefix.
     """
     if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
         raise ValueError(f'this store has something of the name "{name}": give the optimizer name="..."')
@@ -1044,7 +1043,7 @@ def _ordinary_groups(
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group ordinary parameters of one dtype and device, up to a size, that of what this process has of them."""
+    """Group ordinary parameters of one dtype and device, limited by the size of this process's part of them."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]
@@ -1062,7 +1061,7 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _check_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Refuse now what the first step would: RAM must hold what an update needs at once, beside the homes there."""
+    """Raise now instead of in the first step if RAM cannot hold the blocks of an update in addition to its homes."""
     ram, room = store.tier("ram"), room_for_homes(store, "ram")
     known = {spec.key: spec for spec in store.blocks()}
     for group in groups:
@@ -1090,25 +1089,25 @@ def _check_state(
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as floats, which compare by value; words as they are."""
+    """Return a setting as floats, which compare by value; text unchanged."""
     if value is None or isinstance(value, str):
         return value
     return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)
 
 
 class _UpdateRules:
-    """The update rules of an optimizer, one for all groups whose settings are equal."""
+    """The update rules of an optimizer, one for all groups with equal settings."""
 
     def __init__(self, optimizer: TieredOptimizer) -> None:
         self._optimizer = optimizer
         self._made: dict[tuple[Any, ...], Arithmetic] = {}
 
     def of(self, settings: Mapping[str, Any]) -> Arithmetic:
-        """Return the rule for the settings of a group, with an average of the weights where the optimizer makes one."""
+        """Return the rule for the settings of a group, with an average of the weights if the optimizer has averages."""
         optimizer = self._optimizer
         key = tuple(_comparable(settings[name]) for name in optimizer.setting_names())
         if key not in self._made:
-            if len(self._made) >= _MAX_ARITHMETICS:  # a scheduler changes betas in every step
+            if len(self._made) >= _MAX_ARITHMETICS:  # e.g. a scheduler that changes betas in every step
                 self._made.clear()
             made, decay = optimizer.make_arithmetic(settings), optimizer.ema_decay
             self._made[key] = WeightAverage(made, decay, optimizer.threads) if decay else made
@@ -1116,10 +1115,10 @@ class _UpdateRules:
 
 
 class _StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """``optimizer.state``: looks empty, so that no trainer moves it; ``state[parameter]`` reads copies from the store.
+    """``optimizer.state``: appears empty, so that trainers do not move it; ``state[parameter]`` reads copies.
 
-    It cannot be set: load a ``state_dict`` instead. ``torch.distributed.checkpoint`` asks for its truth, and makes
-    state by a step with gradients of zeros where there is none; that would change moments, which exist from the start.
+    It cannot be set: load a ``state_dict`` instead. ``torch.distributed.checkpoint`` tests its truth value, and creates
+    missing state by a step with zero gradients. That step would change moments, which exist from the start.
     """
 
     def __init__(self, optimizer: TieredOptimizer) -> None:

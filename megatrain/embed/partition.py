@@ -1,8 +1,8 @@
-"""Any module cut into units: its repeated layers, and the modules outside of them that own parameters.
+"""Partition of any module into units: its repeated layers, and the other modules that own parameters.
 
-The engine runs a unit's forward itself, so a unit of ``megatrain.models.graph`` owns everything inside, and
-Hugging Face says what a layer is. Here hooks hold what each module's own forward reads, of any module: outside of
-layers a unit is the parameters that one module owns directly.
+The engine runs a unit's forward itself, so a unit of ``megatrain.models.graph`` owns everything inside, and Hugging
+Face defines the layers. Here hooks hold the weights that each module's forward reads, for any module. Outside of
+layers, a unit is the set of parameters that one module owns directly.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatrain.embed.weights import block_of
 from megatrain.engine.program import gradient_key, weight_key
 from megatrain.ranks.dtensors import is_dtensor
 
-#: Name of the part of what the outermost module owns directly; no module inside can have it.
+#: Name of the part with the outermost module's direct parameters; no submodule can have this name.
 ROOT = "(root)"
 _OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class OffloadError(ValueError):
-    """A module that cannot be offloaded as it is."""
+    """A module that cannot be offloaded in its current form."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Part:
     """Parameters that share a block, by full name: of one unit and dtype, all trained or all frozen.
 
     Attributes:
-        name: what the store calls the offloaded module.
+        name: name of the offloaded module in the store.
     """
 
     name: str
@@ -59,17 +59,17 @@ class Part:
 
     @property
     def _root(self) -> str:
-        """Letters that a key may have, different for every part."""
+        """Name in characters that a key may have, unique for every part."""
         return f"{self.name}/" + re.sub(r"[^A-Za-z0-9_.]", lambda found: f"-{ord(found[0]):x}-", self.layout.name)
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the block of its weights."""
+        """Bytes of the block of its weights."""
         return self.layout.num_elements * self.dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the block of its gradients, 0 where it is frozen."""
+        """Bytes of the block of its gradients; 0 if it is frozen."""
         return self.layout.num_elements * torch.float32.itemsize if self.layout.trainable else 0
 
 
@@ -79,8 +79,8 @@ class UnitPart:
 
     Attributes:
         name: path of the module.
-        module: its forward holds the weights.
-        parts: its own and, where a parameter is tied, another unit's.
+        module: module whose forward holds the weights.
+        parts: the unit's parts, and for a tied parameter a part of another unit.
     """
 
     name: str
@@ -94,19 +94,19 @@ def parts_of(units: Iterable[UnitPart]) -> list[Part]:
 
 
 def parts_around(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
-    """Return the parts of a unit and of the modules around it, whose forwards run at the same time."""
+    """Return the parts of a unit and of its enclosing modules, whose forwards run at the same time."""
     return parts_of(other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}."))
 
 
 def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[UnitPart]:
-    """Return the units of a module, in definition order; together they use all its parameters.
+    """Return the units of a module, in definition order; together they contain all its parameters.
 
-    The items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that have modules inside are units;
-    what owns parameters outside of them is one by itself. A parameter belongs to the first unit that has it.
+    Items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that contain modules are units. Each other
+    module that owns parameters directly is also one. A parameter belongs to the first unit that has it.
 
     Args:
-        name: what the store calls the module.
-        leave: globs over parameter names: these stay ordinary parameters.
+        name: name of the module in the store.
+        leave: globs of names of parameters that stay ordinary.
 
     Raises:
         OffloadError: nothing to offload, a dtype without master weights, or parameters that are in a store already.
@@ -166,14 +166,14 @@ def _no_optimizer() -> None:
 
 
 def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Note that ordinary parameters have an optimizer with its state in a store: they can no longer be offloaded."""
+    """Record that ordinary parameters have an optimizer with state in a store, so they can no longer be offloaded."""
     reference = weakref.ref(optimizer)
     for parameter in parameters:
         _OPTIMIZERS[parameter] = reference
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse two parameters over the same memory: in the store they would become independent silently."""
+    """Refuse two parameters over the same memory, which would silently become independent in the store."""
     spans = []
     for name, parameter in parameters.items():
         if parameter.device.type != "meta" and parameter.numel():
@@ -203,10 +203,10 @@ def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[
 
 
 def _layers_of(items: nn.Module) -> frozenset[str]:
-    """Return the names of a list's items that are layers; others are stages, made of layers, or have nothing inside.
+    """Return the names of a list's items that are layers; other items are stages of layers, or have no submodules.
 
-    Stages of one list are alike: where one of a UNet's has attention, whose layers show that it is a stage, one without
-    is taken apart as well.
+    Stages of one list are treated alike. In a UNet, one stage may have attention, whose layers show that it is a stage;
+    then a stage without attention is also split.
     """
     inside = {leaf: item for leaf, item in items.named_children() if _has_inside(item)}
     stages = {leaf for leaf, item in inside.items() if _has_list_of(_is_deep, item)}
@@ -216,9 +216,9 @@ def _layers_of(items: nn.Module) -> frozenset[str]:
 
 
 def _has_list_of(kind: Callable[[nn.Module], bool], module: nn.Module) -> bool:
-    """Return whether a list inside has an item of a kind.
+    """Return whether a list inside a module has an item of a kind.
 
-    A stage of a network that is a list of layers is taken apart; the experts or heads of one layer are not.
+    A stage that is a list of layers is split; the experts or heads of one layer are not.
     """
     return any(
         isinstance(child, nn.ModuleList | nn.Sequential) and any(map(kind, child.children()))
@@ -228,17 +228,17 @@ def _has_list_of(kind: Callable[[nn.Module], bool], module: nn.Module) -> bool:
 
 
 def _has_inside(module: nn.Module) -> bool:
-    """Return whether there are modules in a module."""
+    """Return whether a module has submodules."""
     return next(_children(module), None) is not None
 
 
 def _is_deep(module: nn.Module) -> bool:
-    """Return whether a module has modules with modules inside: a layer, not an expert or a head."""
+    """Return whether a module has submodules with submodules: a layer, not an expert or a head."""
     return any(map(_has_inside, _children(module)))
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules in a module as they are without adapters of peft, which do not change where it is cut."""
+    """Return the submodules of a module without peft's adapters, which do not change the partition."""
     while hasattr(type(module), "get_base_layer"):
         base: nn.Module = module.get_base_layer()  # type: ignore[operator]
         if base is module:

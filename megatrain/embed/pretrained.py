@@ -1,4 +1,4 @@
-"""Load a Hugging Face folder straight into the store: the model is never whole in memory."""
+"""Loading of a Hugging Face folder directly into the store; the whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def load_pretrained(
 
     Args:
         folder: a Hugging Face folder with safetensors, or the id of a model on the hub.
-        dtype: what the weights get, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
-        attn_implementation: as in transformers; "auto" leaves the choice to it.
-        revision: for a model on the hub: branch, tag or commit.
-        trainable: False for a teacher or a reference: frozen, with weights alone and no room for gradients.
-        options: as for ``offload``.
+        dtype: dtype of the weights, as "bfloat16" or ``torch.bfloat16``; "auto" for the dtype of the config.
+        attn_implementation: as in transformers; "auto" for its default.
+        revision: branch, tag or commit of a model on the hub.
+        trainable: False for a teacher or a reference, which is frozen and has no gradients.
+        options: arguments of ``offload``.
 
     Raises:
         ValueError: no such dtype.
-        ModelFolderError: the folder is damaged or its weights do not fit its config; as ``HubError``, a model of the
-            hub cannot be fetched.
-        UnsupportedModelError: no causal language model, or quantized weights.
+        ModelFolderError: the folder is damaged or its weights do not fit its config; as ``HubError``, a hub model
+            cannot be fetched.
+        UnsupportedModelError: not a causal language model, or quantized weights.
         CapacityError: the store is too small.
     """
     hub = locate(str(folder), revision)
@@ -99,7 +99,7 @@ def _dtype(name: torch.dtype | str) -> torch.dtype:
 
 
 def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
-    """Load the parameters that were left out of the store."""
+    """Load the parameters that stay ordinary."""
     left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
     if not left:
         return

@@ -1,4 +1,4 @@
-"""Room of the store for an offloaded module, and how one process leases the module's blocks."""
+"""Space in the store for an offloaded module, and the leases of its blocks by one process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tiered.errors import CapacityError
 if TYPE_CHECKING:
     from tiered import Mode, TieredStore
 
-#: Bytes per trained parameter that an update has in RAM: weights, gradient and the largest optimizer state.
+#: Bytes in RAM per trained parameter in an update: weights, gradient and the largest optimizer state.
 _STATE_BYTES = 4 + 4 + 8
-#: Bytes per trained parameter of an update, and of the weights of the next unit.
+#: Bytes per trained parameter of an update and of the weights of the next unit.
 UPDATE_BYTES = _STATE_BYTES + 2 * 4
 
 
 class WholeBlocks:
-    """Blocks of a module that one process has alone. ``ModuleRanks`` overrides it for several ranks.
+    """Blocks of a module in a single process. ``ModuleRanks`` overrides it for several ranks.
 
     Attributes:
         tier: Tier that blocks are leased in.
@@ -37,7 +37,7 @@ class WholeBlocks:
     # -- leases (``ModuleBlocks``) -----------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the elements of a block that this process stores."""
+        """Return the number of elements of a block that this process stores."""
         return layout.num_elements
 
     def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
@@ -46,17 +46,17 @@ class WholeBlocks:
 
     @contextmanager
     def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield zeros of a layout's length, which become the block."""
+        """Yield zeros of a layout's length, which become the contents of the block."""
         with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease:
             lease.tensor.zero_()
             yield lease.tensor
 
     def is_copy(self, home: str) -> bool:
-        """Return whether a lease of a block is a copy of its home."""
+        """Return whether a lease copies the block from another tier."""
         return self.tier != home
 
     def drop(self, key: str) -> None:
-        """Drop a leased copy that was changed against the rules."""
+        """Drop a leased copy that was changed without permission."""
         self.store.evict(key, self.tier)
 
     def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
@@ -66,10 +66,10 @@ class WholeBlocks:
     # -- room --------------------------------------------------------------------------------------------------
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Refuse a module before anything of it changes.
+        """Check a module before changing any of it.
 
         Args:
-            check_room: Refuses a module without room, and reserves its working set.
+            check_room: Raises for a module that does not fit, and reserves its working set.
         """
         check_room()
 
@@ -88,19 +88,19 @@ class WholeBlocks:
         )
 
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
-        """Reserve memory outside of blocks: none for one process."""
+        """Reserve memory outside of blocks: nothing for a single process."""
 
     def check_working_set(
         self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
     ) -> None:
-        """Refuse a compute tier in which a layer does not fit beside the homes there and the modules around it.
+        """Raise if a layer does not fit the compute tier in addition to its homes and the enclosing modules.
 
         Args:
             homes: Home tiers of the module's blocks, by key.
             taken: Returns the bytes of these homes in a tier.
 
         Raises:
-            CapacityError: Names the tier and the bytes that it needs.
+            CapacityError: Reports the tier and the bytes that it needs.
         """
         where = self.tier
         tier = self.store.tier(where)
@@ -121,15 +121,15 @@ class WholeBlocks:
 def check_room(
     access: WholeBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
 ) -> None:
-    """Refuse a module that has no room in the store, for homes or while a layer runs; reserve the working set.
+    """Raise for a module that does not fit the store, as homes or during a layer; reserve the working set.
 
     Args:
         name: Name of the module in the store.
-        weights: Tiers for weights, most wanted first.
-        gradients: Tiers for gradients, most wanted first.
+        weights: Tiers for weights, preferred first.
+        gradients: Tiers for gradients, preferred first.
 
     Raises:
-        CapacityError: Names the tier and the bytes that it needs.
+        CapacityError: Reports the tier and the bytes that it needs.
         OffloadError: The name is in use.
     """
     store, parts = access.store, parts_of(units)

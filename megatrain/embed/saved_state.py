@@ -1,4 +1,4 @@
-"""The state of an optimizer as it is saved: a generation of its store, or tensors under torch's names."""
+"""The saved state of an optimizer: a generation of its store, or tensors under torch's names."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _log = logging.getLogger(__name__)
 
 __all__ = ["SavedState"]
 
-#: Version of what ``SavedState.record`` says about the store.
+#: Version of the store's entry from ``SavedState.record``.
 _FORMAT = 1
-#: Random text in the record of a generation: tells it from another one of the same number.
+#: Key of random text in the record of a generation, which distinguishes it from another one of the same number.
 _MARK = "mark"
-#: Name of the fp32 master among the tensors of a state; of bf16 parameters, which are its upper halves.
+#: Name of the fp32 master in the tensors of a state; for bf16 parameters, which are its upper halves.
 _MASTER = "master"
 
 
 class _SavedOptimizer(Protocol):
-    """What is saved of an optimizer.
+    """The parts of an optimizer that are saved.
 
     Attributes:
-        groups: the parameters that have state, by the blocks that they share.
-        steps: how many updates were made of each parameter; none: it is not in it.
+        groups: parameters that have state, grouped by shared blocks.
+        steps: number of updates of each parameter; without those that were never updated.
     """
 
     groups: list[StateGroup]
@@ -61,7 +61,7 @@ class _SavedOptimizer(Protocol):
 
 
 class SavedState:
-    """Saves and loads the state of one optimizer."""
+    """Saving and loading of one optimizer's state."""
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:
         self._optimizer = optimizer
@@ -73,13 +73,13 @@ class SavedState:
     # -- as a generation of the store --------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
-        """Return the number of a committed generation with weights and state, and what tells whether it fits.
+        """Return the number of a committed generation with weights and state, and data to verify that it fits.
 
-        Commits where anything has changed since the last one, and returns when that would survive a power cut.
+        Commits if anything has changed since the last commit, and returns when that would survive a power cut.
 
         Raises:
             GenerationError: the store has no folder.
-            TransferError: a drive refused.
+            TransferError: a drive reported an error.
         """
         generation = _commit_changes(self._store)
         numbers = {id(parameter): number for number, parameter in enumerate(self._optimizer.parameters())}
@@ -102,7 +102,7 @@ class SavedState:
         if (saved_by := record.get("shards")) != self._shards:
             raise ValueError(
                 f"this state names a generation of {_owner_of(saved_by)}, and this is {_owner_of(self._shards)}: each "
-                "rank loads what it saved, and as many ranks as saved. For checkpoints that other numbers of ranks can "
+                "rank loads what it saved, with the same number of ranks. For checkpoints that more or fewer ranks can "
                 f'load, make the optimizer with checkpoint="tensors" ({type(self._optimizer).__name__})'
             )
         self._load_blocks(record)
@@ -114,7 +114,7 @@ class SavedState:
         generation = record["generation"]
         if generation is None:
             if shared.num_changes:
-                raise ValueError("this state is that before the first step, which was not kept: start anew")
+                raise ValueError("this state is from before the first step, which was not kept: start again")
             return
         if shared.committed == (shared.num_changes, generation) and record["mark"] == shared.mark:
             return
@@ -137,7 +137,7 @@ class SavedState:
 
     @property
     def _shards(self) -> list[int] | None:
-        """Rank and number of ranks, where blocks of the store hold shards of this rank."""
+        """(rank, number of ranks) if blocks of the store hold shards of this rank."""
         shared = next((group.ranks for group in self._optimizer.groups if isinstance(group, SharedGroup)), None)
         if shared is not None:
             return [shared.rank, shared.size]
@@ -149,10 +149,10 @@ class SavedState:
     # -- as tensors ---------------------------------------------------------------------------------------------
 
     def tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
-        """Return copies of the state of one parameter, under torch's names; zeros where no update was made.
+        """Return copies of the state of one parameter, under torch's names; zeros if it was never updated.
 
         Args:
-            with_master: also the whole master of a parameter that is the upper half of one.
+            with_master: also return the whole master of a parameter that is its upper half.
         """
         group, name = self.group_of(parameter)
         _check_not_shared(group)
@@ -172,7 +172,7 @@ class SavedState:
         return found
 
     def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take over the state of torch's own optimizer of this kind."""
+        """Load the state of torch's equivalent optimizer."""
         parameters = self._optimizer.parameters()
         if state and not self._optimizer.torch_names():
             raise ValueError(f"{type(self._optimizer).__name__} cannot take over the state of another optimizer")
@@ -199,7 +199,7 @@ class SavedState:
                 self._set_master(group, entry, _flat_local(master))
             if group.has_averages:
                 average = values.get(EMA.name)
-                if average is None:  # of an optimizer that had none: it begins here
+                if average is None:  # the saved optimizer had no average: begin with the master
                     average = self.master_of(parameter, group, entry)
                 self._set_moment(group, EMA.name, entry, _flat_local(average))
             self._optimizer.steps.pop(parameter, None)
@@ -217,19 +217,19 @@ class SavedState:
 
     @property
     def _folder(self) -> str | None:
-        """Where copies of state go: the store's folder, where it has one."""
+        """Folder of state copies: the store's folder, if it exists."""
         path = self._store.path
         return path if path is not None and os.path.isdir(path) else None
 
     def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
-        """Return a copy of the fp32 master of a parameter in bf16, flat."""
+        """Return a flat copy of the fp32 master of a bf16 parameter."""
         with self._store.acquire(group.keys["low"], "ram") as lease:
             upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # as the kernels: low is signed
+            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # like the kernels: low is signed
             return mapped_copy(joined.view(torch.float32), self._folder)
 
     def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
-        """Return the fp32 master of a parameter, flat."""
+        """Return the flat fp32 master of a parameter."""
         if isinstance(group, OffloadedGroup):
             master = torch.empty(entry.numel)
             keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
@@ -241,7 +241,7 @@ class SavedState:
         return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
 
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
-        """Replace the lower half of a master, and the upper one where the store has that, too. ``values``: flat."""
+        """Replace the lower half of a master, and the upper half if the store has it. ``values`` is flat."""
         bits = values.view(torch.int32)
         with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
             group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # the lower 16 bits
@@ -251,7 +251,7 @@ class SavedState:
                 group.part("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
-        """Return a copy of a kind of state of one parameter, flat and in fp32."""
+        """Return a flat fp32 copy of a kind of state of one parameter."""
         with self._store.acquire(group.keys[kind], "ram") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -261,7 +261,7 @@ class SavedState:
                 return mapped_copy(decode_moments(part, own, is_signed(kind)), self._folder)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
-        """Replace a kind of state of one parameter, rounding to nearest. ``values``: flat; None: zeros."""
+        """Replace a kind of state of one parameter, rounding to nearest. ``values`` is flat; None for zeros."""
         with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -274,10 +274,10 @@ class SavedState:
 
 
 def _check_not_shared(group: StateGroup) -> None:
-    """Refuse to read or write the state of a parameter as a whole where this rank has a shard of it.
+    """Refuse access to the whole state of a parameter of which this rank has a shard.
 
     Raises:
-        TypeError: it is so.
+        TypeError: the state is sharded.
     """
     if isinstance(group, SharedGroup):
         raise TypeError(
@@ -287,10 +287,10 @@ def _check_not_shared(group: StateGroup) -> None:
 
 
 def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
-    """Refuse loaded state that is not cut as its parameter is.
+    """Raise if loaded state is not sharded like its parameter.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the sharding differs.
     """
     if is_dtensor(parameter) != is_dtensor(values):
         raise ValueError(
@@ -307,23 +307,23 @@ def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
 
 
 def _flat_local(values: Tensor) -> Tensor:
-    """Return what this process has of a loaded tensor, flat, in fp32 in RAM."""
+    """Return this process's part of a loaded tensor, flat, as fp32 in RAM."""
     return local_of(values.detach()).reshape(-1).to("cpu", torch.float32)
 
 
 def _owner_of(shards: Sequence[int] | None) -> str:
-    """Return whose generation it is, for messages."""
+    """Return the owner of a generation, for messages."""
     return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
 
 
 def _commit_changes(store: TieredStore) -> int | None:
-    """Return the generation with the present contents, committing one if needed; None: nothing was changed yet.
+    """Return the generation with the current contents; commit one if needed. None if nothing has changed yet.
 
-    Makes the updates that are due, also of other optimizers. Returns when the generation would survive a power cut.
+    Applies due updates, also of other optimizers. Returns when the generation would survive a power cut.
 
     Raises:
         GenerationError: the store has no folder.
-        TransferError: a drive refused.
+        TransferError: a drive reported an error.
     """
     shared = shared_state(store)
     for optimizer in shared.optimizers:
@@ -352,10 +352,10 @@ def _commit_changes(store: TieredStore) -> int | None:
 
 
 def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder with the very generation that was saved: this store's, else the one that it was saved in.
+    """Return the folder with exactly the saved generation: this store's, else the store's in which it was saved.
 
     Raises:
-        GenerationError: it is in neither.
+        GenerationError: neither folder has it.
     """
     generation = record["generation"]
     looked = []
@@ -376,7 +376,7 @@ def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
 
 
 def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
-    """Fill all durable blocks from a generation that another store wrote."""
+    """Fill all durable blocks from a generation of another store."""
     reader = GenerationReader(path, generation, [path])
     homes = {spec.key: spec.home for spec in store.blocks() if spec.durable}
     for key, home in homes.items():
@@ -387,6 +387,6 @@ def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
 
 
 def _fingerprint(store: TieredStore) -> str:
-    """Return what tells the durable blocks of a store from those of another: keys, shapes, dtypes."""
+    """Return a checksum that identifies the durable blocks of a store by keys, shapes and dtypes."""
     specs = sorted((spec.key, tuple(spec.shape), str(spec.dtype)) for spec in store.blocks() if spec.durable)
     return hashlib.sha256(repr(specs).encode()).hexdigest()[:16]

@@ -1,12 +1,12 @@
-"""Offloaded modules of several ranks: each has a shard of every block, and they move weights and gradients by turns.
+"""Offloaded modules of several ranks: each stores a shard of every block; weights and gradients are collectives.
 
-The law of shards, the order of additions and the collectives are those of a run of several processes
-(``megatrain.ranks``). There a program says which collective comes next; here the user's code decides, so every
-collective is announced to all ranks first: where they are not about to do the same, all of them raise the same error,
-and none waits for another.
+The rule of shards, the order of additions and the collectives are the same as in a run of several processes
+(``megatrain.ranks``). There a program defines the next collective. Here the user's code does, so every collective is
+announced to all ranks first. If they are about to do different things, all of them raise the same error, and none
+waits for another.
 
-Bytes move between host memories. Where modules compute on a GPU, a full copy is gathered in RAM and copied to the GPU,
-and sums of gradients, which are made there, are fetched to RAM for their exchange.
+Bytes move between host memories. If modules compute on a GPU, a full copy is gathered in RAM and copied to the GPU.
+Sums of gradients are made on the GPU, and fetched to RAM for their exchange.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _FP32_BYTES = 4
 
 
 class ModuleRanks(WholeBlocks):
-    """The ranks that share an offloaded module, seen from one of them. Used by one thread at a time.
+    """The ranks that share an offloaded module, from the view of one of them. Used by one thread at a time.
 
-    Each rank stores a shard of every block. Shards are gathered in RAM, wherever the module computes.
+    Each rank stores a shard of every block. Shards are gathered in RAM, whatever the compute device.
 
     Args:
         group: a process group of torch.distributed, over host memory (gloo).
-        store: this rank's.
-        num_lanes: that gradients are added in, a multiple of the ranks; None: one for each.
+        store: store of this rank.
+        num_lanes: number of lanes of gradients, a multiple of the number of ranks; None for one per rank.
 
     Attributes:
-        shards: which elements of a block this rank has.
-        lane: the one of this rank's that gradients are added to now.
+        shards: elements of each block that this rank has.
+        lane: lane of this rank that currently receives gradients.
 
     Raises:
-        ValueError: lanes that ranks cannot share evenly, or a group without gloo.
+        ValueError: lanes that cannot be divided evenly among ranks, or a group without gloo.
     """
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
@@ -74,9 +74,9 @@ class ModuleRanks(WholeBlocks):
         self.tier = "ram"
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
-        if count < 1 or count % self.size:  # all ranks gather for as many forwards and backwards
+        if count < 1 or count % self.size:  # all ranks gather for the same number of forwards and backwards
             raise ValueError(
-                f"gradient_lanes={count} for {self.size} ranks: all have as many lanes, so give a multiple of that"
+                f"gradient_lanes={count} for {self.size} ranks: each needs the same number of lanes, so give a multiple"
             )
         self.shards, self.lanes = RankShards(self.rank, self.size), RankLanes(count, self.size)
         self.own_lanes = lanes_of_rank(self.rank, self.size, count)
@@ -85,10 +85,10 @@ class ModuleRanks(WholeBlocks):
         self._num_announced = 0
 
     def announce(self, what: str) -> None:
-        """Tell all ranks what this one is about to do with them.
+        """Announce the next collective of this rank to all ranks.
 
         Raises:
-            RanksDifferError: others are about to do something else. On all ranks; nothing was done.
+            RanksDifferError: others announce something else. Raised on all ranks; nothing was done.
         """
         self._num_announced += 1
         own = torch.frombuffer(bytearray(xxh3_128_digest(f"{self._num_announced} {what}".encode())), dtype=torch.uint8)
@@ -107,17 +107,17 @@ class ModuleRanks(WholeBlocks):
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return what every rank gave, by rank. After an announcement."""
+        """Return the objects of all ranks, by rank. Call it after an announcement."""
         return self._collectives.gather_objects(item)
 
-    # -- what is where -----------------------------------------------------------------------------------------
+    # -- sizes and shards --------------------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the length of a shard of a layout: the same on all ranks."""
+        """Return the length of a shard of a layout; equal on all ranks."""
         return self.shards.num_elements(range(layout.num_elements))
 
     def num_gathered(self, layout: UnitLayout) -> int:
-        """Return the length of all shards of a layout, one after the other."""
+        """Return the total length of all shards of a layout."""
         return self.size * self.num_elements(layout)
 
     def owned(self, layout: UnitLayout) -> range:
@@ -125,22 +125,22 @@ class ModuleRanks(WholeBlocks):
         return self.shards.owned(range(layout.num_elements))
 
     def put_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
-        """Copy what this rank has of a layout's elements; zeros lie past its end."""
+        """Copy this rank's elements of a layout; fill the rest of the shard with zeros."""
         owned = self.owned(layout)
         shard[: len(owned)].copy_(full[owned.start : owned.stop])
         shard[len(owned) :].zero_()
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Return the size of a full copy, which is that of a sum of gradients as well."""
+        """Return the bytes of a full copy, which equal the bytes of a sum of gradients."""
         return self.num_gathered(layout) * dtype.itemsize
 
-    # -- memory that is no block -------------------------------------------------------------------------------
+    # -- memory outside of blocks ------------------------------------------------------------------------------
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Set room apart for full copies and sums that are on their way.
+        """Reserve memory for full copies and sums in transfer.
 
         Raises:
-            CapacityError: there is none.
+            CapacityError: the tier is full.
         """
         more = nbytes - self._reserved_bytes[tier]
         if more > 0:
@@ -148,16 +148,16 @@ class ModuleRanks(WholeBlocks):
             self._reserved_bytes[tier] += more
 
     def unreserve(self) -> None:
-        """Give back all room that was set apart."""
+        """Give back all reserved memory."""
         for tier, nbytes in self._reserved_bytes.items():
             self.store.reserve(tier, -nbytes)
         self._reserved_bytes.clear()
 
     def take(self, tier: str, nbytes: int) -> None:
-        """Count memory that is about to be used; more than was reserved is reserved now.
+        """Count memory before its use; reserve more if the reservation is too small.
 
         Raises:
-            CapacityError: there is none.
+            CapacityError: the tier is full.
         """
         self.reserve(tier, self._in_use_bytes[tier] + nbytes)
         self._in_use_bytes[tier] += nbytes
@@ -171,7 +171,7 @@ class ModuleRanks(WholeBlocks):
         """Count memory that is used inside the context.
 
         Raises:
-            CapacityError: there is none.
+            CapacityError: the tier is full.
         """
         self.take(tier, nbytes)
         try:
@@ -180,20 +180,20 @@ class ModuleRanks(WholeBlocks):
             self.give(tier, nbytes)
 
     def exchange_bytes(self, layout: UnitLayout) -> int:
-        """Return the memory that an exchange of gradients of a layout takes."""
+        """Return the memory of a gradient exchange of a layout."""
         return self.lanes.num_sums * self.num_elements(layout) * _FP32_BYTES
 
     # -- collectives -------------------------------------------------------------------------------------------
 
     def gather(self, full: Tensor, shard: Tensor) -> None:
-        """Write the shards of all ranks into ``full``, one after the other."""
+        """Write the shards of all ranks into ``full``, concatenated."""
         self._collectives.gather(full, shard)
 
     def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
         """Return this rank's shard of the sum over all lanes of all ranks: the same bits for any number of ranks.
 
         Args:
-            sums: by own lane: all shards of its sum, one after the other. Written.
+            sums: by lane of this rank: its sum, as all shards concatenated. Overwritten.
         """
         own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
         of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
@@ -233,7 +233,7 @@ class ModuleRanks(WholeBlocks):
         return True
 
     def drop(self, key: str) -> None:
-        """Do nothing: the end of the lease has dropped the full copy."""
+        """Do nothing, because the end of the lease has dropped the full copy."""
 
     def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
         """Return the registered gradients of a part: a sum for each lane of this rank."""
@@ -242,11 +242,11 @@ class ModuleRanks(WholeBlocks):
     # -- room --------------------------------------------------------------------------------------------------
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Refuse a module on all ranks if one of them has no room for it, or if it differs between ranks.
+        """Raise on all ranks if the module does not fit on one of them, or differs between ranks.
 
         Raises:
             OffloadError: A trained parameter is left out of the store.
-            RanksDifferError: Names the first difference.
+            RanksDifferError: Reports the first difference.
         """
         parts = parts_of(units)
         _refuse_left(model, parts)
@@ -255,7 +255,7 @@ class ModuleRanks(WholeBlocks):
         try:
             self._collectives.all_or_none(check_room)
             check_same_module(self, model, [part.layout for part in parts])
-        except BaseException:  # perhaps of another rank: this one may have room
+        except BaseException:  # possibly of another rank, while the module fits here
             self.unreserve()
             shared.working_bytes = before
             raise
@@ -277,11 +277,11 @@ class ModuleRanks(WholeBlocks):
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
         """Reserve memory outside of blocks.
 
-        In the compute tier: full copies of a module and of those around it. In RAM: the received shards of an exchange,
-        and on the host of a GPU the full copy that is gathered.
+        In the compute tier: full copies of a module and its enclosing modules. In RAM: the received shards of an
+        exchange, and, if a GPU computes, the gathered full copy.
 
         Raises:
-            CapacityError: A tier has no room.
+            CapacityError: A tier is too small.
         """
         computes_in_ram = self.compute_tier == "ram"
         copies = beside = 0
@@ -298,10 +298,10 @@ class ModuleRanks(WholeBlocks):
     def check_working_set(
         self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
     ) -> None:
-        """Refuse a GPU tier in which the largest sum of gradients does not fit beside homes and full copies.
+        """Raise if the largest sum of gradients does not fit a GPU tier in addition to homes and full copies.
 
         Raises:
-            CapacityError: Names the tier and the bytes that it needs.
+            CapacityError: Reports the tier and the bytes that it needs.
         """
         where = self.compute_tier
         if where == "ram":
@@ -313,7 +313,7 @@ class ModuleRanks(WholeBlocks):
             lane = lane_key(part.gradient_key, self.own_lanes[0])
             if part.layout.trainable and homes[lane] != where and need > room:
                 detail = (
-                    f"to sum the gradients of {part.layout.name} beside full copies of weights. Give {where} more room"
+                    f"to sum the gradients of {part.layout.name} while full copies of weights exist. Give {where} more room"
                 )
                 raise CapacityError(where, need, max(0, room), detail=detail)
 
@@ -324,11 +324,11 @@ def lane_key(gradient_key: str, lane: int) -> str:
 
 
 class UnshardedBlock:
-    """A full copy of a weight block, made from the shards of all ranks; stands where a lease of a whole block does.
+    """A full copy of a weight block, gathered from the shards of all ranks; replaces a lease of a whole block.
 
     Attributes:
         tensor: [elements of the layout].
-        mode: "r", "rw", or "w" where there is nothing to read yet.
+        mode: "r", "rw", or "w" if there is nothing to read yet.
     """
 
     def __init__(self, ranks: ModuleRanks, key: str, layout: UnitLayout, dtype: torch.dtype, mode: str) -> None:
@@ -350,22 +350,22 @@ class UnshardedBlock:
             full = torch.empty(count, dtype=dtype)
             with self._ranks.store.acquire(self._key, "ram", "r") as lease:
                 ranks.gather(full, lease.tensor)
-            return full.to(ranks.device)  # not page-locked: the copy has ended when the call returns
+            return full.to(ranks.device)  # not pinned, so the copy has ended when the call returns
 
     def release(self) -> None:
-        """Drop the copy; this rank's shard of what was changed goes to the store."""
+        """Drop the copy; write this rank's shard to the store if the copy was writable."""
         if self.mode != "r":
             with torch.no_grad(), self._ranks.store.acquire(self._key, "ram", "w") as lease:
                 self._ranks.put_shard(lease.tensor, self._layout, self.tensor)
         self.abandon()
 
     def abandon(self) -> None:
-        """Drop the copy, and whatever was changed."""
+        """Drop the copy and all changes."""
         self._ranks.give(self._ranks.compute_tier, self._nbytes)
 
 
 class SharedGradients(GradientBlock):
-    """The gradients of parameters that several ranks share: a sum for each lane of this rank, until they are exchanged.
+    """The gradients of parameters that several ranks share: one sum per lane of this rank, until the exchange.
 
     ``key`` is the block of this rank's shard of the sum over all lanes of all ranks.
     """
@@ -395,7 +395,7 @@ class SharedGradients(GradientBlock):
         """Add up the lanes of all ranks; afterwards the block has this rank's shard. A collective."""
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
-            self.updater.finish_update()  # of the step before, which reads the block
+            self.updater.finish_update()  # of the previous step, which reads the block
         with self.ranks.room("ram", self.ranks.exchange_bytes(self.layout)):
             modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
             requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
@@ -409,7 +409,7 @@ class SharedGradients(GradientBlock):
         self.is_exchanged = True
 
     def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
-        """Make zeros of what has no gradient in a lane, and of what lies between parameters."""
+        """Zero parameters without a gradient in a lane, and the padding between parameters."""
         if not filled:
             sums.zero_()
         for entry in self.layout.entries if filled else ():
@@ -417,7 +417,7 @@ class SharedGradients(GradientBlock):
                 self.view(sums, entry).zero_()
 
     def agreed(self, names: frozenset[str]) -> None:
-        """Take over which parameters have a gradient on any rank."""
+        """Set the names of the parameters that have a gradient on any rank."""
         self._filled = set(names)
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
@@ -441,21 +441,21 @@ class SharedGradients(GradientBlock):
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
         if self.is_exchanged:
             raise WeightInUseError(
-                f"a gradient of {entry.name} came after the norm was measured: the ranks have added theirs up. Make "
+                f"a gradient of {entry.name} came after the norm was measured: the ranks have added them up. Make "
                 "all backward passes of a step before measure_grad_norm(), or clear the gradients"
             )
         filled = self._filled_of[self.ranks.lane]
         key = self._lane_keys[self.ranks.lane]
         with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
             if not filled:
-                lease.tensor.zero_()  # what lies between parameters and past the end is added up, too
+                lease.tensor.zero_()  # the padding between and after parameters is also added up
             sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
             GradientAccumulator(sums, filled).add(entry.name, gradient)
         self._filled.add(entry.name)
 
 
 class SharedGroup(OffloadedGroup):
-    """The parameters of a block that several ranks share: this rank updates its shard, which needs no other rank."""
+    """The parameters of a block that several ranks share. This rank updates its shard without other ranks."""
 
     def __init__(
         self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
@@ -473,11 +473,11 @@ class SharedGroup(OffloadedGroup):
 
     @property
     def gradient_factor(self) -> float:
-        """By which the sum over all lanes becomes their mean."""
+        """Factor from the sum over all lanes to their mean."""
         return 1.0 / self.ranks.lanes.count
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return what a block of a kind holds of one parameter, flat: nothing, where other ranks have all of it."""
+        """Return the flat state of a kind of one parameter; empty if other ranks have all of it."""
         shard, granularity = self._owned, self.kinds[kind].granularity
         start = min(max(entry.offset, shard.start), shard.stop) - shard.start
         stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
@@ -494,14 +494,14 @@ class SharedGroup(OffloadedGroup):
 def exchange_gradients(
     groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
 ) -> dict[nn.Parameter, float]:
-    """Add up the gradients of parameters that ranks share; return the squared norm of each such group of them.
+    """Add up the gradients of parameters that ranks share; return the squared norm of each such group.
 
-    The norm is that of the mean of all lanes. It stands under the first parameter of each group, and is summed in
-    65,536 elements of the layout: the same bits for any number of ranks. A collective.
+    The norm is taken of the mean over all lanes. Its key is the first parameter of each group. It is summed over blocks
+    of 65,536 elements of the layout, which gives the same bits for any number of ranks. A collective.
 
     Args:
-        groups: any; those that are not shared, or are exchanged already, are left out.
-        with_norm: False: return nothing.
+        groups: any groups; those that are not shared, or exchanged already, are skipped.
+        with_norm: False to return nothing.
     """
     found: dict[nn.Parameter, float] = {}
     shared = [group for group in groups if isinstance(group, SharedGroup)]
@@ -525,21 +525,21 @@ def exchange_gradients(
 
 
 def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
-    """Refuse trained parameters that ranks would not share: each would train its own."""
+    """Raise for trained parameters outside of the store, which each rank would train separately."""
     shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in shared:
             raise OffloadError(
-                f"{name} is trained and left out of the store: with group=... its gradient would stay one rank's. "
+                f"{name} is trained and left out of the store: with group=... its gradient would stay on one rank. "
                 "Freeze it, or do not leave it out"
             )
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:
-    """Refuse a module that is not the same on all ranks: shards of different ones would be mixed.
+    """Raise for a module that differs between ranks, because shards of different modules would be mixed.
 
     Raises:
-        RanksDifferError: names the first difference.
+        RanksDifferError: reports the first difference.
     """
     parts = {"gradient_lanes": str(ranks.lanes.count)}
     parts |= {f"the layout of {layout.name}": str(layout.entries) for layout in layouts}

@@ -1,7 +1,7 @@
-"""A store for other trainers: opened in one call, with a home for each block by preference.
+"""A store for other trainers: opened with one call, with a home for each block by preference.
 
-The engine's placement knows the program and minimises its traffic (``megatrain.plan.placement``). Here blocks come one
-module or optimizer after another, and how they will be used is not known: each gets the first tier with room.
+The engine's placement knows the program and minimises its traffic (``megatrain.plan.placement``). Here modules and
+optimizers are added one by one, and their use is unknown, so each block goes to the first tier with space.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Size = int | str
 _log = logging.getLogger(__name__)
 _RAM_MARGIN = 0.05
-#: A number below is a mistake: no tier of so few bytes is of use. Text with a unit may say less.
+#: A smaller number is assumed to be a mistake, because such a tier is useless. Text with a unit may be smaller.
 _LEAST_NUMBER = 64 * KiB
 _FREE_DISK_SHARE = 0.9
 
@@ -51,24 +51,24 @@ def open_store(
 ) -> TieredStore:
     """Open a store for ``offload``, ``TieredAdamW`` and ``offload_activations``. A context manager.
 
-    Without ``with`` or ``close`` it is closed when the program ends.
+    Without ``with`` or ``close`` it is closed at the end of the program.
 
-    With ``torch.distributed`` initialised every rank gets folders of its own (``.../rank0``): its state is its own.
-    Shares of the machine and "auto" are then divided by the ranks of the machine.
+    With ``torch.distributed`` initialised every rank gets separate folders (``.../rank0``) for its state. Shares of the
+    machine and "auto" are then divided by the number of ranks on the machine.
 
     Args:
-        ram: what may lie in RAM: bytes, "110GiB", "90%" of the machine, or "auto": what is free now less a margin. It
-            is never exceeded; gradients, activations and code of your own come on top.
+        ram: size in RAM: bytes, "110GiB", "90%" of the machine, or "auto" for the free RAM minus a margin. It is never
+            exceeded; gradients, activations and the user's code need additional memory.
         nvme: folders on drives; several are striped.
-        nvme_size: for all of them together; "auto": nine tenths of what is free, and None as well, said in the log.
-        gpu: memory of the current CUDA device; modules then compute there. None: they compute on the CPU.
-        path: folder of checkpoints; default: the first of ``nvme``. Without either nothing can be saved.
-        keep_generations: checkpoints that are kept besides those that a host trainer's checkpoints name.
-        on_full: when a drive is full in the middle of the work.
+        nvme_size: total size on drives; "auto": nine tenths of the free space. None means the same, with a warning.
+        gpu: memory of the current CUDA device, where modules then compute. None if they compute on the CPU.
+        path: folder of checkpoints; default: the first of ``nvme``. Without either, nothing can be saved.
+        keep_generations: checkpoints to keep in addition to those that a host trainer's checkpoints name.
+        on_full: behavior when a drive fills up during a run.
 
     Raises:
-        ValueError: a size that cannot be read, is more than the machine has, or is of a drive that is not named; or
-            there is no CUDA device.
+        ValueError: a size that cannot be parsed, exceeds the machine, or is for a drive that is not named; or there is
+            no CUDA device.
         LockedError: another process uses one of the folders.
     """
     if on_full not in ("pause", "error"):
@@ -109,7 +109,7 @@ def open_store(
             tiers,
             path=None if path is None else str(Path(path, rank).expanduser()),
             keep_generations=keep_generations,
-            overwrite=True,  # load_state_dict, which comes later, decides which generation is continued
+            overwrite=True,  # a later load_state_dict decides which generation to resume
             on_full=on_full,
         )
     except BaseException:
@@ -123,18 +123,18 @@ def open_store(
 
 
 def _close(found: ref[TieredStore]) -> None:
-    """Close the store of a program that ends without closing it: its files would stay until the next run."""
+    """Close the store if the program ends without closing it; otherwise its files would stay until the next run."""
     if (store := found()) is not None:
         store.give_up_waiting()
         store.close()
 
 
 def release(store: TieredStore, tier: str) -> int:
-    """Give the memory of a tier back to its device, between two steps; return the bytes that stay in use.
+    """Give the memory of a tier back to its device between two steps; return the bytes that stay in use.
 
-    Copies leave, changed ones are written back first, and free buffers are dropped: another program, such as a rollout
-    engine on the same GPU, may take that memory. What stays are homes and what is reserved, so give blocks no home on
-    the GPU. The next forward takes memory again, and finds its bytes in the tiers below. Call it outside of forwards
+    Copies are evicted (changed ones are written back first) and free buffers dropped. Another program, such as a
+    rollout engine on the same GPU, may then use that memory. Homes and reservations stay, so give blocks no home on the
+    GPU. The next forward takes memory again and fetches the blocks from the tiers below. Call it outside of forwards
     and backwards.
 
     Raises:
@@ -151,13 +151,13 @@ def release(store: TieredStore, tier: str) -> int:
     if held:
         raise LeaseError(f"{held[0]} is in use in tier '{tier}': release it between steps, outside of a forward")
     free = owner.usage().free_bytes
-    store.reserve(tier, free)  # kept buffers make way
+    store.reserve(tier, free)  # evicts kept buffers
     store.reserve(tier, -free)
     return owner.usage().used_bytes
 
 
 def check_store(store: object, call: str) -> None:
-    """Raise ``TypeError`` for what is no store, such as the size of one.
+    """Raise ``TypeError`` for an object that is not a store, such as a size.
 
     Args:
         call: the function, for the message.
@@ -168,12 +168,12 @@ def check_store(store: object, call: str) -> None:
 
 
 def compute_tier(store: TieredStore) -> str:
-    """Return the tier that modules compute in: the fastest one."""
+    """Return the tier in which modules compute: the fastest one."""
     return next(iter(store.stats().tiers))
 
 
 def compute_device(store: TieredStore) -> torch.device:
-    """Return the device of the tier that modules compute in."""
+    """Return the device of the tier in which modules compute."""
     device = store.tier(compute_tier(store)).device
     assert device is not None, "the fastest tier of a store is addressable"
     return device
@@ -181,7 +181,7 @@ def compute_device(store: TieredStore) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A block that needs a home. ``homes``: tiers, most wanted first."""
+    """A block that needs a home. ``homes``: tiers, preferred first."""
 
     key: str
     nbytes: int
@@ -190,17 +190,17 @@ class Wanted:
 
 
 class SharedState:
-    """What the offloaded modules, optimizers and activations of one store share.
+    """State that the offloaded modules, optimizers and activations of one store share.
 
     Attributes:
-        working_bytes: kept free of homes in RAM, so that blocks that live elsewhere can be fetched.
+        working_bytes: bytes of RAM without homes, reserved for fetching blocks from other tiers.
         num_changes: updates and other writes of weights and state so far.
         committed: (num_changes, generation) of the last commit or load.
-        mark: random text of that generation, which tells it from others of its number.
+        mark: random text that identifies that generation among others of its number.
     """
 
     def __init__(self, store: TieredStore) -> None:
-        self._of = ref(store)  # weak: the store is the key under which this is kept
+        self._of = ref(store)  # weak, because the store is the key of this object
         self._last_tier = tuple(store.stats().tiers)[-1]
         self._undo: list[str] | None = None
         self.working_bytes = 0
@@ -217,18 +217,18 @@ class SharedState:
         return store
 
     def finish_updates(self) -> None:
-        """Make the updates that optimizers of this store have deferred."""
+        """Apply the updates that optimizers of this store have deferred."""
         for optimizer in list(self.optimizers):
             optimizer.finish_updates()
 
     def register(self, key: str, num_elements: int, dtype: torch.dtype, homes: Sequence[str], *, durable: bool) -> str:
-        """Register a block in the first of ``homes`` that has room for it; return that.
+        """Register a block in the first of ``homes`` that has space for it; return that tier.
 
-        A durable block on a drive also reserves what generations keep of it.
+        A durable block on a drive also reserves the space of its copies in generations.
 
         Raises:
-            CapacityError: none has.
-            ValueError: there is a block of that name.
+            CapacityError: no tier has space.
+            ValueError: a block of that name exists.
         """
         store = self._store
         wanted = Wanted(key, num_elements * dtype.itemsize, tuple(homes), durable)
@@ -242,10 +242,10 @@ class SharedState:
         return name
 
     def placed(self, blocks: Sequence[Wanted]) -> list[str]:
-        """Return the home that ``register`` would give to each block, one after the other.
+        """Return the homes that ``register`` would give to the blocks, in this order.
 
         Raises:
-            CapacityError: there is none for one of them.
+            CapacityError: a block has no home.
         """
         store = self._store
         taken: dict[str, int] = {}
@@ -259,7 +259,7 @@ class SharedState:
                 need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
                 beside = open_bytes + taken.get(name, 0)
                 free = tier.usage().free_bytes
-                if need + beside > free:  # copies take room as well, but would make way
+                if need + beside > free:  # copies also take space, but can be evicted
                     free = room_for_homes(store, name)
                 if need + beside <= free:
                     taken[name] = taken.get(name, 0) + need
@@ -278,7 +278,7 @@ class SharedState:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Unregister what was registered inside, where that ends with an error."""
+        """Unregister the blocks that were registered inside, if the context ends with an error."""
         assert self._undo is None, self._undo
         registered: list[str] = []
         self._undo = registered
@@ -291,7 +291,7 @@ class SharedState:
             self._undo = None
 
     def unregister(self, *keys: str) -> None:
-        """Unregister blocks, and give back what is reserved for generations of them."""
+        """Unregister blocks, and give back the space reserved for their generations."""
         store = self._store
         specs = {spec.key: spec for spec in store.blocks()}
         for key in keys:
@@ -306,28 +306,28 @@ _SHARED: WeakKeyDictionary[TieredStore, SharedState] = WeakKeyDictionary()
 
 
 def shared_state(store: TieredStore) -> SharedState:
-    """Return what the users of a store share, made at the first call."""
+    """Return the shared state of a store, created on the first call."""
     if store not in _SHARED:
         _SHARED[store] = SharedState(store)
     return _SHARED[store]
 
 
 def room_for_homes(store: TieredStore, name: str) -> int:
-    """Return the bytes of a tier that homes leave, copies not counted."""
+    """Return the bytes of a tier without homes; copies do not count as used."""
     tier = store.tier(name)
     if tier.device is None:
-        return tier.usage().free_bytes  # files: there are no copies, and generations take room as well
+        return tier.usage().free_bytes  # files: no copies exist, and generations also take space
     return tier.capacity_bytes - store.stats().tiers[name].home_bytes
 
 
 def _kept_bytes(store: TieredStore, name: str, block: Wanted) -> int:
-    """Return what generations take of a drive for one block besides its home."""
+    """Return the bytes on a drive that generations take for one block in addition to its home."""
     tier = store.tier(name)
     return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0
 
 
 def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the tiers that blocks may live in, most wanted first; "auto": RAM, then drives.
+    """Return the allowed home tiers, preferred first; "auto": RAM, then drives.
 
     Raises:
         ValueError: the store has no such tier.
@@ -348,11 +348,11 @@ def _bytes(what: str, size: Size, total: int, auto: int) -> int:
     try:
         return ConfigSize.parse(size).resolve(total, auto_bytes=max(MiB, auto))
     except ValueError as error:
-        raise ValueError(f'{what}: {error}. A share such as "90%" and "auto" are possible, too') from None
+        raise ValueError(f'{what}: {error}. A share such as "90%" and "auto" are also possible') from None
 
 
 def _counted_bytes(what: str, size: object) -> int:
-    """Return a size that was given as a number: bytes. Who writes 4 means another unit, and is asked which."""
+    """Return a size given as a number of bytes; raise for a small number, which probably lacks a unit."""
     forms = f'{what}="4GiB", "90%" or "auto"'
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise ValueError(
@@ -367,13 +367,13 @@ def _counted_bytes(what: str, size: object) -> int:
 
 
 def _example_of(nbytes: int) -> str:
-    """Return a round size within one of so many bytes, to be shown."""
+    """Return a round example size of at most ``nbytes``."""
     unit, name = (GiB, "GiB") if nbytes >= 2 * GiB else (MiB, "MiB")
     return f"{max(1, nbytes // 2 // unit)}{name}"
 
 
 def _free_bytes(folders: Sequence[Path]) -> int:
-    """Return what is free on the file systems of the folders, each counted once."""
+    """Return the free bytes on the file systems of the folders, each file system counted once."""
     found: Mapping[int, int] = {}
     for folder in folders:
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -383,14 +383,14 @@ def _free_bytes(folders: Sequence[Path]) -> int:
 
 
 def num_ranks() -> int:
-    """Return how many processes ``torch.distributed`` has joined; 1 without it."""
+    """Return the world size of ``torch.distributed``; 1 without it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 1
     return torch.distributed.get_world_size()
 
 
 def this_rank() -> int:
-    """Return the number of this process among those that ``torch.distributed`` has joined; 0 without it."""
+    """Return the rank of this process in ``torch.distributed``; 0 without it."""
     return torch.distributed.get_rank() if num_ranks() > 1 else 0
 
 
@@ -399,5 +399,5 @@ def _rank_folder() -> str:
 
 
 def _processes_here() -> int:
-    """Return how many ranks share this machine, as ``torchrun`` says."""
+    """Return the number of ranks on this machine, as set by ``torchrun``."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _rank_folder() else 1

@@ -1,8 +1,8 @@
-"""Parameters of a module as blocks of a store: their weights, their gradients, and what autograd saves of them.
+"""Parameters of a module as blocks of a store: their weights, their gradients, and their tensors saved by autograd.
 
-The engine binds leased weights to a module for one visit, since it runs each unit's forward itself
-(``megatrain.engine.bound_unit.BoundUnit``). Here the user's code runs, and the user's optimizer has the parameters: so
-these stay the same objects, absent or present, and what the graph saves of them is found again by block.
+The engine binds leased weights to a module for one visit, because it runs each unit's forward itself
+(``megatrain.engine.bound_unit.BoundUnit``). Here the user's code runs, and the user's optimizer has the parameters. So
+the parameters stay the same objects, absent or present, and the graph refers to saved weights by block.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class WeightInUseError(RuntimeError):
-    """Code outside of a module keeps, or changed, the module's weights in a way that the store cannot follow."""
+    """Code outside of a module keeps, or changed, the module's weights in a way that the store cannot handle."""
 
 
 _GRADIENT_REMEDY = (
-    "the gradient of {} left for the tiered store when autograd had made it. TieredAdamW and its like use it from "
+    "the gradient of {} left for the tiered store when autograd had computed it. TieredAdamW etc. use it from "
     "there: clip with max_grad_norm=..., read opt.grad_norm, clear with zero_grad() or grad = None; a hook "
     "(register_post_accumulate_grad_hook) sees it before it leaves"
 )
@@ -59,24 +59,24 @@ class AbsentWeightError(RuntimeError):
             super().__init__(f"{operation}: {_GRADIENT_REMEDY.format(what)}")
             return
         super().__init__(
-            f"{operation}: the numbers of {what} are in the tiered store. They are there during the forward and "
+            f"{operation}: the numbers of {what} are in the tiered store. They are in memory during the forward and "
             "backward of its module; elsewhere use `with megatrain.gathered(module):` to read or change them, or "
             "megatrain.named_tensors(model) to send them elsewhere"
         )
 
 
-#: torch's own properties, whatever a parameter's class overrides.
+#: torch's properties, independent of overrides in a parameter's class.
 _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 _BLOCK = "_megatrain_block"
 _CLASS = "_megatrain_class"
 _ANSWERED = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-#: Properties that return the values: like ``detach`` they give a stand-in, which refuses to be computed with.
+#: Properties that return the values. Like ``detach`` they return a placeholder, which refuses computation.
 _CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
 class _OffloadedParameter(nn.Parameter):
-    """A parameter whose gradient moves to a store after all other hooks have seen it."""
+    """A parameter whose gradient moves to a store after all other hooks have run."""
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that sees, and may change, each gradient before it moves to the store."""
@@ -89,7 +89,7 @@ class _OffloadedParameter(nn.Parameter):
 
 
 class PresentParameter(_OffloadedParameter):
-    """Class of a parameter while it is present: an ``nn.Parameter`` that notices when its ``data`` is taken.
+    """Class of a parameter while it is present: an ``nn.Parameter`` that detects access to its ``data``.
 
     autograd does not count writes through ``data`` as changes, so they would be lost silently.
     """
@@ -109,23 +109,23 @@ class PresentParameter(_OffloadedParameter):
 
 
 class StoredParameter(_OffloadedParameter):
-    """Class of a parameter while its values are in the store; an ``nn.Parameter`` changes to it and back.
+    """Class of a parameter while its values are in the store. An ``nn.Parameter`` changes to it and back.
 
-    It has the right shape, dtype and device and takes the memory of one number. Reading it raises
-    ``AbsentWeightError``, so that no wrong value is ever returned. ``grad`` is None, or a stand-in while the store
-    holds a gradient; setting it to None discards that.
+    It has the right shape, dtype and device and takes the memory of one element. Reading it raises
+    ``AbsentWeightError``, so that no wrong value is ever returned. ``grad`` is None, or a placeholder while the store
+    holds a gradient; setting it to None discards the gradient.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer for metadata."""
+        """Answer metadata queries."""
         return _answer(func, args, kwargs or {})
 
     @property
     def grad(self) -> Tensor | None:
-        """A stand-in where the store holds a gradient of the parameter, else None; in its own hooks the gradient."""
+        """A placeholder if the store holds a gradient of the parameter, else None; in its hooks the gradient."""
         block = block_of(self)
         assert block is not None
         arrived = gradient_of(self)
@@ -152,7 +152,7 @@ class StoredParameter(_OffloadedParameter):
 
 
 class StandIn(Tensor):
-    """Answers for the metadata of what is in the store; refuses everything else."""
+    """Placeholder with the metadata of a tensor in the store; refuses everything else."""
 
     what: str
     is_gradient: bool
@@ -161,7 +161,7 @@ class StandIn(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer for metadata."""
+        """Answer metadata queries."""
         return _answer(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -170,12 +170,12 @@ class StandIn(Tensor):
 
 
 def block_of(parameter: Tensor) -> WeightBlock | None:
-    """Return the block that holds a parameter, or None for one that is not in a store."""
+    """Return the block that holds a parameter, or None if it is not in a store."""
     return cast("WeightBlock | None", parameter.__dict__.get(_BLOCK))
 
 
 def attach(parameter: nn.Parameter, block: WeightBlock, device: torch.device) -> None:
-    """Make a parameter absent and tie it to its block; it computes on ``device``."""
+    """Make a parameter absent and assign it to its block; it computes on ``device``."""
     own_class = type(parameter)
     make_absent(parameter, device)
     parameter.__dict__[_BLOCK] = block
@@ -183,11 +183,11 @@ def attach(parameter: nn.Parameter, block: WeightBlock, device: torch.device) ->
 
 
 def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
-    """Take a parameter's values away: reading it raises from now on."""
-    # Not inference memory: a parameter over that could not be trained any more.
+    """Remove a parameter's values; reading it then raises."""
+    # Not inference memory: a parameter over such memory could not be trained any more.
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         empty = placeholder(parameter.shape, parameter.dtype, device)
-        if parameter.device.type == "meta":  # cannot be given memory, only swapped with another tensor
+        if parameter.device.type == "meta":  # its memory cannot be set, only swapped with another tensor's
             swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
             swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
         else:
@@ -196,27 +196,27 @@ def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def make_present(parameter: nn.Parameter, values: Tensor) -> None:
-    """Bind a parameter to its values: a view of a slot, of its shape and dtype."""
+    """Bind a parameter to its values: a view of a slot, with its shape and dtype."""
     with torch.inference_mode(False):
         parameter.__class__ = parameter.__dict__[_CLASS]
         _DATA.__set__(parameter, values)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return what autograd has accumulated in a parameter, past the property of its class."""
+    """Return the accumulated gradient of a parameter, bypassing the property of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRADIENT.__get__(parameter)
     return gradient
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Replace what autograd has accumulated in a parameter, past the property of its class."""
+    """Replace the accumulated gradient of a parameter, bypassing the property of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRADIENT.__set__(parameter, gradient)
 
 
 def stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> StandIn:
-    """Return a tensor that answers for the metadata of ``parameter`` and refuses everything else."""
+    """Return a placeholder with the metadata of ``parameter`` that refuses everything else."""
     with torch._C.DisableTorchFunctionSubclass():
         empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
         standing_in = Tensor._make_subclass(StandIn, empty)
@@ -226,7 +226,7 @@ def stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Stan
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of an absent tensor: for metadata, or after fetching the values where its module runs."""
+    """Call a function of an absent tensor: for metadata, or after fetching the values if its module runs."""
     name = getattr(func, "__name__", str(func))
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
     is_property = name == "__get__" and property_name not in _CONTENTS
@@ -247,7 +247,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _by_node(values: Iterable[Any]) -> list[Any]:
-    """Replace absent parameters by their nodes of the graph, which need no values."""
+    """Replace absent parameters by their graph nodes, which need no values."""
 
     def named(value: Any) -> Any:
         if isinstance(value, StoredParameter):
@@ -259,13 +259,13 @@ def _by_node(values: Iterable[Any]) -> list[Any]:
 
 
 def _absent(values: list[Any]) -> list[Tensor]:
-    """Return the absent tensors among arguments, and in lists of them."""
+    """Return the absent tensors among arguments, including lists of them."""
     flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return [one for one in flat if isinstance(one, StoredParameter | StandIn)]
 
 
 def _provide(parameter: Tensor) -> bool:
-    """Fetch a parameter's values where that is possible now; they may be here already with another parameter's."""
+    """Fetch a parameter's values if possible; another parameter may have fetched them already."""
     if not isinstance(parameter, StoredParameter):
         return not isinstance(parameter, StandIn)
     block = block_of(parameter)
@@ -284,15 +284,15 @@ def _what(asked: Tensor) -> str:
 
 
 class WeightOwner(Protocol):
-    """The module that a weight block belongs to. ``window``: leases of its backward, perhaps one of the block."""
+    """The module that owns a weight block. ``window``: leases of its backward, possibly of this block."""
 
     window: BackwardWindow
 
     def provide(self, block: WeightBlock) -> bool:
-        """Hold a block for code that reads weights outside of their own module; return whether that is possible."""
+        """Hold a block for code that reads weights outside of their module; return whether that is possible."""
 
     def recover(self) -> None:
-        """Release what forwards hold that ended without running their hooks."""
+        """Release leases of forwards that ended without running their hooks."""
 
 
 class WeightLease(Protocol):
@@ -300,7 +300,7 @@ class WeightLease(Protocol):
 
     @property
     def tensor(self) -> Tensor:
-        """Flat weights, one element per element of the layout."""
+        """Flat weights, one value per element of the layout."""
 
     @property
     def mode(self) -> str:
@@ -314,16 +314,16 @@ class WeightLease(Protocol):
 
 
 class ModuleBlocks(Protocol):
-    """How a process reads and writes the weight blocks of one module: alone, or together with other ranks.
+    """Access of a process to the weight blocks of one module, alone or together with other ranks.
 
     Attributes:
-        tier: Tier that this process's own block is leased in.
+        tier: Tier in which this process's block is leased.
     """
 
     tier: str
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the elements of a block that this process stores."""
+        """Return the number of elements of a block that this process stores."""
 
     def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
         """Return a lease of all weights of a layout on the compute device."""
@@ -332,43 +332,43 @@ class ModuleBlocks(Protocol):
         """Return a context with zeros of a layout's length, which become the block."""
 
     def is_copy(self, home: str) -> bool:
-        """Return whether a lease of a block is a copy of its home."""
+        """Return whether a lease copies the block from another tier."""
 
     def drop(self, key: str) -> None:
-        """Drop a leased copy that was changed against the rules."""
+        """Drop a leased copy that was changed without permission."""
 
 
 class BlockUpdater(Protocol):
     """The optimizer's side of a weight block."""
 
     def finish_update(self) -> None:
-        """Make the update that is due, if there is one. Called before the weights are read or new gradients summed."""
+        """Apply the due update, if any. Called before the weights are read or new gradients summed."""
 
     def weights_changed(self, names: frozenset[str]) -> None:
-        """Follow a change of these parameters that was no update."""
+        """Handle a change of these parameters that was not an update."""
 
 
-#: Address of leased memory -> the block whose weights it holds now.
+#: Address of leased memory -> the block whose weights it holds.
 _HELD: dict[int, WeightBlock] = {}
 
 
 class WeightBlock:
-    """The parameters of one layout: one flat block, and while it is held one view of its slot per parameter.
+    """The parameters of one layout: one flat block, and, while it is held, one view of its slot per parameter.
 
     Held by the forward of every module that uses it, and leased by the backward. Used by one thread at a time.
 
     Args:
-        key: names its block, which is registered here.
+        key: key of its block, which is registered here.
         parameters: by their name in the layout.
-        homes: tiers that it may live in, most wanted first.
+        homes: allowed tiers, preferred first.
         access: Leases and fills the blocks of the module.
 
     Attributes:
-        gradients: those of its parameters; None where they are frozen.
-        missing: names of parameters without values: made on the meta device and not loaded yet.
-        owner: the module; None before it is complete.
+        gradients: gradients of its parameters; None if they are frozen.
+        missing: names of parameters without values: created on the meta device and not loaded yet.
+        owner: the module; None until it is complete.
         updater: the optimizer's group; None without an optimizer.
-        version: changes of the weights so far, updates that are due included.
+        version: number of changes of the weights, including due updates.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class WeightBlock:
         self._num_references = 0
         self._versions: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
-        self._checksums: dict[str, str] = {}  # of weights that may change without autograd seeing it
+        self._checksums: dict[str, str] = {}  # of weights that may change without autograd's knowledge
         self.home = shared_state(store).register(key, access.num_elements(layout), dtype, homes, durable=True)
         self.missing = set(parameters)
 
@@ -404,9 +404,9 @@ class WeightBlock:
         return self._names[id(parameter)]
 
     def take_over(self) -> None:
-        """Move the parameters' values into the block, freeing each parameter's memory as soon as it is copied.
+        """Move the parameters' values into the block, freeing each parameter's memory after its copy.
 
-        Parameters on the meta device have no values: they are missing until the block is filled.
+        Parameters on the meta device have no values, and are missing until the block is filled.
         """
         self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
         if len(self.missing) == len(self.parameters):
@@ -422,11 +422,11 @@ class WeightBlock:
         self._evict()
 
     def filling(self) -> AbstractContextManager[Tensor]:
-        """Return a context with zeros, as long as the layout; what is written there is in the block afterwards."""
+        """Return a context with zeros of the layout's length; values written there become the block."""
         return self.access.filling(self.key, self.layout, self.dtype)
 
     def filled(self) -> None:
-        """Note that all parameters have values now, and evict the block from RAM unless it lives there."""
+        """Record that all parameters have values, and evict the block from RAM unless RAM is its home."""
         self.missing.clear()
         self._evict()
 
@@ -441,19 +441,19 @@ class WeightBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the parameters are present now."""
+        """Whether the parameters are present."""
         return self._lease is not None
 
     @past_modes
     def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
-        """Make the parameters present until ``release`` was called as often.
+        """Make the parameters present until the same number of ``release`` calls.
 
         Args:
-            is_watched: also detect changes that autograd does not see, through ``data`` or numpy.
+            is_watched: also detect changes without autograd's knowledge, through ``data`` or numpy.
 
         Raises:
             CapacityError: the compute tier is too small for the unit.
-            WeightInUseError: not loaded yet, or wanted for writing while held for reading.
+            WeightInUseError: not loaded yet, or requested for writing while held for reading.
         """
         if self._num_holders == 0:
             if self.updater is not None:
@@ -477,10 +477,10 @@ class WeightBlock:
         """Undo one ``hold``; after the last one the parameters are absent again.
 
         Args:
-            is_failing: another error is being raised: report nothing on top of it.
+            is_failing: another error is being raised, so report no further one.
 
         Raises:
-            WeightInUseError: weights were changed under a hold for reading, or a view of a copy outlives the hold.
+            WeightInUseError: weights were changed during a hold for reading, or a view of a copy outlives the hold.
         """
         self._num_holders -= 1
         if self._num_holders:
@@ -530,10 +530,10 @@ class WeightBlock:
         return frozenset(changed)
 
     def check_frozen(self) -> None:
-        """Refuse to train parameters that were frozen when they were offloaded: there is no block for their gradients.
+        """Raise for trained parameters that were frozen when they were offloaded, as they have no gradient block.
 
         Raises:
-            WeightInUseError: there is one.
+            WeightInUseError: there is such a parameter.
         """
         if self.gradients is None:
             for name, parameter in self.parameters.items():
@@ -544,16 +544,16 @@ class WeightBlock:
                     )
 
     def note_data_taken(self, parameter: nn.Parameter) -> None:
-        """Watch a held parameter whose ``data`` was taken: it may be written to."""
+        """Watch a held parameter whose ``data`` was accessed, because it may be written to."""
         name = self.name_of(parameter)
         if self._lease is not None and name not in self._checksums:
             self._checksums[name] = _checksum(views(self._lease.tensor, self.layout)[name])
 
     def prepare_update(self) -> None:
-        """Release what is left of a backward, before an optimizer changes the weights.
+        """Release leases left over from a backward, before an optimizer changes the weights.
 
         Raises:
-            WeightInUseError: they are held now, or a graph still uses them.
+            WeightInUseError: the weights are held, or a graph still uses them.
         """
         if self._lease is not None and self.owner is not None:
             self.owner.recover()
@@ -566,11 +566,11 @@ class WeightBlock:
             self.owner.window.close(self)
 
     def is_unchanged(self, parameter: nn.Parameter) -> None:
-        """Note that what was written to a held parameter are the values that it had."""
+        """Record that a held parameter was overwritten with its previous values."""
         self._versions[self.name_of(parameter)] = parameter._version
 
     def changed(self, names: frozenset[str]) -> None:
-        """Note a change of these parameters that was no update."""
+        """Record a change of these parameters that was not an update."""
         self.version += 1
         self.missing -= set(names)
         shared_state(self.store).num_changes += 1
@@ -597,14 +597,14 @@ class WeightBlock:
 
 
 def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
-    """Release every block, also where releasing another one raises."""
+    """Release every block, even if a release raises."""
     with ExitStack() as stack:
         for block in blocks:
             stack.callback(block.release, is_failing=is_failing)
 
 
 def block_under(tensor: Tensor) -> WeightBlock | None:
-    """Return the block that a tensor is a view of while the block is held; None for all other tensors."""
+    """Return the held block that a tensor is a view of, or None."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     block = _HELD.get(_address(tensor))
@@ -616,13 +616,13 @@ def _address(tensor: Tensor) -> int:
 
 
 def references(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of this one."""
+    """Return the number of tensors that share the memory of this one."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 
 def _trim_heap() -> None:
-    """Return the memory of freed parameters to the system: the C library would keep blocks of some MB."""
+    """Return the memory of freed parameters to the system, because the C library would keep blocks of a few MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)
@@ -632,10 +632,10 @@ def mapped_copy(tensor: Tensor, folder: str | None = None) -> Tensor:
     """Return a CPU copy whose memory is an unlinked file, freed with the tensor.
 
     Args:
-        folder: on the drive to use; None: the temporary folder.
+        folder: folder on the drive to use; None for the temporary folder.
 
     Raises:
-        OSError: the drive has no room.
+        OSError: the drive has no space.
     """
     if not tensor.numel():
         return tensor.cpu().clone()
@@ -657,18 +657,18 @@ def _checksum(values: Tensor) -> str:
 class GradientBlock:
     """The fp32 gradients of the parameters of one layout, summed over the backward passes of a step.
 
-    Summed by the engine's ``GradientAccumulator``, which adds as autograd does to ``.grad``: sums of fp32 gradients
-    have the same bits. Unlike the engine's, gradients arrive one by one from autograd's hooks. Called by the threads
-    that run autograd, one at a time.
+    The engine's ``GradientAccumulator`` adds them like autograd's ``.grad``: sums of fp32 gradients have the same bits.
+    Unlike in the engine, gradients arrive one by one from autograd's hooks. Called by the threads that run autograd,
+    one at a time.
 
     Args:
-        key: names its block, which is registered here.
+        key: key of its block, which is registered here.
         parameters: by their name in the layout.
-        homes: tiers that it may live in, most wanted first.
+        homes: allowed tiers, preferred first.
 
     Attributes:
-        updater: finishes the last step's update, which reads this block, before the first gradient of the next.
-        num_changes: gradients that came or went so far.
+        updater: applies the last step's update, which reads this block, before the first gradient of the next step.
+        num_changes: number of gradients added or removed so far.
     """
 
     def __init__(
@@ -690,7 +690,7 @@ class GradientBlock:
         self._tier = compute_tier(store)
         self._register(homes)
         self._hooks: list[Any] = []
-        self._nodes: list[Any] = []  # kept alive: their hooks die with them
+        self._nodes: list[Any] = []  # kept alive, because their hooks end with them
         for parameter in parameters.values():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
         for parameter in self._ordinary.values():
@@ -708,30 +708,30 @@ class GradientBlock:
         shared_state(self._store).unregister(self.key)
 
     def move_hook_last(self, parameter: Tensor) -> None:
-        """Run this block's hook after all others of a parameter; called when one was added."""
+        """Run this block's hook after all others of a parameter; called when a hook was added."""
         hooks = parameter._post_accumulate_grad_hooks
         for key in [key for key, hook in hooks.items() if hook == self._take]:
-            hooks[key] = hooks.pop(key)  # autograd runs them in order of insertion
+            hooks[key] = hooks.pop(key)  # autograd runs hooks in insertion order
 
     @property
     def filled(self) -> frozenset[str]:
-        """Names of the parameters that have a gradient now."""
+        """Names of the parameters that have a gradient."""
         return frozenset(self._filled)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter has a gradient now."""
+        """Return whether the parameter has a gradient."""
         return self._names.get(id(parameter)) in self._filled
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the gradient of one parameter: the next one starts a new sum."""
+        """Drop the gradient of one parameter; the next one starts a new sum."""
         self._filled.discard(self._names[id(parameter)])
         self.num_changes += 1
 
     def consume(self) -> frozenset[str]:
-        """Hand the sums over to an update: return their names; the next gradient starts a new sum.
+        """Hand the sums over to an update and return their names; the next gradient starts a new sum.
 
         Raises:
-            RuntimeError: another gradient came to a parameter than those that left for the store.
+            RuntimeError: a parameter has another gradient than those that moved to the store.
         """
         for name, parameter in self._ordinary.items():
             gradient = gradient_of(parameter)
@@ -754,13 +754,13 @@ class GradientBlock:
             set_gradient(parameter, None)
 
     def _drop_cleared(self) -> None:
-        """Drop gradients whose stand-in is gone: the module's ``zero_grad`` removed it."""
+        """Drop gradients whose placeholder is gone: the module's ``zero_grad`` removed it."""
         for name, parameter in self._ordinary.items():
             if gradient_of(parameter) is None:
                 self._filled.discard(name)
 
     def view(self, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return the part of the block's contents that is one parameter's, flat."""
+        """Return one parameter's flat part of the block's contents."""
         return flat.narrow(0, entry.offset, entry.numel)
 
     def squared_norms(self, threads: KernelThreads) -> dict[str, float]:
@@ -776,7 +776,7 @@ class GradientBlock:
             }
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a gradient from its parameter into the block: autograd's hook after it has added to ``.grad``."""
+        """Move a gradient from its parameter into the block: autograd's hook after adding to ``.grad``."""
         gradient = gradient_of(parameter)
         if gradient is None or isinstance(gradient, StandIn):
             return
@@ -784,11 +784,11 @@ class GradientBlock:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if not self._filled and self.updater is not None:
-            self.updater.finish_update()  # it reads the sums that this gradient replaces
+            self.updater.finish_update()  # reads the sums that this gradient replaces
         name = self._names[id(parameter)]
         self._add(self._entries[name], gradient)
         self.num_changes += 1
-        if name in self._ordinary:  # so that clipping or reading it raises, instead of finding no gradient
+        if name in self._ordinary:  # clipping or reading it must raise, instead of finding no gradient
             set_gradient(parameter, stand_in(parameter, name, is_gradient=True))
 
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
@@ -797,7 +797,7 @@ class GradientBlock:
             GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
     def _make_way(self, parameter: Tensor, arriving: Any) -> None:
-        """Remove the stand-in of an earlier gradient before autograd adds the next one to it."""
+        """Remove the placeholder of an earlier gradient before autograd adds the next one to it."""
         if isinstance(gradient_of(parameter), StandIn):
             set_gradient(parameter, None)
         else:
@@ -805,17 +805,17 @@ class GradientBlock:
 
 
 class SavedTensor(ABC):
-    """Stands in the graph for a tensor that autograd saved."""
+    """Placeholder in the graph for a tensor that autograd saved."""
 
     __slots__ = ()
 
     @abstractmethod
     def unpack(self) -> Tensor:
-        """Return the tensor, as it was saved."""
+        """Return the tensor with its saved values."""
 
 
 def unpack(saved: SavedTensor) -> Tensor:
-    """Return a saved tensor: the second of a pair of hooks."""
+    """Return a saved tensor; the second of a pair of hooks."""
     return saved.unpack()
 
 
@@ -823,13 +823,13 @@ OuterHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def outer_hooks() -> OuterHooks | None:
-    """Return the saved-tensor hooks that are installed now. autograd calls the innermost pair alone."""
+    """Return the currently installed saved-tensor hooks. autograd calls only the innermost pair."""
     hooks: OuterHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 class Delegated(SavedTensor):
-    """What the hooks around ours made of a tensor."""
+    """A saved tensor that the next outer hooks packed."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -841,10 +841,10 @@ class Delegated(SavedTensor):
 
 
 class Versioned(SavedTensor):
-    """A tensor whose version is checked here: autograd does not check what a hook took.
+    """A tensor whose version is checked here, because autograd does not check packed tensors.
 
     Args:
-        probe: has the version counter of ``tensor``.
+        probe: tensor with the version counter of ``tensor``.
     """
 
     __slots__ = ("_probe", "_version")
@@ -868,7 +868,7 @@ class Versioned(SavedTensor):
 
 
 class KeptInMemory(Versioned):
-    """A tensor that stays in memory. Detached: a saved output must not hold the node that holds it."""
+    """A tensor that stays in memory. Detached, because a saved output must not hold the node that holds it."""
 
     __slots__ = ()
 
@@ -882,7 +882,7 @@ class KeptInMemory(Versioned):
 
 @dataclass(frozen=True, slots=True)
 class _SavedWeight(SavedTensor):
-    """A view of a weight block, without its memory. ``version``: of the block, when it was saved."""
+    """A view of a weight block, without its memory. ``version`` is the block's version when it was saved."""
 
     window: BackwardWindow
     block: WeightBlock
@@ -905,10 +905,10 @@ _EVENTS_AHEAD = 3
 
 
 class UseOrder:
-    """Learned access order: each event (a unit's forward, backward or update) is expected to follow as it did last.
+    """Learned access order: an event (a unit's forward, backward or update) is expected to have the same successor.
 
-    The engine compiles its order into a tape; a host trainer may add micro-batches, evaluate in between or leave
-    modules out. A wrong guess costs a fetch, never an error. Used by one thread at a time.
+    The engine compiles its order into a tape. A host trainer may add micro-batches, evaluate in between or skip
+    modules. A wrong guess costs a fetch, never an error. Used by one thread at a time.
     """
 
     def __init__(self, store: TieredStore) -> None:
@@ -918,7 +918,7 @@ class UseOrder:
         self._last: Hashable = None
 
     def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
-        """Record an event and the ``(key, tier)`` pairs that it uses; prefetch for the events expected next."""
+        """Record an event and the ``(key, tier)`` pairs that it uses; prefetch for the next expected events."""
         self._requests[event] = tuple(requests)
         if self._last is not None:
             self._next[self._last] = event
@@ -934,9 +934,9 @@ class UseOrder:
 
 
 class BackwardWindow:
-    """Leases of the backward: a unit's weights stay while its nodes run, and go when another unit's are needed.
+    """Leases of the backward: a unit's weights stay while its nodes run, until another unit's are needed.
 
-    A node drops its weights when it has run. The number of tensors over their memory shows that, so a lease never ends
+    A node drops its weights after it has run. The number of tensors over their memory shows this, so a lease never ends
     under a node that still computes. Used by the thread that runs autograd.
     """
 
@@ -965,7 +965,7 @@ class BackwardWindow:
                 lease.release()
 
     def close(self, block: WeightBlock) -> None:
-        """Release the lease of one block, which is about to change.
+        """Release the lease of one block, before it changes.
 
         Raises:
             WeightInUseError: a graph still uses its weights.
@@ -975,7 +975,7 @@ class BackwardWindow:
         lease, num_references = self._open[block]
         if references(lease.tensor) > num_references:
             raise WeightInUseError(
-                f"a graph that is kept (create_graph=True) still uses the weights of {block.layout.name}: drop what "
+                f"a kept graph (create_graph=True) still uses the weights of {block.layout.name}: drop what "
                 "was computed with it before they are updated"
             )
         del self._open[block]
@@ -991,8 +991,8 @@ class BackwardWindow:
 def weight_hooks(window: BackwardWindow) -> torch.autograd.graph.saved_tensors_hooks:
     """Return saved-tensor hooks for one forward of a unit or of a whole offloaded module: weights are saved by block.
 
-    Everything else goes to the hooks around these: those of ``offload_activations``, of ``torch.utils.checkpoint``, or
-    the user's own.
+    All other tensors go to the outer hooks: of ``offload_activations``, of ``torch.utils.checkpoint``, or of the
+    user.
     """
     outer = outer_hooks()
 

@@ -1,1 +1,1 @@
-"""The embedded parts inside other libraries' trainers."""
+"""Integrations of the embedded parts into other libraries' trainers."""

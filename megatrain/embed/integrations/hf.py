@@ -1,7 +1,7 @@
-"""Hugging Face ``Trainer``, and trainers made of it (TRL's ``SFTTrainer``, ``DPOTrainer``): one mixin, one callback.
+"""Hugging Face ``Trainer``, and trainers based on it (TRL's ``SFTTrainer``, ``DPOTrainer``): one mixin, one callback.
 
-Written against transformers 5: ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``; of its private
-methods only ``_load_from_checkpoint``, whose absence costs memory at a resume and nothing else.
+Written against transformers 5: ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``. The only private
+method is ``_load_from_checkpoint``; without it a resume takes more memory, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-#: Beside the optimizer's state in a checkpoint of the trainer: which generation of which store belongs to it.
+#: File in a trainer's checkpoint that names the store and generation of the optimizer's state.
 RECORD_NAME = "tiered.json"
 
 
@@ -44,7 +44,7 @@ def offloaded(trainer: type[Any]) -> type[Any]:
     """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``.
 
     Raises:
-        TransformersVersionError: the installed transformers lacks what is used here.
+        TransformersVersionError: the installed transformers lacks a required function.
     """
     check_internals(with_trainer=True)
     return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
@@ -53,16 +53,16 @@ def offloaded(trainer: type[Any]) -> type[Any]:
 class TierTrainerMixin:
     """A mixin before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
 
-    The optimizer of the arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) is the tiered one of
-    that kind, with the trainer's own parameter groups, and clips by the exact norm. Checkpoints name a generation of
-    the store, which is kept as long as the checkpoint's folder; resuming restores weights and state from it.
+    The arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select the tiered optimizer of that
+    kind, with the trainer's parameter groups; it clips by the exact norm. Checkpoints name a generation of the store,
+    which is kept as long as the checkpoint's folder. Resuming restores weights and state from it.
 
-    With adapters of peft: pass ``peft_config`` and ``store`` with an ordinary model; or make the adapters first
-    (``get_peft_model``) and offload what comes of it.
+    With adapters of peft: pass ``peft_config`` and ``store`` with an ordinary model; or create the adapters first
+    (``get_peft_model``) and offload the result.
 
     Args:
-        store: for the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
-        optimizer_options: what the optimizer takes beside the arguments, e.g. ``{"offload_gradients": True}``.
+        store: store of the optimizer's state, for an ordinary model; an offloaded model has a store.
+        optimizer_options: further options of the optimizer, e.g. ``{"offload_gradients": True}``.
     """
 
     optimizer: Any
@@ -95,10 +95,10 @@ class TierTrainerMixin:
     def get_optimizer_cls_and_kwargs(
         self, args: Any, model: Any = None
     ) -> tuple[type[TieredOptimizer], dict[str, Any]]:
-        """Return the tiered optimizer of the kind that ``args.optim`` names.
+        """Return the tiered optimizer of the kind ``args.optim``.
 
         Raises:
-            ValueError: there is no tiered one of that kind.
+            ValueError: no tiered optimizer of that kind exists.
         """
         options = {"store": self._store, "max_grad_norm": args.max_grad_norm or 0.0, **self._tier_options}
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
@@ -121,7 +121,7 @@ class TierTrainerMixin:
         )
 
     def _measure_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Return the norm of the gradients; the optimizer clips by it in the step that follows."""
+        """Return the norm of the gradients; the optimizer clips by it in the next step."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         if not isinstance(optimizer, TieredOptimizer):
             return self._clip_elsewhere(parameters, max_norm, norm_type=norm_type)
@@ -130,7 +130,7 @@ class TierTrainerMixin:
         return torch.tensor(optimizer.measure_grad_norm())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Leave weights that a generation holds to the optimizer, which loads both."""
+        """Skip weights that a generation holds; the optimizer loads them with its state."""
         has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
         if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
             return
@@ -138,21 +138,21 @@ class TierTrainerMixin:
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
-    """Ties generations of a store to a trainer's checkpoints: kept as long as a folder of ``output_dir`` names them.
+    """Keeps generations of a store as long as a checkpoint folder in ``output_dir`` names them.
 
-    Comes with ``TierTrainerMixin``; give it to a ``Trainer`` without the mixin.
+    ``TierTrainerMixin`` adds it; give it to a ``Trainer`` without the mixin.
     """
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Keep the generations that checkpoints name from now on."""
+        """Start keeping the generations that checkpoints name."""
         output_dir = Path(args.output_dir)
         self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Note the generation that ``optimizer.state_dict()`` committed for the checkpoint that was just written."""
+        """Record the generation that ``optimizer.state_dict()`` committed for the new checkpoint."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         _, generation = shared_state(self._store).committed
         if folder.is_dir() and generation is not None:
@@ -160,13 +160,13 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
             (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
-        """Make the updates that are due."""
+        """Apply the due updates."""
         if model is not None and (found := offloaded_module(model)) is not None:
             found.finish_updates()
 
 
 def _check_adapters_come_first(model: Any) -> None:
-    """Refuse adapters for a model whose layers are in a store already: peft would put its own around them unseen."""
+    """Refuse new adapters for an offloaded model: the store would not know peft's new layers."""
     if offloaded_module(model) is not None:
         raise OffloadError(
             "peft_config with an offloaded model: make the adapters first. Write model = peft.get_peft_model(model, "
@@ -176,7 +176,7 @@ def _check_adapters_come_first(model: Any) -> None:
 
 
 def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
-    """Return the generations of a store that the checkpoints of an output folder name."""
+    """Yield the generations of a store that the checkpoints of an output folder name."""
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         record = _record(folder)
         if record is not None and record.get("store") == store_path:

@@ -1,6 +1,6 @@
-"""Lightning: a strategy that trains a ``LightningModule`` out of a store.
+"""Lightning: a strategy that trains a ``LightningModule`` from a store.
 
-Written against Lightning 2.6 (``import lightning``); its ``Strategy`` interface, and ``_forward_redirection``, which
+Written against Lightning 2.6 (``import lightning``): its ``Strategy`` interface, and ``_forward_redirection``, which
 other strategies use in the same way.
 """
 
@@ -48,22 +48,22 @@ def __dir__() -> list[str]:
 
 
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
-#: Optimizers of the last fit of a module: its parameters have their state until the next fit.
+#: Optimizers of the last fit of a module. Its parameters keep their state until the next fit.
 _LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyDictionary()
 
 
 class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """``Trainer(strategy=TierStrategy(store))``, with ``TieredAdamW`` or another of them in ``configure_optimizers``.
+    """``Trainer(strategy=TierStrategy(store))``, with a tiered optimizer in ``configure_optimizers``.
 
-    When the trainer sets up, the module's parameters move into the store, as by ``megatrain.offload``; those that are
-    in a store already, and those that the ``LightningModule`` owns itself, stay as they are. ``gradient_clip_val``
-    clips by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files: weights are in them,
-    state is in the generation of the store that they name, which is kept as long as the file.
+    When the trainer sets up, the module's parameters move into the store, as with ``megatrain.offload``. Parameters in
+    a store already, and direct parameters of the ``LightningModule``, stay in place. ``gradient_clip_val`` clips by the
+    exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files with the weights. They name a
+    generation of the store with the state, which is kept as long as the file.
 
     Args:
-        store: None: one of its own, in RAM that is free and then in ``default_root_dir/tiers``; it is open until the
-            program ends. ``strategy="megatrain"`` means that.
-        offload_model: False leaves the module as it is: the store holds optimizer state alone.
+        store: None to open one in free RAM and ``default_root_dir/tiers``, which stays open until the program ends;
+            ``strategy="megatrain"`` means that.
+        offload_model: False to keep the module in memory; the store then holds only optimizer state.
         options: as for ``megatrain.offload``.
     """
 
@@ -97,10 +97,10 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._loads_late = self._strict = None
 
     def setup_environment(self) -> None:
-        """Look whether trainer and store go together; open a store where none was given.
+        """Check that trainer and store are compatible; open a store if none was given.
 
         Raises:
-            OffloadError: another device, a precision without master weights, or nowhere to save to.
+            OffloadError: another device, a precision without master weights, or no folder to save to.
         """
         trainer = self.lightning_module.trainer
         if self._store is None:
@@ -110,12 +110,12 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def store(self) -> TieredStore:
-        """The store; of one's own from ``fit`` on."""
-        assert self._store is not None, "a store of its own is opened by fit, validate, test or predict"
+        """The store; if none was given, available after ``fit`` has started."""
+        assert self._store is not None, "fit, validate, test or predict opens the store"
         return self._store
 
     def model_to_device(self) -> None:
-        """Move the module's parameters into the store, and what stays outside to the device that computes."""
+        """Move the module's parameters into the store, and other tensors to the compute device."""
         model = self.lightning_module
         if self._tier_model:
             own = {id(parameter) for parameter in model.parameters(recurse=False)}
@@ -126,10 +126,10 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, after the state of those of an earlier fit has left the store.
+        """Create the optimizers, after removing the state of an earlier fit's optimizers from the store.
 
         Raises:
-            OffloadError: an optimizer that cannot see gradients in the store, or that of an earlier fit.
+            OffloadError: an optimizer that cannot see gradients in the store, or an optimizer of an earlier fit.
         """
         released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
         for optimizer in released:
@@ -148,7 +148,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules in RAM: they need not fit where they compute."""
+        """Create modules in RAM, because they need not fit the compute device."""
         device, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -157,7 +157,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._root_device = device
 
     def teardown(self) -> None:
-        """Leave module and optimizers where they are: in the store, ready to be used or saved."""
+        """Leave module and optimizers in the store, ready to be used or saved."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -165,9 +165,9 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- steps -------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step as its forward, in which weights may be used outside of their own modules.
+        """Run the module's step as its forward, which allows the use of weights outside of their modules.
 
-        Not with manual optimization: there a step would change weights that are in use.
+        Not with manual optimization, where a step would change weights in use.
         """
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -194,7 +194,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._forward_redirection(model, model, name, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Make a step; the trainer's clipping holds for this one alone."""
+        """Step with the trainer's clipping, which applies to this step only."""
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
@@ -210,7 +210,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._clipping.append(optimizer)
         elif optimizer.max_grad_norm != clip_val:
             raise OffloadError(
-                f"gradient_clip_val={clip_val} beside {type(optimizer).__name__}(max_grad_norm="
+                f"gradient_clip_val={clip_val} and {type(optimizer).__name__}(max_grad_norm="
                 f"{optimizer.max_grad_norm}): give one of them"
             )
 
@@ -218,7 +218,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def checkpoint_io(self) -> Any:
-        """Lightning's own if one was given, else one that streams."""
+        """The given checkpoint IO, or one that streams."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
         return super().checkpoint_io
@@ -228,17 +228,17 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return the state of an optimizer; that of a tiered one is plain values that name a generation."""
+        """Return the state of an optimizer; for a tiered one, plain values that name a generation."""
         optimizer = _unwrapped(optimizer)
         if isinstance(optimizer, TieredOptimizer):
             shared = shared_state(optimizer.store)
-            # A file may be loaded after steps were made: so even a state without any is a generation.
+            # The file may be loaded after further steps, so even a state before the first step needs a generation.
             shared.num_changes = max(1, shared.num_changes)
             self._named_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file, and keep the generation that it names as long as it is there."""
+        """Write a file, and keep the generation that it names until the file is deleted."""
         kept = self._named_generations()
         if kept is not None:
             local = local_path(filepath)
@@ -256,15 +256,15 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether the module has no numbers before it is in the store: it was made on the meta device."""
+        """Whether weights stay on the meta device until they are in the store."""
         if self._loads_late is None:
             self._loads_late = any(parameter.is_meta for parameter in self.lightning_module.parameters())
         return self._loads_late
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights; where state follows, after it: its generation has weights too, with what master weights add.
+        """Load weights. If optimizer state follows, load them after it, because its generation contains weights.
 
-        Weights that differ from the generation's, since a hook changed them in ``checkpoint``, count.
+        Weights that a hook changed in ``checkpoint`` take precedence over the generation's.
         """
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             self._strict = strict
@@ -272,7 +272,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go back to the generation that a checkpoint names, or take over the state of torch's optimizer."""
+        """Restore the generation that a checkpoint names, or the state of torch's equivalent optimizer."""
         self._named_generations()
         super().load_optimizer_state_dict(checkpoint)
         if self._strict is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint files of Lightning and the generations of the store that they name."""
+"""Checkpoint files of Lightning, and the generations of the store that they name."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _RECORD = "checkpoint_files.json"
 
 
 class KeptGenerations:
-    """A list of files and the generation that each names, beside the generations. Thread-safe.
+    """A record of checkpoint files and their generations, stored with the generations. Thread-safe.
 
-    It is read again after a restart, so that files of an earlier process count. Give ``numbers`` to
+    It is read again after a restart, so that files of an earlier process count. Pass ``numbers`` to
     ``TieredStore.keep_also``.
 
     Args:
-        folder: where the store's generations lie.
+        folder: folder of the store's generations.
         exists: returns whether a checkpoint file still exists.
     """
 
@@ -39,21 +39,21 @@ class KeptGenerations:
         self._path = Path(folder, _RECORD)
         self._exists = exists
         self._lock = threading.Lock()
-        self._unseen: set[str] = set()  # noted, and perhaps still being written
+        self._unseen: set[str] = set()  # recorded, but possibly still being written
         try:
             self._files = {str(file): int(number) for file, number in json.loads(self._path.read_text()).items()}
-        except (OSError, ValueError, AttributeError):  # none yet, or damaged: what the store keeps anyway is kept
+        except (OSError, ValueError, AttributeError):  # missing or damaged: keep only what the store keeps anyway
             self._files = {}
 
     def note(self, file: str, generation: int) -> None:
-        """Note that a checkpoint file names a generation; before or after it is written."""
+        """Record that a checkpoint file names a generation; before or after writing it."""
         with self._lock:
             self._files[file] = generation
             self._unseen.add(file)
             self._write()
 
     def numbers(self) -> set[int]:
-        """Return the generations that files name which are still there; the others are forgotten."""
+        """Return the generations of existing files; forget the others."""
         with self._lock:
             present = {file for file in self._files if self._exists(file)}
             self._unseen -= present
@@ -71,10 +71,10 @@ class KeptGenerations:
 
 
 class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
-    """``TorchCheckpointIO`` that streams. The files are the same; places that are no local folder go its way."""
+    """``TorchCheckpointIO`` that streams. Files are the same; other places than local folders use the base class."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file that is there whole or not at all, also after a power cut."""
+        """Write a file atomically, even across a power cut."""
         target = local_path(path)
         if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -90,10 +90,10 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
             part.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents; tensors are read when they are used.
+        """Return the contents; tensors are read on use.
 
         Args:
-            weights_only: False reads everything at once, Lightning's way.
+            weights_only: False to read everything at once, as Lightning does.
         """
         source = local_path(path)
         loaded: dict[str, Any]
@@ -105,18 +105,18 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
 
 
 def local_path(path: Any) -> Path | None:
-    """Return a checkpoint's path as that of a local file, or None where it is something else."""
+    """Return a checkpoint's path if it is a local file, else None."""
     system, inner = url_to_fs(str(path))
     return Path(inner) if isinstance(system, LocalFileSystem) else None
 
 
 def file_exists(path: str) -> bool:
-    """Return whether a checkpoint exists; True where the file system cannot be reached."""
+    """Return whether a checkpoint exists; True if the file system cannot be reached."""
     local = local_path(path)
     if local is not None:
         return local.exists()
     try:
         system, inner = url_to_fs(path)
         return bool(system.exists(inner))
-    except Exception:  # a service that does not answer: whatever its client raises
+    except Exception:  # the service does not answer; its client may raise anything
         return True

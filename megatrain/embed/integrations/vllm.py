@@ -1,8 +1,8 @@
-"""TRL's vLLM engine beside an offloaded policy: it is sent the weights that the store has, one at a time.
+"""TRL's vLLM engine for an offloaded policy: it receives the weights from the store, one at a time.
 
-Written against TRL 1.16: of ``VLLMGeneration``, which all its trainers with ``use_vllm`` have, ``_iter_named_params``
-(what is sent, in order), ``_weight_metadata`` (names, dtypes and shapes, which it would else read all weights for),
-``sync_weights`` and ``generate``.
+Written against TRL 1.16. All its trainers with ``use_vllm`` have a ``VLLMGeneration``. This module uses its
+``_iter_named_params`` (weights to send, in order), ``_weight_metadata`` (names, dtypes and shapes, for which TRL would
+read all weights), ``sync_weights`` and ``generate``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
-    """Let TRL's engine take weights from the store; a colocated one finds GPU memory free.
+    """Make TRL's engine take weights from the store; a colocated engine finds GPU memory free.
 
-    The store frees it before the engine is sent weights, and before it writes.
+    The store frees it before the engine receives weights and before it generates.
 
     Raises:
-        OffloadError: another TRL, whose engine asks in another way.
+        OffloadError: another version of TRL, whose engine has another interface.
     """
     if not hasattr(generation, "_iter_named_params") or not hasattr(generation, "_weight_metadata"):
         raise OffloadError(
-            "this TRL's vLLM engine reads weights in a way that an offloaded model has no answer for: install "
+            "this TRL's vLLM engine reads weights in a way that an offloaded model does not support: install "
             "trl>=1.16, or send them by yourself with megatrain.named_tensors(model)"
         )
     device = generation.accelerator.device
@@ -53,7 +53,7 @@ def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
 def _releasing(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
     """Return a method of the engine before and after which the store has no copies in GPU memory.
 
-    A sleeping engine takes memory for its weights at the start of ``sync_weights``, and for its cache right after.
+    A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right after it.
     """
 
     @wraps(method)
