@@ -313,7 +313,7 @@ class ModuleRanks(WholeBlocks):
             lane = lane_key(part.gradient_key, self.own_lanes[0])
             if part.layout.trainable and homes[lane] != where and need > room:
                 detail = (
-                    f"to sum the gradients of {part.layout.name} while full copies of weights exist. Give {where} more room"
+                    f"to sum the gradients of {part.layout.name} while weights are gathered. Give {where} more room"
                 )
                 raise CapacityError(where, need, max(0, room), detail=detail)
 

@@ -1,7 +1,7 @@
-"""Texts continued by a model of any size: many prompts at once, each weight fetched once for a token of all of them.
+"""Text generation with a model of any size: many prompts at once, one weight fetch per token of all prompts.
 
-The model's weights are frozen and read as scores read them (``scoring``). What it keeps of the tokens so far, keys and
-values, are blocks of the store. Tokens are those of transformers' ``generate`` (``engine/generate.py``).
+The model's weights are frozen and read as in ``scoring``. The KV cache is stored in blocks of the store. Tokens equal
+transformers' ``generate`` (``engine/generate.py``).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", "generate", "tables_of_folder"]
 
 
-#: Keys of ``[model]`` that say which model a run had, and how it computed.
+#: Keys of ``[model]`` that define a run's model and its computation.
 _OF_MODEL = ("model_name_or_path", "revision", "tokenizer_name_or_path", "attn_implementation", "split_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model made of a prompt.
+    """The completion of one prompt.
 
     Attributes:
         completion: text, without special tokens.
-        token_ids: that the text is of, the end of text included.
+        token_ids: tokens of the text, including the end of text.
     """
 
     prompt: str
@@ -57,32 +57,32 @@ class Completion:
 
 
 def config_of_folder(folder: Path, **tables: Any) -> RunConfig:
-    """Return a config whose model is that of a folder; nothing is trained or written.
+    """Return a config with the model of a folder; nothing is trained or written.
 
     Args:
-        folder: Where a model is, an adapter, or the run that wrote one of them.
-        tables: more of the config, such as ``tiers``.
+        folder: Folder of a model, of an adapter, or of the run that wrote one of them.
+        tables: further tables of the config, such as ``tiers``.
 
     Raises:
-        AdapterError: the folder is of an adapter that names no base model.
+        AdapterError: the folder holds an adapter that names no base model.
     """
     values = {
         "task": "sft",
         "output_dir": str(folder.absolute() / "generate"),
-        "data": {"train": [{"path": "prompts"}]},  # nothing reads it
+        "data": {"train": [{"path": "prompts"}]},  # never read
     }
     return RunConfig.model_validate({**values, **tables_of_folder(folder), **tables})
 
 
 def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the tables of a config that say which model is in a folder: for an adapter its base, with it.
+    """Return the config tables for the model in a folder; for an adapter, its base model and the adapter.
 
     Args:
-        folder: Where a model is, an adapter, or the run that wrote one of them. A run's adapter is put on the model
-            as the run has it (revision, attention, precision); any other one on the model that it names.
+        folder: Folder of a model, of an adapter, or of the run that wrote one of them. A run's adapter gets the run's
+            model (revision, attention, precision); any other adapter the model that it names.
 
     Raises:
-        AdapterError: the folder is of an adapter that names no base model.
+        AdapterError: the folder holds an adapter that names no base model.
         ConfigError: the config of the run cannot be read.
         PromptError: the folder holds no model.
     """
@@ -111,7 +111,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
-    """Return a config whose step is prompts: what sets the step of its training has no meaning for them.
+    """Return a config whose steps consist of prompts, in place of training rows.
 
     Args:
         rows: prompts that are padded to one length.
@@ -134,22 +134,21 @@ def generate(
     """Continue prompts with a model that need not fit into memory.
 
     Args:
-        config: a config, of which model, tiers, precision and the size of a step count (rows of a micro-batch are the
-            prompts that are padded to one length, those of a step are the prompts at once), or a folder: of a model, of
-            an adapter, which runs with its base model, or of a run.
-        prompts: turns of a chat where the model has a template, else beginnings of texts.
-        max_new_tokens: New tokens of each completion, at most.
-        temperature: 0: the likeliest token each time. None: as the model's generation_config.json says.
-        seed: What sampling draws from: micro-batch m draws as transformers does after ``torch.manual_seed(seed + m)``.
-        system: the message in front of each prompt.
-        observer: is called with messages.
-
+        config: a config, of which only model, tiers, precision and step size are used; or a folder of a model, of an
+            adapter (its base model is loaded too), or of a run. The rows of a micro-batch are prompts padded to one
+            length; the rows of a step are prompts that run together.
+        prompts: turns of a chat if the model has a template, else beginnings of texts.
+        max_new_tokens: Maximum new tokens per completion.
+        temperature: 0 for the likeliest token. None for the value in the model's generation_config.json.
+        seed: Seed of sampling: micro-batch m draws like transformers after ``torch.manual_seed(seed + m)``.
+        system: system message before each prompt.
+        observer: receives messages.
     Returns:
         A completion for each prompt, in order.
 
     Raises:
-        PromptError: a prompt has no token, or more than the model has positions.
-        ConfigError: the config asks for what cannot generate, or for random weights.
+        PromptError: a prompt is empty, or exceeds the model's positions.
+        ConfigError: the config is unsuitable for generation, or has random weights.
         DoesNotFitError: a tier is too small.
         ModelFolderError: the model is unusable.
         UnsupportedModelError: the model is unusable.
@@ -160,17 +159,17 @@ def generate(
 
 
 class Generator:
-    """Continues prompts; see ``generate``.
+    """Generator of completions; see ``generate``.
 
     Args:
-        config: Which model, and what it may use.
+        config: Model and tiers.
         prompts: texts, at least one.
-        settings: How prompts are continued.
-        observer: is called with messages.
+        settings: Options of generation.
+        observer: receives messages.
         history: Messages of the conversation before each prompt; a model without a chat template ignores them.
 
     Attributes:
-        plan: How a batch of prompts passes.
+        plan: Plan of the passes of a batch of prompts.
         moved_bytes: link -> bytes that ``run`` moved.
         planned_bytes: link -> bytes that its passes were planned to move.
         seconds: Time of the passes.

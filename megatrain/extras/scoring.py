@@ -1,8 +1,8 @@
-"""Scores of a data set by a model of any size: forward passes over large batches, each weight fetched once a pass.
+"""Scores of a data set by a model of any size: forward passes over large batches, each weight fetched once per pass.
 
-The weights are frozen: what of them does not fit into RAM is read from the model's folder in every pass, where it lies
-(docs/decisions/0031-frozen-weights-are-read-in-place.md). What a pass found is on disk before the next one begins, so a
-process that ends, however, scores nothing a second time but the pass that it was in.
+The weights are frozen. Weights that do not fit in RAM are read in place from the model's folder, in every pass
+(docs/decisions/0031-frozen-weights-are-read-in-place.md). The scores of a pass are on disk before the next one begins,
+so a process that ends in any way only has to repeat its last pass.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _Vectors = dict[int, Sequence[np.ndarray[Any, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """What a call of ``Scorer.run`` did.
+    """Results of one ``Scorer.run``.
 
     Attributes:
         num_rows: Rows of the data, packed or not.
-        num_rows_done: that are scored, those of earlier calls included.
-        num_passes: How often this call streamed the weights.
-        num_tokens: places that this call ran, padding included.
-        mean_log_prob: Mean over the tokens that this call scored; NaN where there are none.
+        num_rows_done: rows that are scored, including earlier calls.
+        num_passes: number of passes over the weights in this call.
+        num_tokens: positions that this call processed, padding included.
+        mean_log_prob: Mean over the tokens that this call scored; NaN if there are none.
         seconds: Time of the passes of this call.
         planned_bytes: link -> bytes that these passes were planned to move.
         link_bytes: link -> bytes that they moved.
-        interrupted: a signal ended the call early.
+        interrupted: whether a signal ended the call early.
     """
 
     folder: Path
@@ -82,15 +82,15 @@ class ScoreSummary:
 
     @property
     def perplexity(self) -> float:
-        """Of the tokens that this call scored."""
+        """Perplexity of the tokens that this call scored."""
         return math.exp(-self.mean_log_prob)
 
 
 def plan_scoring(config: RunConfig) -> Plan:
-    """Return the plan of the passes that ``Scorer`` makes.
+    """Return the plan of the passes of ``Scorer``.
 
     Raises:
-        ConfigError: the config asks for what cannot be scored.
+        ConfigError: the config is unsuitable for scoring.
         DoesNotFitError: a tier is too small.
         ModelFolderError: the model is unusable.
         UnsupportedModelError: the model is unusable.
@@ -109,20 +109,20 @@ def plan_scoring(config: RunConfig) -> Plan:
 
 
 class Scorer:
-    """Scores the rows of ``[[data.train]]`` into ``output_dir/scores``, or what is missing there.
+    """Scorer of the rows of ``[[data.train]]``; writes missing scores to ``output_dir/scores``.
 
     Args:
-        config: model, rows, tiers and ``[score]``; what is about training counts as far as it is the size of a step,
-            which is that of a pass.
-        observer: is called with messages.
-        plan: as ``plan_scoring`` returns it; None: it is made.
-        activity: kept current for a live view.
+        config: model, rows, tiers and ``[score]``. The step size is the size of a pass; other training keys are
+            ignored.
+        observer: receives messages.
+        plan: result of ``plan_scoring``; None to compute it.
+        activity: updated for a live view.
 
     Attributes:
-        plan: How the weights pass.
+        plan: Plan of the passes.
 
     Raises:
-        ConfigError: as ``plan_scoring``, and so are the others.
+        ConfigError: as in ``plan_scoring``, which also raises the other errors.
     """
 
     def __init__(
@@ -139,24 +139,24 @@ class Scorer:
         self._observer, self._activity = observer or RunObserver(), activity or Activity()
 
     def run(self) -> ScoreSummary:
-        """Score what is not scored yet.
+        """Score the rows that have no scores yet.
 
-        A signal to stop ends it after the pass that runs; what is scored is kept, and the next call continues there.
+        A signal to stop ends it after the current pass; finished scores are kept, and the next call continues there.
 
         Raises:
             DataError: the data cannot be used.
             ScoresError: ``output_dir`` holds other scores.
-            BeyondMachineError: this machine has less than the tiers' sizes.
+            BeyondMachineError: this machine has less memory than the tiers' sizes.
             LockedError: another run uses ``output_dir``.
             OSError: storage failed.
             TieredError: storage failed.
-            KeyboardInterrupt: a second signal; the pass that ran is lost.
+            KeyboardInterrupt: a second signal; the current pass is lost.
         """
         check_weights(self.plan.run)
         refuse(self.plan.objections)
         check_writable(self._config)
         weights = None
-        # Scores that are complete need no weights; only the data tells whether some are missing.
+        # Complete scores need no weights; only the data shows whether some are missing.
         if not (self.plan.run.output_dir / SCORES_NAME).is_dir():
             weights = open_weights(self.plan, self._observer.on_message)
         self._activity.begin("reading the data")
@@ -230,8 +230,8 @@ class Scorer:
         plan, store = self.plan, opened.store
         placement = plan.placement
         passes = Passes(plan, store, timeline=opened.timeline, activity=self._activity, stays=placement.stays)
-        store.wait_idle()  # what loading still writes is not part of any pass
-        before, start_s = store.stats(), time.perf_counter()  # the schedule begins to fetch
+        store.wait_idle()  # writes of loading are not part of any pass
+        before, start_s = store.stats(), time.perf_counter()  # the schedule starts prefetching
         seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []
@@ -264,15 +264,15 @@ class Scorer:
     def _scores(
         self, passes: Passes, loader: BatchLoader, cuts: Sequence[range], should_stop: Callable[[], bool]
     ) -> Iterator[tuple[list[DocumentScores], int]]:
-        """Yield, of each pass, the scores of the documents of its rows, and how many places it had."""
+        """Yield the scores of the documents of each pass, and its number of positions."""
         size = self.plan.micro_batch_size
-        groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the pass that runs
+        groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the current pass
 
         def batches() -> Iterator[MicroBatches]:
             for rows in cuts:
                 self._activity.begin("scoring", num_parts=passes.num_ticks)
-                # Row after row, not dealt in turn as a step's are: which rows share a micro-batch, and so the bits of
-                # their scores, does not depend on how many micro-batches share a pass.
+                # In order, not dealt in turn as in a training step: the rows that share a micro-batch, and so the bits
+                # of their scores, do not depend on the number of micro-batches in a pass.
                 firsts = range(rows.start, rows.stop, size)
                 groups[:] = [loader.rows(first, min(first + size, rows.stop)) for first in firsts]
                 yield [loader.micro_batch(group) for group in groups]
@@ -311,7 +311,7 @@ class Scorer:
 def _embeddings(
     hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, table: ScoreConfig
 ) -> list[np.ndarray[Any, Any]]:
-    """Return a vector for each document of the rows of a micro-batch, in their order."""
+    """Return a vector for each document in the rows of a micro-batch, in order."""
     found = []
     for row, at, document, _ in documents_of(rows, dataset):
         stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
@@ -326,7 +326,7 @@ def _documents(
     scores: TokenScores,
     embeddings: Sequence[np.ndarray[Any, Any]] | None,
 ) -> list[DocumentScores]:
-    """Return the scores of a micro-batch by document: they come in the order of its labels."""
+    """Return the scores of a micro-batch by document; they come in the order of its labels."""
     log_probs, rest = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
     ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
     found: list[DocumentScores] = []

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 NUM_STEPS, STOP_AFTER = 4, 2
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
-#: A rate at which a few steps of AdamW change the weights visibly.
+#: Learning rate at which a few steps of AdamW change the weights visibly.
 LEARNING_RATE = 1e-3
-#: A power of two: a step of SGD at this rate adds the gradient to the weights without another rounding.
+#: A power of two: an SGD step at this rate adds the gradient to the weights without another rounding.
 GRADIENT_RATE = 1024.0
 
 #: Largest relative differences between plain and tiered training. Both use fp32; only the order of sums differs.
@@ -415,7 +415,7 @@ def _compare_tensors(
     Args:
         size_of: reduction of a difference to one number.
         least_change: smallest change that counts, relative to the largest of all tensors. Gradients without effect on
-            the loss, such as those of key biases, are rounding noise.
+            the loss, such as the gradients of key biases, are rounding noise.
     """
     assert start.keys() == plain.keys() == ours.keys(), plain.keys() ^ ours.keys()
     changes = {name: size_of(plain[name] - start[name]) for name in start}

@@ -1,1 +1,1 @@
-"""Measuring the machine: memory, processors and drives, against what the tiers get, and what to fix."""
+"""Measurements of the machine's memory, processors and drives, the rates of tiers, and remedies."""

@@ -26,7 +26,7 @@ from tiered.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 SCRATCH_PREFIX = ".megatrain-tier-doctor-"
 
-#: Least free space that a measurement is made with, and the quarter of it that is then written.
+#: Minimum free space for a measurement; a quarter of it is then written.
 MIN_FREE_BYTES = 256 * MiB
 _LEAST_SPAN_BYTES = MIN_FREE_BYTES // 4
 
@@ -36,10 +36,10 @@ class UnusablePathError(Exception):
 
 
 def check_path(path: Path) -> int:
-    """Return the bytes that are free on the drive of a folder that can be written.
+    """Return the free bytes on the drive of a writable folder.
 
     Raises:
-        UnusablePathError: it cannot be measured; the text says why and what to do.
+        UnusablePathError: the folder cannot be measured; the text gives the cause and the remedy.
     """
     if not path.exists():
         raise UnusablePathError(f"{path} does not exist: make it, or name another folder on that drive")
@@ -57,14 +57,14 @@ def check_path(path: Path) -> int:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder inside ``path`` and remove it with all it holds, also after an error or Ctrl-C.
+    """Yield a new folder inside ``path``; remove it with its contents afterwards, even after an error or Ctrl-C.
 
     Raises:
         UnusablePathError: ``path`` cannot be written.
     """
     folder: Path | None = None
     try:
-        with _uninterrupted():  # what arrives meanwhile is raised at its end, when the folder is known
+        with _uninterrupted():  # signals are raised on exit, when the folder is known
             folder = _make_folder(path)
         yield folder
     finally:
@@ -83,7 +83,7 @@ def _make_folder(path: Path) -> Path:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end what runs inside the way Ctrl-C does, so that scratch folders go."""
+    """Let SIGTERM and SIGHUP end the context like Ctrl-C, so that scratch folders are removed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -94,11 +94,11 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold back what would end the process between making a folder and knowing of it, or while it is removed."""
+    """Delay signals between the creation and the recording of a folder, or during its removal."""
     arrived: list[int] = []
     try:
-        # Not by a signal mask: the kernel would give the signal to another thread, and Python's handler runs in the
-        # main thread all the same.
+        # A signal mask would not help: the kernel would deliver the signal to another thread, and Python still runs
+        # its handler in the main thread.
         held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         with _handled_by(held, lambda number, frame: arrived.append(number)):
             yield
@@ -109,7 +109,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Handle signals by ``handler`` inside; ignored ones stay ignored. No-op in threads, to which no signal comes."""
+    """Handle signals with ``handler`` inside; ignored ones stay ignored. No-op in threads, which get no signals."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
@@ -131,7 +131,7 @@ _READS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class SustainedWrite:
-    """A long write through the tier: bytes per second in its first and its last quarter."""
+    """A long write through the tier: bytes per second in its first and last quarter."""
 
     first: float
     last: float
@@ -140,12 +140,12 @@ class SustainedWrite:
 
 
 class TierProbe:
-    """A store of two tiers, RAM and one path, whose blocks all fit the RAM: what the tier gets. A context manager.
+    """A store of two tiers, RAM and one path, whose blocks all fit in RAM: the rates of the tier. A context manager.
 
     Args:
-        path: a folder that is not there yet.
-        nbytes: size of all blocks together.
-        block_bytes: size of each; default: an eighth of them.
+        path: a folder that does not exist yet.
+        nbytes: total size of all blocks.
+        block_bytes: size of each block; default: an eighth of ``nbytes``.
     """
 
     def __init__(self, path: Path, nbytes: int, block_bytes: int | None = None) -> None:
@@ -172,7 +172,7 @@ class TierProbe:
         return self._nvme.is_direct
 
     def read(self) -> float:
-        """Read every block into RAM, where they stay until ``write``; return bytes per second."""
+        """Read every block into RAM, where it stays until ``write``; return bytes per second."""
         start = time.perf_counter()
         _wait([self._store.prefetch(key, "ram") for key in self._keys])
         return self.nbytes / (time.perf_counter() - start)
@@ -185,7 +185,7 @@ class TierProbe:
         return self._evict_all()
 
     def mixed(self, seconds: float) -> float:
-        """Take blocks as an optimizer does, in a circle: fetch, use, write back, some ahead and some behind.
+        """Use blocks in a cycle as an optimizer does: fetch, use, write back, with reads ahead and writes behind.
 
         Returns:
             Bytes read and written per second.
@@ -205,14 +205,14 @@ class TierProbe:
         _wait(behind)
         rate = 2 * num_blocks * (self.nbytes // len(self._keys)) / (time.perf_counter() - start)
         for key in self._keys:
-            self._store.evict(key, "ram")  # what was fetched ahead and not used
+            self._store.evict(key, "ram")  # blocks that were prefetched and not used
         self._store.wait_idle()
         return rate
 
     def seconds_per_copy(self) -> float:
-        """Fetch every block and write it back, one after the other; return what a copy costs the calling thread.
+        """Fetch and write back every block, one at a time; return the seconds that a copy costs the calling thread.
 
-        Waiting does not count: it is the processor's time, of what the store decides and notes.
+        Only processor time counts, which the store spends on decisions and records; waiting does not.
         """
         start_s = time.thread_time()
         for key in self._keys:
@@ -222,12 +222,12 @@ class TierProbe:
         return (time.thread_time() - start_s) / (2 * len(self._keys))
 
     def sustained_write(self, seconds: float, nbytes: int) -> SustainedWrite:
-        """Write over the blocks again and again, until either limit is reached."""
+        """Overwrite the blocks repeatedly until either limit is reached."""
         rates: list[float] = []
         start = time.perf_counter()
         while not rates or (time.perf_counter() < start + seconds and len(rates) * self.nbytes < nbytes):
             for key in self._keys:
-                with self._store.acquire(key, "ram", "w") as lease:  # contents: what the slot held before: random
+                with self._store.acquire(key, "ram", "w") as lease:  # keeps the slot's random bytes
                     _renew(lease.tensor)
             rates.append(self._evict_all())
         quarter = max(1, len(rates) // 4)
@@ -244,7 +244,7 @@ class TierProbe:
         return self.nbytes / (time.perf_counter() - start)
 
     def close(self) -> None:
-        """Finish what is under way and give everything back but the files."""
+        """Finish transfers and release everything except the files."""
         self._store.close()
 
     def __enter__(self) -> TierProbe:
@@ -265,21 +265,21 @@ _WRITE_NUMBERS = itertools.count(1)
 
 
 def _renew(contents: torch.Tensor) -> None:
-    """Make every page of random bytes another one than any that was written before: drives may keep equal ones once."""
+    """Make every page of random bytes unique, because drives may store equal pages only once."""
     contents.view(torch.int64)[:: PAGE_BYTES // 8] = next(_WRITE_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
 class DriveEffort:
-    """How much is spent on one drive.
+    """Time and space to spend on one drive.
 
     Attributes:
-        span_bytes: Bytes of the files, at most.
-        turn_s: seconds of reads and writes in turns.
-        mixed_s: seconds of both at once.
-        beside_s: seconds of reads and writes at once while the processor computes.
-        sustained_s: the long write ends after so many seconds,
-        sustained_bytes: or after so many bytes.
+        span_bytes: Maximum bytes of the files.
+        turn_s: seconds of alternating reads and writes.
+        mixed_s: seconds of simultaneous reads and writes.
+        beside_s: seconds of simultaneous reads and writes while the processor computes.
+        sustained_s: time limit of the long write.
+        sustained_bytes: byte limit of the long write.
     """
 
     span_bytes: int
@@ -295,12 +295,12 @@ FULL = DriveEffort(
     span_bytes=512 * MiB, turn_s=4.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, beside_s=4.0
 )
 _NUM_SMALL, _SMALL_BYTES = 64, 64 * KiB
-_PRODUCT_SIZE = 768  # of matrices: some milliseconds, in the processor's caches
+_PRODUCT_SIZE = 768  # of matrices: takes a few milliseconds, in the processor's caches
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second: medians of several turns. ``mixed``: reads and writes at once, both counted."""
+    """Bytes per second: medians of several turns. ``mixed``: simultaneous reads and writes, both counted."""
 
     read: float
     write: float
@@ -309,14 +309,14 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class DriveResult:
-    """What was measured on one path.
+    """Measurements of one path.
 
     Attributes:
-        is_direct: O_DIRECT worked.
-        is_rotational: a disk with a motor; None where unknown.
+        is_direct: whether O_DIRECT worked.
+        is_rotational: whether it is a hard disk; None if unknown.
         sustained: None in a quick run.
-        computing_s_per_byte: what computing on all cores loses while a byte goes through the tier; None: not measured.
-        seconds_per_copy: what a copy of a block, however small, costs the thread that asks for it.
+        computing_s_per_byte: slowdown of computing on all cores per byte through the tier; None if not measured.
+        seconds_per_copy: time of the requesting thread per copy of a block, whatever its size.
     """
 
     path: Path
@@ -334,7 +334,7 @@ class DriveResult:
 def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     """Measure the drive of a folder, in a scratch folder inside it.
 
-    Takes at most ``effort.span_bytes`` of disk, and a quarter of what is free; fewer on a slow drive.
+    Takes at most ``effort.span_bytes`` of disk and a quarter of the free space; less on a slow drive.
 
     Raises:
         UnusablePathError: the folder cannot be used.
@@ -374,7 +374,7 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
 
 
 def _span_bytes(folder: Path, most_bytes: int) -> int:
-    """Return the bytes that a drive writes in half a second, within limits. Leaves nothing in the folder."""
+    """Return the bytes that a drive writes in half a second, within limits. Leaves the folder empty."""
     with TierProbe(folder, _LEAST_SPAN_BYTES) as first:
         half_a_second = int(first.write() / 2) // MiB * MiB
     shutil.rmtree(folder)
@@ -382,10 +382,10 @@ def _span_bytes(folder: Path, most_bytes: int) -> int:
 
 
 def computing_lost(tier: TierProbe, seconds: float) -> float:
-    """Return the seconds of computing that a byte costs which is read or written meanwhile.
+    """Return the seconds of computing lost per byte that is read or written at the same time.
 
-    Checksums, system calls and the drive's own driver take processors and memory away from it. Matrix products are
-    timed alone, and beside a tier that reads and writes.
+    Checksums, system calls and the drive's driver take processor time and memory bandwidth. Matrix products are timed
+    alone, and then while a tier reads and writes.
     """
     left, right = torch.empty(2, _PRODUCT_SIZE, _PRODUCT_SIZE).uniform_(-1.0, 1.0).unbind()
     product = torch.empty_like(left)
@@ -406,8 +406,8 @@ def computing_lost(tier: TierProbe, seconds: float) -> float:
 
 
 def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | None:
-    """Return whether a device ``major:minor`` is a disk with a motor; None where the kernel does not say."""
-    for folder in (root / device, (root / device).resolve().parent):  # a partition's queue is its disk's
+    """Return whether a device ``major:minor`` is a hard disk; None if the kernel does not report it."""
+    for folder in (root / device, (root / device).resolve().parent):  # a partition uses the queue of its disk
         try:
             return (folder / "queue" / "rotational").read_text().strip() == "1"
         except OSError:

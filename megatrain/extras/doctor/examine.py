@@ -1,4 +1,4 @@
-"""One examination of the machine: measures everything, finds what to fix, and makes the profile."""
+"""One examination of the machine: measures everything, finds problems, and makes the profile."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatrain.extras.doctor.processors import (
 )
 from tiered.units import MiB
 
-#: RAM that is worked on, and seconds per measurement: quick, and in full.
+#: (bytes of RAM to use, seconds per measurement), quick and full.
 _QUICK_PROCESSOR = (256 * MiB, 0.3)
 _FULL_PROCESSOR = (2048 * MiB, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Everything that one run of the doctor saw."""
+    """All results of one run of the doctor."""
 
     measured_at: datetime
     is_quick: bool
@@ -50,7 +50,7 @@ class Examination:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the figures mean and what to do, the machine's first, then each path's."""
+        """Interpretation of the figures and remedies: first for the machine, then for each path."""
         return (
             *system_findings(self.system, self.gpu),
             *gpu_findings(self.system, self.gpu, self.gds),
@@ -59,7 +59,7 @@ class Examination:
 
     @property
     def profile(self) -> MachineProfile:
-        """The rates, in the form that is stored."""
+        """The rates, in their stored form."""
         processor, layers, gpu = self.processor, self.layers, self.gpu
 
         def by_device(name: str) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Examination:
         )
 
     def machine_toml(self) -> str:
-        """Return the file of this machine, by which runs for it are planned elsewhere."""
+        """Return the file of this machine, for plans on other machines."""
         sizes = {drive.file_system.key: shutil.disk_usage(drive.path).total for drive in self.drives}
         used = max(0, self.system.ram_limit_bytes - available_ram_bytes())
         return machine_toml(self.profile, used, sizes)
@@ -139,13 +139,13 @@ def examine(
     Takes about 30 s when ``quick`` (with one path), else a minute and a half, and up to 512 MiB of each drive.
 
     Raises:
-        UnusablePathError: a folder cannot be used; known before anything is measured.
+        UnusablePathError: a folder cannot be used; raised before any measurement.
         TieredError: a drive failed.
         OSError: a drive failed.
     """
     for path in paths:
         check_path(path)
-    system = read_system()  # before we are a load ourselves
+    system = read_system()  # before this program adds load
     span_bytes, seconds = _QUICK_PROCESSOR if quick else _FULL_PROCESSOR
     on_progress("the optimizer")
     processor = measure_processor(span_bytes=span_bytes, seconds=seconds)

@@ -1,4 +1,4 @@
-"""The system as the doctor found it, and what it advises."""
+"""Facts about the system, and the doctor's advice."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tiered.units import GB, format_rate, format_size
 
 @dataclass(frozen=True, slots=True)
 class SystemFacts:
-    """Facts of the machine that decide speed or room.
+    """Facts about the machine that limit speed or space.
 
     Attributes:
-        num_cpus: that this process may use.
-        load: processes that ran before us.
+        num_cpus: CPUs that this process may use.
+        load: running processes before this program.
         cpu_quota: CPUs that a cgroup grants; None without a limit.
-        ram_limit_bytes: what a cgroup leaves of it.
-        memlock_bytes: most that this user may pin; None without a limit.
-        has_nvidia_driver: the machine has one, whatever torch was built for.
+        ram_limit_bytes: RAM within the limit of a cgroup.
+        memlock_bytes: maximum pinned bytes of this user; None without a limit.
+        has_nvidia_driver: whether the machine has one, whatever torch was built for.
     """
 
     host: str
@@ -48,7 +48,7 @@ class SystemFacts:
 
 
 def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemFacts:
-    """Read the facts; what the kernel does not report counts as no limit."""
+    """Read the facts; a limit that the kernel does not report counts as none."""
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return SystemFacts(
         host=platform.node(),
@@ -79,10 +79,10 @@ def _text(path: Path) -> str:
 
 Severity = Literal["ok", "note", "warn"]
 
-#: A drive slows if the end of a long write has less than this share of its start.
+#: A drive slows down if the end of a long write has less than this share of the rate at its start.
 SUSTAINED_SHARE = 0.7
 
-#: What to do about a file system that is none of a drive's own.
+#: Advice for a file system that is not on a local drive.
 _ELSEWHERE: Mapping[Nature, str] = {
     "memory": "name a folder on a drive, and give that RAM to tiers.ram",
     "network": "use a local drive for [[tiers.nvme]]",
@@ -94,11 +94,11 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was examined.
+    """One examined item.
 
     Attributes:
         severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.
-        advice: what to do; "" where nothing needs doing.
+        advice: the remedy, or "".
     """
 
     severity: Severity
@@ -108,7 +108,7 @@ class Finding:
 
 
 def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Finding]:
-    """Yield what the kernel's settings mean."""
+    """Yield findings about the kernel's settings."""
     if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
         yield Finding(
             "warn",
@@ -151,13 +151,13 @@ def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
 
 
 def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> Iterator[Finding]:
-    """Yield what is there of GPU and GPUDirect Storage."""
+    """Yield findings about the GPU and GPUDirect Storage."""
     if gpu is None and facts.has_nvidia_driver:
         yield Finding(
             "warn",
             "GPU",
             "the machine has an NVIDIA driver, but torch sees no CUDA device",
-            "install a torch built for CUDA, and look at CUDA_VISIBLE_DEVICES",
+            "install a torch built for CUDA, and check CUDA_VISIBLE_DEVICES",
         )
     elif gpu is None:
         yield Finding("ok", "GPU", "none: layers run on the CPU, the tiers are RAM and drives")
@@ -175,7 +175,7 @@ def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> I
 
 
 def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
-    """Yield what is to be known of each path, and of paths together."""
+    """Yield findings about each path, and about paths together."""
     by_file_system: dict[str, list[DriveResult]] = defaultdict(list)
     for drive in drives:
         by_file_system[drive.file_system.key].append(drive)
@@ -188,7 +188,7 @@ def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
                 "warn",
                 "paths",
                 f"{paths} lie on one file system ({together[0].file_system.source}): striped, they share its speed",
-                "name one of them in [[tiers.nvme]], and folders on other drives beside it",
+                "name one of them in [[tiers.nvme]], and add folders on other drives",
             )
 
 

@@ -1,8 +1,8 @@
-"""What layers cost on the CPU: the rates that explain how long steps of small models take, run by the engine of a run.
+"""Costs of layers on the CPU: the rates that explain the step times of small models, measured with the run's engine.
 
-In a step a product finds its weight outside of the caches, takes new memory for its result, and waits for other
-operators' threads; timed alone, it takes a fifth less. So no operator is timed alone here: the rates are those whose
-sums are nearest to the measured seconds of forwards, heads and backwards.
+In a step, a matrix product finds its weight outside of the caches, allocates its result, and waits for threads of other
+operators. Timed alone, it takes a fifth less. So no operator is timed alone here. The rates are fitted to the measured
+seconds of forwards, heads and backwards.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class LayerRates:
-    """Rates of layers on the CPU, with the threads of a run; a dtype that is missing was too short to be told.
+    """Rates of layers on the CPU, with the threads of a run. A dtype is missing if its times were too short to fit.
 
     Attributes:
         matmul_flops: dtype -> FLOPs per second of matrix products.
-        attention_flops: likewise of fused attention, of the pairs of tokens that a causal kernel computes.
+        attention_flops: dtype -> FLOPs per second of fused attention, counting the token pairs of a causal kernel.
         elementwise: dtype -> bytes per second that all other operators read and write.
-        launches_per_s: Operators that one thread calls, with the Python code of a step around them.
+        launches_per_s: Operator calls per second of one thread, including a step's Python code around them.
     """
 
     matmul_flops: Mapping[str, float]
@@ -42,9 +42,9 @@ class LayerRates:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """A model of Llama's family and a micro-batch in which one kind of work takes much of the time.
+    """A model of Llama's family and a micro-batch in which one kind of work dominates the time.
 
-    Attributes:
+    inner: Width of the MLP.
         inner: Width inside of the MLP.
         num_rows: Rows of the micro-batch.
     """
@@ -61,7 +61,7 @@ SHAPES = (
     LayerShape(64, 64, 4, 64, 1, 8),  # launches
     LayerShape(768, 2048, 1, 2048, 1, 256),  # products
     LayerShape(256, 640, 1, 512, 1, 1536),  # attention
-    LayerShape(128, 384, 2, 512, 8, 256),  # all else
+    LayerShape(128, 384, 2, 512, 8, 256),  # everything else
 )
 _HEAD_WIDTH = 64
 _CONFIG = """
@@ -91,8 +91,8 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
     """Time steps of small models, in each dtype, and return the rates that explain them.
 
     Args:
-        seconds: about how long steps of one model are repeated, at least as often as ``measure_ticks`` does.
-        shapes: Models to time; with fewer than one for each kind of work some rates are left undetermined.
+        seconds: approximate time for steps of one model; ``measure_ticks`` sets the minimum number of repetitions.
+        shapes: Models to time; without one for each kind of work some rates are undetermined.
 
     Raises:
         NotMeasurableError: there is too little RAM.
@@ -110,17 +110,17 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
 
 
 def explain(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
-    """Return what a unit of each kind of work costs, in seconds: none is negative, 0 for a kind that explains nothing.
+    """Return the seconds per unit of each kind of work: not negative, and 0 for a kind that explains nothing.
 
-    Least squares of the relative errors, so that a short phase says as much as a long one.
+    Least squares of the relative errors, so that a short phase counts as much as a long one.
 
     Args:
-        phases: Of each, the seconds that it took, and how much work of each kind it was.
+        phases: (seconds, amount of work by kind) of each phase.
     """
     work = np.array([[amount / taken_s for amount in amounts] for taken_s, amounts in phases])
     largest, best, least = work.max(axis=0), np.zeros(work.shape[1]), np.inf
-    there = np.flatnonzero(largest)  # of what there was none of, any cost explains the seconds equally well
-    # The least squares without negative costs are the unconstrained ones of some of the kinds: there are 15 choices.
+    there = np.flatnonzero(largest)  # a kind without work can have any cost
+    # The least squares without negative costs are the unconstrained ones of one of the 15 subsets of the kinds.
     for kinds in itertools.chain.from_iterable(
         itertools.combinations(there, count) for count in range(1, len(there) + 1)
     ):

@@ -29,10 +29,10 @@ from tiered.units import MiB
 
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
-#: Tokens of the products that are timed; a layer is half as wide, and its MLP three times as wide as the layer.
+#: Tokens of the timed products. The layer's width is half of them, and its MLP three times as wide as the layer.
 _PRODUCT_TOKENS = (512, 1024, 2048, 4096, 8192)
 _DTYPES = (torch.float32, torch.bfloat16)
-#: Of attention, and of what a layer does beside products: as large as in a micro-batch of a small model.
+#: Sizes for attention and for the other operators of a layer: as in a micro-batch of a small model.
 _HEADS, _ROW_TOKENS, _HEAD_WIDTH = 8, 1024, 64
 _TOKENS, _WIDTH = 2048, 1024
 
@@ -55,9 +55,9 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
     """Measure additions in RAM and the AdamW kernels of the CPU.
 
     Args:
-        span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
-        seconds: about how long each of the three measurements takes.
-        threads: run the kernels; default: one per usable CPU, as in a run.
+        span_bytes: RAM to use, far more than the processor's caches; at most an eighth of the free RAM.
+        seconds: approximate time of each of the three measurements.
+        threads: threads of the kernels; default: one per usable CPU, as in a run.
     """
     kernel_threads = threads or KernelThreads()
     num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
@@ -89,10 +89,10 @@ def _by_kind(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float]
 def layer_rates(
     device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
 ) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention, and the bytes per second of all else in a layer but products.
+    """Return the FLOP/s of causal attention, and the bytes per second of all other operators except products.
 
-    Both with their backward, as often as a step with recompute runs them. Of attention the pairs of tokens count that
-    a causal kernel computes. The rest are a norm, a gate and a sum, of which every operator allocates its result.
+    Both include their backward, with the number of runs in a step with recompute. Attention counts the token pairs of a
+    causal kernel. The other operators are a norm, a gate and a sum, each of which allocates its result.
 
     Args:
         synchronize: as for ``product_flops_per_s``.
@@ -140,15 +140,15 @@ def product_flops_per_s(
     *,
     sums_bytes_per_s: float = math.inf,
 ) -> float:
-    """Return the rate of a layer's products, of the largest size that a tenth of the time does.
+    """Return the FLOP/s of a layer's products, at the largest size that completes in a tenth of the time.
 
-    Six products of two matrices, a projection and one of the MLP: forward, gradient of the input, and gradient of the
-    weight, which is added to its fp32 sum. Of random numbers: with equal ones a processor draws less power, and is up
-    to an eighth faster.
+    These are six products of two matrices, a projection and one of the MLP: forward, input gradient, and weight
+    gradient, which is added to its fp32 sum. The numbers are random: with equal ones a processor draws less power, and
+    is up to an eighth faster.
 
     Args:
-        synchronize: waits for the device; None where products are done when they return.
-        sums_bytes_per_s: Rate at which plans count the bytes of the sums; their time is no part of the products'.
+        synchronize: waits for the device; None if products are synchronous.
+        sums_bytes_per_s: Planned rate for the bytes of the sums, whose time is not part of the products'.
     """
     rate = 0.0
     for num_tokens in _PRODUCT_TOKENS:
@@ -188,10 +188,10 @@ def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -
 
 @contextmanager
 def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Yield four fp32 arrays in memory like that of the RAM tier."""
+    """Yield four fp32 arrays in the same kind of memory as the RAM tier."""
     slabs: list[HostSlab] = []
     try:
-        slabs.extend(HostSlab(num_elements * _FLOAT_BYTES) for _ in range(4))  # those before a failure are kept, too
+        slabs.extend(HostSlab(num_elements * _FLOAT_BYTES) for _ in range(4))  # keeps slabs made before a failure
         yield [slab.tensor.view(torch.float32)[:num_elements] for slab in slabs]
     finally:
         for slab in slabs:
@@ -222,9 +222,9 @@ def _updates(
 
 
 def _best_s(work: Callable[[], object], seconds: float) -> float:
-    """Return the least time of some runs, after a first one, which may compile or make room.
+    """Return the minimum time of several runs, after a warm-up, which may compile or allocate.
 
-    Not the median: what else runs on the machine makes some of them longer, nothing makes them shorter.
+    Not the median: other load on the machine makes some runs longer, but none shorter.
     """
     work()
     times: list[float] = []
@@ -242,16 +242,16 @@ _NUM_COPIES = 8
 
 @dataclass(frozen=True, slots=True)
 class GpuResult:
-    """What one CUDA device did.
+    """Measurements of one CUDA device.
 
     Attributes:
         h2d: bytes per second from RAM.
         d2h: bytes per second to RAM.
-        is_pinned: whether that RAM was pinned.
+        is_pinned: whether this RAM was pinned.
         matmul_flops: dtype -> FLOP/s.
-        update: bytes per second of an addition in place, in its own memory.
+        update: bytes per second of an in-place addition in device memory.
         attention_flops: dtype -> FLOP/s, see `layer_rates`.
-        elementwise: dtype -> bytes per second, likewise.
+        elementwise: dtype -> bytes per second, see `layer_rates`.
     """
 
     name: str
@@ -267,7 +267,7 @@ class GpuResult:
 
 @dataclass(frozen=True, slots=True)
 class GdsResult:
-    """What GPUDirect Storage needs: ``missing`` names it, empty where all is there."""
+    """Requirements of GPUDirect Storage; ``missing`` lists the absent ones."""
 
     has_kvikio: bool
     has_driver: bool
@@ -275,17 +275,17 @@ class GdsResult:
 
 
 def measure_gpu(*, seconds: float) -> GpuResult | None:
-    """Measure the current CUDA device; None where there is none.
+    """Measure the current CUDA device; None without one.
 
     Args:
-        seconds: about how long each matrix product is repeated.
+        seconds: approximate time for each matrix product.
     """
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     slab = HostSlab(_COPY_BYTES, pin=True)
     try:
-        host = slab.tensor.random_(0, 256)  # a link may compress what it carries
+        host = slab.tensor.random_(0, 256)  # a link may compress its data
         buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
         layers = {
             _name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
@@ -323,7 +323,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _update_rate(buffer: torch.Tensor) -> float:
-    """Return the bytes per second of two reads and a write per element, as an optimizer streams its blocks."""
+    """Return the bytes per second of two reads and a write per element, like an optimizer streaming its blocks."""
     total, addend = buffer.view(torch.float32).uniform_(-1.0, 1.0).chunk(2)
     return 3 * total.numel() * total.itemsize / _median_s(lambda: total.add_(addend))
 
@@ -336,13 +336,13 @@ def _median_s(work: Callable[[], object]) -> float:
         work()
         end.record()
         end.synchronize()
-        if number:  # the first one may set the link up
+        if number:  # the first one may initialize the link
             times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 
 def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult:
-    """Return what of GPUDirect Storage is there. kvikio is searched for, not imported."""
+    """Check the requirements of GPUDirect Storage. kvikio is searched for, not imported."""
     has_kvikio = importlib.util.find_spec("kvikio") is not None
     has_driver = (proc / "driver" / "nvidia-fs").exists()
     missing = []

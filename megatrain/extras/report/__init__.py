@@ -1,1 +1,1 @@
-"""What was planned, what happened, where the time went: records that a run leaves, and pages made of them."""
+"""Reports of the plan, the results and the time of a run, from the records in its folder."""

@@ -1,7 +1,7 @@
 """The charts of a report: loss, tokens per second, and the memory of each tier against its budget.
 
-Only geometry, in the units of an SVG view box: ``page.html.j2`` draws it. A chart has a fixed number of columns, and
-the steps of a longer run are averaged: a page does not grow with its run.
+Computes only geometry, in the units of an SVG view box, for ``page.html.j2``. A chart has a fixed number of columns
+and averages the steps of a longer run, so the page does not grow with the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatrain.extras.report.text import binary_unit
 __all__ = ["FRAME", "NUM_COLORS", "Chart", "Curve", "Drawing", "lay_out", "make_charts"]
 
 NUM_COLORS = 6
-#: Most points of a line.
+#: Maximum points of a line.
 MAX_COLUMNS = 240
 _SMOOTHED_FROM = 40  # steps
 _SMOOTHED_OVER = 0.03  # of the run
@@ -32,7 +32,7 @@ class Curve:
     """A curve.
 
     Attributes:
-        name: In the legend; "" for none.
+        name: Text in the legend; "" for none.
         points: (step, value); a value that is not finite leaves a gap.
         color: Number of a colour of the style sheet, from 1.
         style: "", "faint" or "dashed".
@@ -53,8 +53,8 @@ class Chart:
     Attributes:
         unit: Unit of the values, printed next to the heading.
         lines: Curves, in the order of drawing.
-        marks: (step, what happened) as vertical lines.
-        starts_at_zero: Whether it begins at 0.
+        marks: (step, event) as vertical lines.
+        starts_at_zero: Whether the axis begins at 0.
         format_value: value -> text.
     """
 
@@ -87,10 +87,10 @@ class Drawing:
     Attributes:
         legend: (name, number of a colour, style).
         y_labels: (y, text) of each line of the grid.
-        marks: (x, what happened).
+        marks: (x, event).
         curves: (number of a colour, style, points of a polyline).
         dots: (number of a colour, x, y).
-        tips: (x, width, text) of a strip for each step: its values, shown when the pointer is on it.
+        tips: (x, width, text) of a strip per step; the text is shown on hover.
     """
 
     title: str
@@ -105,10 +105,10 @@ class Drawing:
 
 
 def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
-    """Yield the charts of a run in the order of the page; ``lay_out`` leaves out those without a value."""
+    """Yield the charts of a run in the order of the page; ``lay_out`` skips charts without values."""
     steps = history.steps
     marks = [(float(step), f"continued after step {step}, {at}") for step, at in figures.restarts]
-    if figures.loss_name:  # of two kinds: they have no axis in common
+    if figures.loss_name:  # two different losses, which cannot share an axis
         yield Chart(f"Loss of training ({figures.loss_name})", lines=_losses(steps), marks=marks)
         yield Chart("Cross entropy of evaluations", lines=_evaluation_losses(figures), marks=marks)
     else:
@@ -128,7 +128,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
 
 
 def lay_out(chart: Chart) -> Drawing | None:
-    """Return the coordinates of a chart; None if it has no value, or counts from 0 and stays 0."""
+    """Return the coordinates of a chart; None if it has no values, or starts at zero and stays there."""
     scale = _Scale.of(chart)
     if scale is None or (chart.starts_at_zero and not any(_values(chart))):
         return None
@@ -158,7 +158,7 @@ def lay_out(chart: Chart) -> Drawing | None:
 
 
 def average(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Point]:
-    """Return at most ``num_columns`` points: runs of neighbours become the mean of their values at their last step."""
+    """Return at most ``num_columns`` points: adjacent points become the mean of their values at their last step."""
     if len(points) <= num_columns:
         return list(points)
     edges = [round(number * len(points) / num_columns) for number in range(num_columns + 1)]
@@ -170,7 +170,7 @@ def average(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Poi
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers from ``low`` to ``high``, at most ``most`` + 1 of them."""
+    """Return at most ``most`` + 1 round numbers from ``low`` to ``high``."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
@@ -202,7 +202,7 @@ def _evaluation_losses(figures: Figures) -> list[Curve]:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Return exponential moving averages, corrected for the bias of their start towards 0."""
+    """Return exponential moving averages, corrected for their initial bias towards 0."""
     memory = 1 - 1 / (1 + _SMOOTHED_OVER * len(points))
     mean, weight, smooth = 0.0, 0.0, []
     for step, value in points:
@@ -249,7 +249,7 @@ class _Scale:
             pad = abs(high) * 0.1 or 1.0
             low, high = (0.0 if chart.starts_at_zero and low >= 0 else low - pad), high + pad
         margin = 0.04 * (high - low)
-        # an axis that begins at 0 begins on the frame
+        # an axis from 0 starts on the frame
         return cls(first, max(last, first + 1), low if low == 0 else low - margin, high + margin)
 
     def x(self, step: float) -> float:
@@ -263,13 +263,13 @@ class _Scale:
 
 
 def _values(chart: Chart) -> list[float]:
-    """Return the finite values that the axis must hold."""
+    """Return the finite values that the axis must include."""
     values = [value for line in chart.lines for _, value in line.points if math.isfinite(value)]
     return [*values, 0.0] if chart.starts_at_zero else values
 
 
 def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yield the points of a line, cut where a value is not finite."""
+    """Yield the points of a line, split at values that are not finite."""
     piece: list[Point] = []
     for step, value in points:
         if math.isfinite(value):

@@ -1,4 +1,4 @@
-"""The figures of a report: each computed once, for the terminal, for JSON and for the page."""
+"""The figures of a report, computed once for the terminal, for JSON and for the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Steps left out of means: the first ones create files and touch pages for the first time.
+#: Steps excluded from means, because the first steps create files and touch pages for the first time.
 NUM_WARM_STEPS = 2
 #: Cause of a stall in the metrics -> its name in a report.
 CAUSES = {
@@ -27,15 +27,15 @@ CAUSES = {
     "commit": "waiting for a checkpoint",
 }
 COMPUTING = "computing"
-#: Task -> what its loss is, where evaluations have another one.
+#: Task -> name of its loss, if evaluations have another loss.
 _LOSS_NAMES = {"distill": "distillation"}
-#: Keys that differ in every run, and that are shown elsewhere.
+#: Keys that differ in every run, and keys that are shown elsewhere.
 _RUN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure as planned and as measured; None: not known."""
+    """A planned and a measured figure; None if unknown."""
 
     planned: float | None
     measured: float | None
@@ -50,13 +50,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class PathWrites:
-    """What was written to one path.
+    """Bytes written to one path.
 
     Attributes:
-        nbytes: Written in the steps that the metrics know.
-        bytes_per_step: Written in a step.
+        nbytes: Bytes written in the steps of the metrics.
+        bytes_per_step: Bytes written per step.
         limit_bytes: ``max_written``.
-        lifetime_bytes: Written there by all runs together; None: not known.
+        lifetime_bytes: Bytes written by all runs together; None if unknown.
     """
 
     nbytes: int
@@ -66,13 +66,13 @@ class PathWrites:
 
     @property
     def share_of_limit(self) -> float | None:
-        """Share of ``max_written`` that all runs together have used; None: no limit, or not known."""
+        """Share of ``max_written`` that all runs together have used; None without a limit, or if unknown."""
         return self.lifetime_bytes / self.limit_bytes if self.lifetime_bytes is not None and self.limit_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedKey:
-    """A key of the config whose value is not the default; ``default`` is "" where there is none."""
+    """A config key with another value than its default; ``default`` is "" if there is none."""
 
     key: str
     value: str
@@ -81,10 +81,10 @@ class ChangedKey:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a model wrote at a step.
+    """A model's completions at a step.
 
     Attributes:
-        rows: ``prompt``, ``generated`` and ``reference`` of each.
+        rows: ``prompt``, ``generated`` and ``reference`` of each completion.
     """
 
     step: int
@@ -93,27 +93,27 @@ class Samples:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of one run. Bytes and seconds; a share is between 0 and 1. None: not known.
+    """All figures of one run, in bytes and seconds; shares are from 0 to 1. Unknown figures are None.
 
     Attributes:
         path: ``output_dir``.
         state: As in ``RunHistory``.
-        message: The last one of the status, e.g. why the run failed.
-        headline: Of the plan: model, task, tokens of a step.
+        message: Last message of the status, e.g. the cause of a failure.
+        headline: Headline of the plan: model, task, tokens of a step.
         step: Steps done.
-        seconds: Of all steps, evaluations and saves.
-        first_loss: Mean over the first ``num_averaged`` steps known: a single step says more about its rows.
-        last_loss: Mean over the last ``num_averaged`` steps, which are none of the first.
+        seconds: Total time of steps, evaluations and saves.
+        first_loss: Mean over the first ``num_averaged`` steps; the loss of one step depends mostly on its rows.
+        last_loss: Mean over the last ``num_averaged`` steps, without overlap with the first ones.
         num_averaged: Steps in each of these means.
-        loss_name: What the loss of training is, where it is not cross entropy as that of evaluations is; else "".
+        loss_name: Name of the training loss if it is not cross entropy, unlike the evaluation loss; else "".
         evaluations: Name of a set -> (step, loss), in order.
         judged: Name of a set of preferences -> step -> figures, by TRL's names.
-        samples: Name of a set -> what the model wrote in its newest evaluation that asked for it.
+        samples: Name of a set -> completions in its newest evaluation that has any.
         preferences: Means of such figures over the last steps.
-        num_real_tokens: Of all steps, without padding.
-        num_trained_tokens: Those of them that have a loss.
-        padding_share: Of packed rows; None for others.
-        step_s: Median of a step, without the first ones, evaluations and saves.
+        num_real_tokens: Tokens of all steps without padding.
+        num_trained_tokens: Tokens of all steps with a loss.
+        padding_share: Share of padding in packed rows; None for other rows.
+        step_s: Median step time, without the first steps, evaluations and saves.
         time_s: Part of a step -> mean seconds, the largest first.
         tokens_per_s: Real tokens, over the steps in ``time_s``.
         trained_tokens_per_s: Over the steps in ``time_s``.
@@ -122,22 +122,22 @@ class Figures:
         tiers: Tier -> peak bytes.
         capacity_bytes: By tier.
         links: Link -> bytes per step.
-        drives: Path -> what was written there.
+        drives: Path -> bytes written there.
         rss_first_bytes: Resident memory of the process after its first steps.
         rss_last_bytes: Resident memory after the last step.
-        rss_peak_bytes: Most resident memory.
+        rss_peak_bytes: Peak resident memory.
         checkpoints: Lines of the metrics.
         restarts: (step, date and time) of each start but the first.
-        settings: Keys of the config that are not the default.
-        machine: Of the last start.
+        settings: Config keys with another value than their default.
+        machine: Machine of the last start.
         versions: Library -> version.
-        export_dir: Of the newest exported model.
-        link_paths: Link -> how its bytes were moved in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
+        export_dir: Folder of the newest exported model.
+        link_paths: Link -> data path in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
         process_usage: Seconds of processor time and page faults of a step: ``user_s``, ``system_s``, ``page_faults``.
-        beside_tier_bytes: The most memory of the process beyond the RAM tier: Python, libraries, data, workspace that
-            no slot holds.
+        beside_tier_bytes: Peak memory of the process in addition to the RAM tier: Python, libraries, data, and
+            workspace outside of slots.
         timeline: File of the traced steps.
-        ranks: Of a run of several processes, a step of each, as ``StepMetrics.ranks`` has it: most bytes in use,
+        ranks: With several processes, a typical step of each, as in ``StepMetrics.ranks``: most bytes in use,
             medians of bytes moved, means of waits.
     """
 
@@ -196,14 +196,14 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def compute_figures(history: RunHistory) -> Figures:
-    """Return the figures of a run; what is not known is None or empty."""
+    """Return the figures of a run; unknown ones are None or empty."""
     steps, plan = history.steps, history.plan
     warm = steps[NUM_WARM_STEPS:] or steps
     real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
     warm_s = sum(step.get("step_s", 0.0) for step in warm)
     rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
-    averaged = min(NUM_LOSSES, max(1, len(steps) // 2))  # as the summary of a run has it
+    averaged = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run
     return Figures(
         name=history.name,
         path=str(history.path),
@@ -265,7 +265,7 @@ def _process_usage(warm: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a step of each rank; of the last start, if its number of them is another one than before."""
+    """Return a typical step of each rank; only of steps with the same number of ranks as the last one."""
     size = len(warm[-1].get("ranks", ())) if warm else 0
     of_steps = [step["ranks"] for step in warm if size and len(step.get("ranks", ())) == size]
 
@@ -287,7 +287,7 @@ def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
-    """Return the seconds of the simulated step, which has its stalls, else of the estimate; None: no rates measured."""
+    """Return the seconds of the simulated step with stalls, else of the estimate; None without measured rates."""
     replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
     planned = replayed.get("step_s", estimate.get("predicted_step_s"))
     return float(planned) if planned else None
@@ -310,7 +310,7 @@ def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
 
 
 def _all_evaluations(history: RunHistory) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name of a set and the figures of an evaluation; first those of summaries, for runs without a log."""
+    """Yield (set, figures) of each evaluation; first from summaries, for runs without a log."""
     for end in history.ends:
         yield from end.get("evaluations", {}).items()
     yield from ((str(line.get("name", "eval")), line) for line in history.evaluations)
@@ -339,7 +339,7 @@ def _mean_preferences(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
-    """Return the share of positions that held no token; only packed rows have a length known from the config."""
+    """Return the share of padding positions; only packed rows have a length known from the config."""
     config = history.config
     if config is None or not history.steps or not config.data.packing:
         return None
@@ -416,7 +416,7 @@ def _lifetime_bytes(path: Path) -> int | None:
 
 
 def _changed_settings(values: Mapping[str, Any]) -> list[ChangedKey]:
-    """Return the keys whose value is not the default, in the order of the config."""
+    """Return the keys with another value than their default, in the order of the config."""
     settings: list[ChangedKey] = []
 
     def look(value: Any, path: tuple[str | int, ...]) -> None:

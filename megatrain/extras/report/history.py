@@ -1,6 +1,6 @@
-"""What a run left in its folder: its plan, its figures and its checkpoints, read back.
+"""The records in a run's folder, read back: its plan, its figures and its checkpoints.
 
-Reading leaves out what is missing or cut off: the run may have died at any byte.
+The reader skips missing or truncated records, because the run may have died at any byte.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _NO_NUMBERS = {"nan", "inf", "-inf"}
 
 
 class NotARunError(Exception):
-    """A folder holds nothing that a run left."""
+    """A folder has no records of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """What is known of a run.
+    """The records of a run.
 
     Attributes:
         path: ``output_dir``, absolute.
-        state: As in ``status.json``; "died" where that is not final and no process has the folder.
+        state: As in ``status.json``; "died" if that is not final and no process owns the folder.
         status: The last one written, None if there is none.
-        steps: Lines of ``metrics.jsonl`` in order; of a step that comes twice the last one.
+        steps: Lines of ``metrics.jsonl`` in order; the last one for a repeated step.
         evaluations: Lines of ``metrics.jsonl``, as written.
         checkpoints: Lines of ``metrics.jsonl``, as written.
         plan: ``plan.json``.
-        ends: ``summary.json``: one entry for each start that ended well.
-        config: As resolved; None where it cannot be read.
-        timeline: The file of traced steps; None: there is none.
+        ends: ``summary.json``: one entry for each start that ended normally.
+        config: The resolved config; None if it cannot be read.
+        timeline: File of traced steps; None if there is none.
     """
 
     path: Path
@@ -67,12 +67,12 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """The run's name, else that of its folder."""
+        """The run's name, else the name of its folder."""
         return self.config.run_name if self.config is not None else self.path.name
 
 
 def read_history(folder: Path | str) -> RunHistory:
-    """Read what a run left, or leaves, in its ``output_dir``. Changes nothing.
+    """Read the records of a run in its ``output_dir``, finished or not. Changes nothing.
 
     Raises:
         NotARunError: No run ever wrote there.
@@ -103,7 +103,7 @@ def read_history(folder: Path | str) -> RunHistory:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file that have a step; a line that is cut off or damaged is skipped."""
+    """Return the objects of a metrics file that have a step; truncated or damaged lines are skipped."""
     objects = []
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -120,7 +120,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that strict JSON had to write as text."""
+    """Return a number that was written as text, because strict JSON lacks it."""
     return float(value) if isinstance(value, str) and value in _NO_NUMBERS else value
 
 

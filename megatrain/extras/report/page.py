@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network, no script and no other file, in light and dark."""
+"""A report as one self-contained HTML page, without network, scripts or other files, in light and dark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def render_page(history: RunHistory, figures: Figures) -> str:
     bars = [] if history.timeline is None else read_bars(history.timeline)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # names, paths and messages are text, whatever they hold
+        autoescape=True,  # names, paths and messages are text, whatever they contain
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -30,7 +30,7 @@ COLORS = {
     "optimizer state": "#88c580",
     "activations": "#bab0ac",
 }
-#: Names of rows of the file, as a reader knows them.
+#: Prefixes of the names of rows in the file.
 FETCHES, WRITES = "to ", "back to "
 
 
@@ -70,7 +70,7 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
 
 
 def _row_and_track(name: str) -> tuple[str, int]:
-    """Split the name of a row of the file, which ends with a number from its second track on."""
+    """Split the name of a row in the file, which ends with a number from its second track."""
     row, _, number = name.rpartition(" ")
     return (row, int(number) - 1) if row and re.fullmatch("[1-9][0-9]{0,2}", number) else (name, 0)
 
@@ -119,7 +119,7 @@ def draw(bars: Sequence[Bar], title: str, note: str) -> str:
 
 
 def _shown(row: str) -> str:
-    """Return the name of a row without the way in which its bytes are moved."""
+    """Return the name of a row without its data path."""
     name = row.partition(" (")[0]
     if name.startswith(WRITES):
         return f"write to {name.removeprefix(WRITES)}"

@@ -1,4 +1,4 @@
-"""A report as lines for a terminal, and the words that it shares with the page."""
+"""A report as lines for a terminal, and functions that it shares with the page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def cause_name(cause: str) -> str:
 
 
 def binary_unit(nbytes: float) -> tuple[int, str]:
-    """Return the unit in which sizes up to ``nbytes`` are written side by side, and its name."""
+    """Return the unit, and its name, in which sizes up to ``nbytes`` are printed together."""
     return (GiB, "GiB") if nbytes >= GiB else (MiB, "MiB")
 
 
@@ -109,7 +109,7 @@ def perplexity(loss: float) -> float:
 
 
 def quality(figures: Figures, name: str, step: int, loss: float) -> str:
-    """Return what is said of an evaluation beside its loss."""
+    """Return the text that follows the loss of an evaluation."""
     judged = figures.judged.get(name, {}).get(step)
     return format_preferences(judged) if judged else f"perplexity {perplexity(loss):.2f}"
 
@@ -163,7 +163,7 @@ def _rest(figures: Figures) -> Iterator[str]:
         count = f"{len(figures.checkpoints)} checkpoint{'s' if len(figures.checkpoints) > 1 else ''}"
         yield (
             f"saved   {count}, the last at step {last['step']}, "
-            f"{format_size(last.get('nbytes', 0))}; training waited {stalls:.1f} s for them in all"
+            f"{format_size(last.get('nbytes', 0))}; training waited {stalls:.1f} s for them in total"
         )
     if figures.restarts:
         at = ", ".join(f"step {step}" for step, _ in figures.restarts)

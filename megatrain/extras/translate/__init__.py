@@ -1,1 +1,1 @@
-"""Configs of other tools, translated into ours: start at ``translate.translate_file``; the keys are in ``names``."""
+"""Translation of other tools' configs: start at ``translate.translate_file``; the keys are in ``base.other_tools``."""

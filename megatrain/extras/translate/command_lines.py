@@ -1,7 +1,7 @@
-"""Command lines that start a training, and shell scripts with one: what they ask for, as a config file would say it.
+"""Command lines, and shell scripts with one, that start a training: their options in the form of a config file.
 
-A script is read, never run. Its variables, and those of the environment, are put in as a shell would; what only a shell
-could compute (``$(...)``, ``$1``) stays unknown, and the options that need it are listed as such.
+A script is read, never run. Its variables and environment variables are expanded as in a shell. Values that only a
+shell could compute (``$(...)``, ``$1``) stay unknown, and their options are listed as such.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatrain.base.other_tools import Tool
 
 __all__ = ["TRL_TASKS", "CommandLine", "count", "find_command_line", "is_world_size_option", "parse_words"]
 
-#: Programs that start a training script on several processes -> options that say on how many machines, and how many:
-#: of each machine, or of all.
+#: Programs that start a training script on several processes -> options for the number of machines and of processes,
+#: and whether the latter is per machine.
 _LAUNCHERS = {
     "accelerate": ("num_machines", "num_processes", False),
     "torchrun": ("nnodes", "nproc_per_node", True),
@@ -34,19 +34,19 @@ _LAUNCHER_MODULES = {
     "accelerate.commands.launch": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
 }
-#: Commands of the tools themselves -> whose they are.
+#: Commands of the tools -> the tool.
 _TOOLS: dict[str, Tool] = {
     "trl": "trl",
     "llamafactory-cli": "llamafactory",
     "lmf": "llamafactory",
     "axolotl": "axolotl",
 }
-#: Commands of TRL that train what is trained here.
+#: TRL commands whose training is supported here.
 TRL_TASKS = ("sft", "dpo", "kto", "orpo", "cpo")
 _ALL_TRL_TASKS = (*TRL_TASKS, "grpo", "gkd", "reward", "rloo", "online_dpo", "nash_md", "xpo", "bco")
-_SWITCHES = ("no_cuda",)  # their "no_" belongs to the name
+_SWITCHES = ("no_cuda",)  # "no_" is part of the name
 _CONFIG_FILES = (".yaml", ".yml", ".json")
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for what only a shell could compute
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # placeholder for a value that only a shell could compute
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL
 )
@@ -62,17 +62,17 @@ _VARIABLE = re.compile(
 
 @dataclass
 class CommandLine:
-    """A training that a command line starts.
+    """A training started by a command line.
 
     Attributes:
         words: The command line.
         values: Option -> value, dashes in names as underscores.
-        config: The config file that it names; its options come before those of the file.
+        config: Config file in the command line; options of the line override the file.
         tool: Tool that the command belongs to, None if the script does not say.
-        task: What TRL's command trains, such as "sft" or "dpo"; "" where that is not said.
-        launcher: The program that starts the processes, "" for none.
-        num_processes: How many, on all machines; None: nothing says it.
-        num_hosts: On how many machines.
+        task: Task of a TRL command, such as "sft" or "dpo", or "".
+        launcher: Program that starts the processes, or "".
+        num_processes: Processes on all machines; None if unknown.
+        num_hosts: Number of machines.
         unknown: Options whose values only a shell could compute.
     """
 
@@ -89,7 +89,7 @@ class CommandLine:
 
 
 def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
-    """Return the first training that a shell script starts, and the others, a line each."""
+    """Return the first training that a shell script starts, and a line for each of the others."""
     lines = [parse_words(words) for words in _commands(text)]
     found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
     if not found:
@@ -99,7 +99,7 @@ def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
 
 
 def parse_words(words: Sequence[str]) -> CommandLine | None:
-    """Return what a command line starts; None where it is no training."""
+    """Parse a command line; return None if it starts no training."""
     line = CommandLine(list(words))
     rest = list(words)
     while rest:
@@ -119,14 +119,14 @@ def parse_words(words: Sequence[str]) -> CommandLine | None:
     if isinstance(given, str):
         line.config = Path(given)
     for name in list(line.values):
-        if line.tool == "trl" and name in ("num_processes", "num_machines", "accelerate_config"):  # trl hands these on
+        if line.tool == "trl" and name in ("num_processes", "num_machines", "accelerate_config"):  # trl forwards them
             line.launch_options[name] = line.values.pop(name)
     line.num_processes, line.num_hosts = _processes(line)
     return line if line.values or line.config else None
 
 
 def _after_python(line: CommandLine, words: list[str]) -> list[str]:
-    """Read what follows ``python``: a script or a module; return the words behind it."""
+    """Parse a script or module after ``python``; return the words after it."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words.pop(0)
     if words[:1] == ["-m"] and len(words) > 1:
@@ -171,7 +171,7 @@ def _after_program(line: CommandLine, program: str, words: list[str], *, is_modu
 
 
 def _name_script(line: CommandLine, script: str) -> None:
-    """See from the name of a script or module whose it is and what it trains."""
+    """Detect tool and task from the name of a script or module."""
     stem = os.path.basename(script).removesuffix(".py").rpartition(".")[2]
     if "axolotl" in script:
         line.tool = "axolotl"
@@ -182,7 +182,7 @@ def _name_script(line: CommandLine, script: str) -> None:
 
 
 def _processes(line: CommandLine) -> tuple[int | None, int]:
-    """Return how many processes there are, and machines."""
+    """Return the number of processes (None if unknown) and of machines."""
     if not line.launcher and not line.launch_options:
         return 1, 1
     of_hosts, of_processes, is_of_each = _LAUNCHERS[line.launcher or "trl"]
@@ -191,17 +191,17 @@ def _processes(line: CommandLine) -> tuple[int | None, int]:
 
 
 def count(value: Any) -> int | None:
-    """Return a number of things; None where a value is none."""
+    """Return a count above 0; None for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def is_world_size_option(line: CommandLine, name: str) -> bool:
-    """Return whether an option of the launcher says how many processes, or machines, there are."""
+    """Return whether an option of the launcher sets the number of processes or machines."""
     return name in _LAUNCHERS[line.launcher or "trl"][:2]
 
 
 def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
-    """Return ``--name value``, ``--name=value``, ``--name`` and ``--name a b`` as argparse reads them."""
+    """Return the values of ``--name value``, ``--name=value``, ``--name`` and ``--name a b`` like argparse."""
     found: dict[str, Any] = {}
     name, given = "", list[str]()
 
@@ -211,7 +211,7 @@ def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
         if any(_UNKNOWN in word for word in given):
             unknown.append(name)
         elif not given and name.startswith("no_") and name not in _SWITCHES:
-            found[name.removeprefix("no_")] = False  # of a flag that is true by default
+            found[name.removeprefix("no_")] = False  # a flag that is true by default
         elif not given:
             found[name] = True
         else:
@@ -233,7 +233,7 @@ def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
 
 
 def _value(word: str) -> Any:
-    """Return a word of a command line as a value of a config."""
+    """Convert a word of a command line to a config value."""
     lower = word.lower()
     if lower in ("true", "false"):
         return lower == "true"
@@ -255,7 +255,7 @@ def _value(word: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the simple commands of a shell script, its variables put in."""
+    """Yield the simple commands of a shell script with expanded variables."""
     variables: dict[str, str] = {}
     for line in _lines(text):
         match = _ASSIGNMENT.fullmatch(line.strip())
@@ -278,7 +278,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script: continued ones joined, quotes and arrays over several lines too."""
+    """Yield the lines of a script; continuation lines, and quotes and arrays over several lines, are joined."""
     whole = ""
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").replace("\r\n", "\n").split("\n"):
         whole = f"{whole}\n{line}" if whole else line
@@ -304,7 +304,7 @@ def _split(line: str) -> list[str]:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Put variables in, those of the script before those of the environment."""
+    """Expand variables; variables of the script take precedence over the environment."""
 
     def value(match: re.Match[str]) -> str:
         if match["items"]:

@@ -1,4 +1,4 @@
-"""Translate one key at a time, as the tables of :mod:`megatrain.base.other_tools` say, and groups that tools share."""
+"""Conversions of single keys, by the tables of :mod:`megatrain.base.other_tools`, and of shared groups of keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatrain.config.keys import leaf_schema, used_if
 from megatrain.extras.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
 from megatrain.extras.translate.read import TranslationError, is_file, read_mapping
 
-#: Globs of the parameters that transformers' Trainer leaves out of weight decay, embeddings not among them.
+#: Globs of the parameters that transformers' Trainer excludes from weight decay; embeddings are not excluded.
 DECAY_EXCLUDE = ("*bias*", "*norm*")
 LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
-#: Keys of ``[preference]`` that not all losses have.
+#: Keys of ``[preference]`` that only some losses have.
 _LOSSES_WITH = {
     "preference.label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
     "preference.simpo_gamma": ("simpo",),
@@ -23,9 +23,9 @@ _LOSSES_WITH = {
     "preference.desirable_weight": ("kto",),
     "preference.undesirable_weight": ("kto",),
 }
-#: Keys of ours that training on preferences takes out -> why.
+#: Keys here that do not work with training on preferences -> the reason.
 _SFT_ONLY = {
-    "data.packing": "each answer has a row of its own",
+    "data.packing": "each answer has its own row",
     "lora.lora_dropout": 'nothing is dropped out with task = "dpo"',
 }
 _OPTIMIZERS = {
@@ -49,7 +49,7 @@ _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "")  # load_dataset's na
 
 
 def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Translate keys one by one; leave keys that a rule combines with others to that rule.
+    """Translate keys one by one; skip keys that a rule combines with others.
 
     Args:
         prefix: Section of the keys, with its dot.
@@ -191,11 +191,11 @@ def chat_template(draft: Translation, theirs: str, value: Any, row: Row | None =
         short = text.strip().splitlines()[0][:40]
         draft.lose(theirs, "write it into a file, and model.chat_template = that file", f"{short} ...")
     elif text not in ("tokenizer_default", "default"):
-        draft.drop(theirs, "the model's own template is used: look at it with `megatrain-tier data preview`", value)
+        draft.drop(theirs, "the model's own template is used: check it with `megatrain-tier data preview`", value)
 
 
 def _deepspeed(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    """Take the NVMe folder from a DeepSpeed config; the planner decides the rest."""
+    """Use the NVMe folder of a DeepSpeed config; the planner decides the rest."""
     draft.drop(theirs, PLANNER, value)
     if not isinstance(value, Mapping):
         files = [folder / str(value) for folder in (draft.base, draft.source.path.parent)]
@@ -216,7 +216,7 @@ def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -
             return
 
 
-#: How a row is read -> ``conversion(draft, their_key, value, row)``.
+#: Kind of conversion (``Row.how``) -> ``conversion(draft, their_key, value, row)``.
 CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
     "copy": _copy,
     "path": _path,
@@ -239,7 +239,7 @@ CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
 
 
 def fill_defaults(draft: Translation, defaults: Mapping[str, Any]) -> None:
-    """Write down the tool's defaults that have an effect.
+    """Write the tool's defaults that have an effect.
 
     As in transformers, weight decay applies to embeddings, but not to biases and norms.
     """
@@ -262,7 +262,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
     """Fill ``[lora]`` from the tool's rows of LoRA.
 
     Args:
-        defaults: The tool's defaults, by our key.
+        defaults: The tool's defaults, by key here.
         quantization: Keys that quantize the model under the adapters.
     """
     rows = {theirs: row.ours for theirs, row in draft.rows("lora").items()}
@@ -272,7 +272,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
         draft.put_path("lora.adapter_name_or_path", paths[-1], folder)
         if len(paths) > 1:
             draft.lose(folder, "adapters are not stacked: merge the others into the model first", paths[:-1])
-        # The adapter's own file has all other settings.
+        # All other settings are in the adapter's file.
         rows, defaults = {"lora_dropout": "lora.lora_dropout"}, {}
     for theirs, ours in rows.items():
         value = draft.get(theirs)
@@ -292,17 +292,17 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
 
 
 def refuse_quantized(draft: Translation, *names: str) -> None:
-    """Refuse a model in few bits without adapters."""
+    """Refuse a quantized model without adapters."""
     for name in names:
         if draft.get(name):
             raise draft.refuse(f"{name}: quantized weights cannot be trained in full precision", "Remove it")
 
 
 def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
-    """Fill ``task``, and ``[preference]`` from the tool's rows of preferences; the first row of one key counts.
+    """Fill ``task``, and ``[preference]`` from the tool's rows of preferences; the first row of a key wins.
 
     Args:
-        theirs: The key that says it.
+        theirs: The tool's key of the loss.
     """
     if loss not in LOSSES:
         raise draft.refuse(f"the loss `{loss}` of preferences is not supported here", f"There are {', '.join(LOSSES)}")
@@ -325,7 +325,7 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
 
 
 def put_images(draft: Translation, images: str, theirs: str) -> None:
-    """Say that rows have images. Adapters are those of the language model; others may adapt the vision tower too."""
+    """Set ``model.images``. Adapters apply to the language model here; other tools may also adapt the vision tower."""
     if images == "trained" and any(key.startswith("lora.") for key in draft.entries):
         draft.lose(theirs, "the vision tower gets no adapters: it is frozen, or, as model.images says, trained whole")
         images = "frozen"
@@ -336,7 +336,7 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     """Translate path, subset and split of a data set in the terms of ``load_dataset``.
 
     Args:
-        key: Our table, such as ``data.train.0``.
+        key: Table here, such as ``data.train.0``.
     """
     theirs, where = fields.path, str(fields.get("id") or fields.get("path") or "")
     files = [str(file) for file in listed(fields.get("data_files"))]
@@ -361,11 +361,11 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
 
 
 def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:
-    """Write columns whose names are not the usual ones of a format.
+    """Write columns with other names than the usual ones of a format.
 
     Args:
-        key: Our table, such as ``data.train.0``.
-        columns: Our column -> their column, the usual name and the key that names it.
+        key: Table here, such as ``data.train.0``.
+        columns: Column here -> column of the rows, its usual name, and the tool's key for it.
     """
     for ours, (column, usual, theirs) in columns.items():
         if column and column != usual:

@@ -1,4 +1,4 @@
-"""The state of a translation: our keys set so far, and their keys that are lost or not needed."""
+"""The state of a translation: keys set here, and the tool's keys that are lost or not needed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatrain.config.keys import leaf_schema, parse_path, plain
 from megatrain.extras.translate.read import Source, TranslationError, exists
 
 NOTHING_LIKE_IT = "nothing like it here"
-#: Values with which an unknown key switches nothing on.
+#: Values with which an unknown key enables nothing.
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
 class TranslatedValue:
-    """The value of one of our keys.
+    """The value of one key here.
 
     Attributes:
-        theirs: Source key, "" for none.
+        theirs: The tool's key, or "".
         note: A remark for the reader of the config.
-        is_path: Whether it is a path, relative to the folder in which the other tool was started.
-        to_fill_in: Whether it is only an example because their file has no such value.
+        is_path: Whether it is a path relative to the start folder of the other tool.
+        to_fill_in: Whether it is only an example because the tool's file has no value.
     """
 
     value: Any
@@ -38,7 +38,7 @@ class TranslatedValue:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One of their keys that is left out of the translation, and why."""
+    """A key of the tool that is left out of the translation, with the reason."""
 
     theirs: str
     value: Any
@@ -56,11 +56,11 @@ class Translation:
     Attributes:
         source: The file to translate.
         base: Start folder of relative paths in the source.
-        entries: Our dotted key, array tables with an index -> value.
-        lost: Their keys without an equivalent.
-        unneeded: Their keys that are not needed here.
-        answered: Paths of their values that a rule or a table row has read.
-        toml: Text of our config, which loads; "" until the translation ends.
+        entries: Dotted key here, array tables with an index -> value.
+        lost: The tool's keys without an equivalent.
+        unneeded: The tool's keys that are not needed here.
+        answered: Paths of the tool's values that a rule or a table row has read.
+        toml: Text of the translated config, which loads; "" until the translation ends.
     """
 
     source: Source
@@ -94,38 +94,38 @@ class Translation:
             "to_fill_in": list(self.to_fill_in),
         }
 
-    # Their values
+    # Values of the tool's file
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return their value at a dotted path, the default for none; record it as answered unless it is a table."""
+        """Return the tool's value at a dotted path, or the default; mark it as answered unless it is a table."""
         value = self.peek(path)
         if not _holds_tables(value):
             self.answered.add(path)
         return default if value is None else value
 
     def peek(self, path: str) -> Any:
-        """Return their value at a dotted path, None for none, without recording it as answered."""
+        """Return the tool's value at a dotted path, or None, without marking it as answered."""
         value: Any = self.source.values
         for part in path.split("."):
             value = mapping(value).get(part)
         return value
 
     def section(self, path: str) -> Section:
-        """Return their table at a dotted path; a value that is no table is not answered, so it is listed as lost."""
+        """Return the tool's table at a dotted path; any other value stays unanswered and is listed as lost."""
         return Section(self, path, mapping(self.peek(path)))
 
     def rows(self, how: str) -> dict[str, Row]:
-        """Return the rows of the tool's table that are read in one way: their key -> row."""
+        """Return the tool's rows with one kind of conversion: key of the tool -> row."""
         return {theirs: row for theirs, row in KEYS[self.tool].items() if row.how == how}
 
-    # Our keys
+    # Keys here
 
     def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
-        """Set one of our keys."""
+        """Set a key."""
         self.entries[ours] = TranslatedValue(as_number(value, ours), theirs, note, is_path)
 
     def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
-        """Set a key that is a path or a name on the hub: a name that exists on this machine is a path."""
+        """Set a key that is a path or a name on the hub; a name that exists on this machine is a path."""
         text = str(value)
         is_path = text.startswith((".", "/", "~")) or ours == "output_dir" or exists(self.base / text)
         self.put(ours, text, theirs, note, is_path=is_path)
@@ -144,7 +144,7 @@ class Translation:
         self.fill_in("data.train.0.path", "data/train.jsonl", "a file, glob or folder, or the hub name of a data set")
 
     def default(self, values: Mapping[str, Any]) -> None:
-        """Set the tool's defaults that differ from ours, if nothing else has set the key."""
+        """Set the tool's defaults that differ from the defaults here, for keys that are not set yet."""
         for ours, value in values.items():
             if ours not in self.entries and leaf_schema(ours).get("default") != value:
                 self.put(ours, value, note=f"{self.source.title}'s default")
@@ -152,16 +152,16 @@ class Translation:
     # Keys that are left out
 
     def lose(self, theirs: str, why: str, value: Any = None) -> None:
-        """List one of their keys as without equivalent."""
+        """List a key of the tool as lost, without an equivalent."""
         self.lost.append(Left(theirs, value, why))
 
     def lose_if_on(self, theirs: str, why: str, value: Any) -> None:
-        """List a key as without equivalent, unless its value switches nothing on."""
+        """List a key as lost, unless its value enables nothing."""
         if value not in _OFF:
             self.lose(theirs, why, value)
 
     def lose_unanswered(self) -> None:
-        """List every value that has no answer yet: a table is not translated because one of its keys is."""
+        """List every unanswered value as lost; an answered key does not answer for its table."""
         done = self.answered | {left.theirs for left in (*self.lost, *self.unneeded)}
         for path, value in list(_leaves(self.source.values, "", done)):
             if value is not None and value != "auto":
@@ -174,17 +174,17 @@ class Translation:
                 self.lose(path, why, value)
 
     def drop(self, theirs: str, why: str, value: Any = None) -> None:
-        """List one of their keys as not needed here."""
+        """List a key of the tool as not needed here."""
         self.unneeded.append(Left(theirs, value, why))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
-        """Return the error of a file that asks for training that is not supported here."""
+        """Return the error for a file that describes training that is not supported here."""
         return TranslationError(self.source.path, problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table in their file; it records the keys that a rule reads.
+    """A table in the tool's file; it records the keys that a rule reads.
 
     Attributes:
         path: Path of the table, such as ``datasets[0]``.
@@ -197,23 +197,23 @@ class Section:
     paths: Mapping[str, str] = field(default_factory=dict)
 
     def path_of(self, name: str) -> str:
-        """Return the path of a value in their file."""
+        """Return the path of a value in the tool's file."""
         return self.paths.get(name, f"{self.path}.{name}")
 
     def get(self, name: str) -> Any:
-        """Return a value, and record it as answered unless it is a table."""
+        """Return a value, and mark it as answered unless it is a table."""
         value = self.values.get(name)
         if not _holds_tables(value):
             self.draft.answered.add(self.path_of(name))
         return value
 
     def section(self, name: str) -> Section:
-        """Return a table inside; a value that is no table is not answered, so it is listed as lost."""
+        """Return a table inside; any other value stays unanswered and is listed as lost."""
         return Section(self.draft, f"{self.path}.{name}", mapping(self.values.get(name)))
 
 
 def _holds_tables(value: Any) -> bool:
-    """Return whether a value has keys of its own, each of which needs an answer."""
+    """Return whether a value contains keys, each of which needs an answer."""
     return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
 
 
@@ -232,7 +232,7 @@ def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str,
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a value that should be a mapping; empty if it is something else."""
+    """Return a mapping unchanged; an empty one for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -242,12 +242,12 @@ def listed(value: Any) -> list[Any]:
 
 
 def plain_key(key: str) -> str:
-    """Return one of our keys without the indices of array tables."""
+    """Return a key without the indices of array tables."""
     return plain(parse_path(key))
 
 
 def as_number(value: Any, ours: str) -> Any:
-    """Return a value as a number if our key is one: YAML takes 1e-5 for text."""
+    """Convert text to a number if the key here is a number, because YAML reads 1e-5 as text."""
     name = plain_key(ours)
     if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):
         try:

@@ -1,4 +1,4 @@
-"""Read another tool's config file, or the shell script or command line that starts a training."""
+"""Readers of another tool's config file, or of the script or command line that starts a training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split
         "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_DEPTH = 100  # of tables and lists inside each other
+_MAX_DEPTH = 100  # nested tables and lists
 _MAX_YAML_VALUES = 1_000_000  # with aliases replaced by their values
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
 _COMMAND_LINE = Path("command line")  # in place of a file's name
@@ -39,7 +39,7 @@ class Source:
     Attributes:
         values: Parsed content.
         line: Command line; one process without a launcher for a config file.
-        others: First words of other trainings that the same script starts.
+        others: First words of other trainings in the same script.
     """
 
     path: Path
@@ -54,10 +54,10 @@ class Source:
 
 
 def read_source(path: Path, tool: Tool | None = None) -> Source:
-    """Read a config file, or a shell script that starts a training; without ``tool``, detect whose it is.
+    """Read a config file, or a shell script that starts a training; without ``tool``, detect the tool.
 
     Raises:
-        TranslationError: The file cannot be read, is neither YAML, JSON nor such a script, or belongs to no known tool.
+        TranslationError: The file cannot be read, has no supported form, or belongs to no known tool.
     """
     if path.suffix.lower() == ".py":
         raise TranslationError(
@@ -81,7 +81,7 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
 
 
 def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
-    """Read a command line that starts a training; without ``tool``, detect whose it is.
+    """Read a command line that starts a training; without ``tool``, detect the tool.
 
     Raises:
         TranslationError: It starts no training, names a config that cannot be read, or belongs to no known tool.
@@ -102,7 +102,7 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
     values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
     tool = tool or line.tool
     if tool is None:
-        # An unknown script: its options are Hugging Face's TrainingArguments, as those of TRL are.
+        # An unknown script: its options are Hugging Face's TrainingArguments, like TRL's.
         is_hugging_face = "model_name_or_path" in values and not any(name in values for name in _LLAMA_FACTORY)
         tool = "trl" if is_hugging_face else _detect(path, values)
     settings = line.launch_options.get("config_file") or line.launch_options.get("accelerate_config")
@@ -129,10 +129,10 @@ def _read_text(path: Path) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML whose aliases stand for a limited number of values.
+    """Parse YAML whose aliases expand to a limited number of values.
 
     Raises:
-        YAMLError: the text is no YAML, or its aliases stand for too many values.
+        YAMLError: the text is not YAML, or its aliases expand to too many values.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -146,18 +146,18 @@ def load_yaml(text: str) -> Any:
 
 
 def _check_aliases(root: yaml.Node) -> None:
-    """Refuse a document that grows without bound when its aliases are replaced by their values."""
+    """Refuse a document that grows without bound when its aliases are expanded."""
     sizes: dict[int, int] = {}  # number of values of a node and all nodes below it, by the node's identity
 
     def size_of(node: yaml.Node) -> int:
         if id(node) in sizes:
             return sizes[id(node)]
-        sizes[id(node)] = 1  # an alias of a value above it: refused where the values are checked
+        sizes[id(node)] = 1  # an alias of an enclosing value: refused when the values are checked
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
         nodes = (part for item in below for part in (item if isinstance(item, tuple) else (item,)))
         sizes[id(node)] = total = 1 + sum(map(size_of, nodes))
         if total > _MAX_YAML_VALUES:
-            problem = f"its aliases stand for more than {_MAX_YAML_VALUES} values"
+            problem = f"its aliases expand to more than {_MAX_YAML_VALUES} values"
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return total
 
@@ -228,7 +228,7 @@ def _detect(path: Path, values: dict[str, Any]) -> Tool:
 
 
 def can_be_path(base: Path, text: str) -> bool:
-    """Return whether a text can name a file: no zero bytes, no name that is too long, no unknown home folder."""
+    """Return whether a text can name a file: no zero bytes, no overlong name, no unknown home folder."""
     try:
         (base / Path(text).expanduser()).stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Chat templates by name, as LLaMA-Factory has them, beside the template in a model's folder, which is used here."""
+"""Chat templates by name, as in LLaMA-Factory, compared with the template in a model's folder, which is used here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatrain.base.other_tools import OWN_TEMPLATE
 from megatrain.extras.translate.read import is_file
 
-#: What names of templates begin with -> what such a template writes before a turn. The longest that fits counts.
+#: Prefix of template names -> text that such a template writes before a turn. The longest matching prefix wins.
 _MARKS = {
     "alpaca": "### Instruction",
     "chatml": "<|im_start|>",
@@ -31,10 +31,10 @@ _WRITE_IT = "write it into a .jinja file and name that in model.chat_template"
 
 
 def compared(name: str, folder: Path) -> tuple[str, bool]:
-    """Return what to say of a template that another tool's config names, and whether the model's own is of that kind.
+    """Return the answer to a template in another tool's config, and whether the model's template is of that kind.
 
     Args:
-        folder: the model's; one that is not on this machine is not looked at.
+        folder: the model's folder; ignored if it is not on this machine.
     """
     if not is_file(folder / "tokenizer_config.json"):
         return OWN_TEMPLATE, False
@@ -51,7 +51,7 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
 
 
 def own_template(folder: Path) -> str:
-    """Return the text of the templates in a model's folder, "" for none."""
+    """Return the text of the templates in a model's folder, or ""."""
     texts = []
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")

@@ -1,4 +1,4 @@
-"""Rules of each tool: what it refuses, how its keys combine, its data sets and its defaults."""
+"""Rules of each tool: refusals, combined keys, data sets and defaults."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _MEGATRAIN_DEFAULTS: dict[str, Any] = {
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "dpo"}
 _OTHER_STAGES = {"ppo": "PPO", "rm": "reward model training", "orpo": "ORPO"}
 _CHAT_COLUMNS = {name: name for name in ("system", "tools", "images", "chosen", "rejected", "kto_tag")}
-#: Columns of dataset_info.json -> ours.
+#: Columns of dataset_info.json -> columns here.
 _ALPACA_COLUMNS = {
     **_CHAT_COLUMNS,
     "prompt": "instruction",
@@ -125,7 +125,7 @@ def _llama_factory(draft: Translation) -> None:
 
 
 def _named_template(draft: Translation, name: Any, *, has_template: bool) -> None:
-    """List a chat template that is named: the one of the model's folder is used in its place."""
+    """List a named chat template; the template in the model's folder is used instead."""
     if not has_template:
         draft.drop("template", "plain text has no chat template", name)
         return
@@ -238,7 +238,7 @@ def _dataset_of_info(
 
 
 def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
-    """Say that rows have images, if one of the data sets has a column of them."""
+    """Set ``model.images``, if one of the data sets has a column of images."""
     towers = {name: draft.get(name) for name in ("freeze_vision_tower", "freeze_multi_modal_projector")}
     names = [*_names(draft.get("dataset")), *_names(draft.get("eval_dataset"))]
     if not any(mapping(mapping(info.get(name)).get("columns")).get("images") for name in names):
@@ -259,7 +259,7 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
 # Axolotl: a list of data sets.
 
 _AXOLOTL_RL = (None, "dpo", "ipo", "kto", "orpo", "simpo")
-#: First part of a data set's type -> our format.
+#: First part of a data set's type -> format here.
 _FORMATS = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
@@ -268,7 +268,7 @@ _FORMATS = {
     "pretrain": "text",
     "gpteacher": "alpaca",
 }
-#: Our column -> the key of a data set that names it.
+#: Column here -> the key of a data set that names it.
 _PREFERENCE_FIELDS = {
     name: f"field_{name}" for name in ("prompt", "messages", "chosen", "rejected", "completion", "label", "system")
 }
@@ -338,7 +338,7 @@ def _members(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _axolotl_combinations(draft: Translation) -> None:
-    """Translate keys that depend on each other, or that share one key of ours."""
+    """Translate keys that depend on each other, or that share one key here."""
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
         if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
@@ -357,7 +357,7 @@ def _axolotl_combinations(draft: Translation) -> None:
 
 
 def _axolotl_format(fields: Section) -> str | None:
-    """Return our format of a data set, None for an unknown type."""
+    """Return the format here of a data set; None for an unknown type."""
     kind = fields.get("type")
     if fields.get("text_column"):
         return "text"
@@ -395,7 +395,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
 
 
 def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]]:
-    """Return our column -> their column and the usual name, for one format."""
+    """Return column here -> column of the rows and its usual name, for one format."""
     if format_ == "text":
         return {"text": (fields.get("field") or fields.get("text_column"), "text")}
     if format_ == "alpaca":
@@ -409,7 +409,7 @@ def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]
             "role": (_role_column(fields), "role"),
             "content": (content, "content"),
         }
-    # ShareGPT's own type has fixed names of role and content.
+    # ShareGPT's type has fixed names of role and content.
     is_template = fields.get("type") == "chat_template"
     return {
         "conversations": (fields.get("field_messages"), "conversations"),
@@ -418,9 +418,9 @@ def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]
     }
 
 
-# TRL: `trl sft` and its siblings, and the recipes that are made with them.
+# TRL: `trl sft` and its siblings, and recipes that use them.
 
-#: Keys that only other trainers of TRL have -> what they train.
+#: Keys that only other trainers of TRL have -> the trainer.
 _OTHER_TRAINERS = {
     "num_generations": "GRPO",
     "reward_funcs": "GRPO",
@@ -597,7 +597,7 @@ def _deepspeed(draft: Translation) -> None:
 
 
 def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
-    """Write how many processes train, if several can; else one does, with the same rows.
+    """Write the number of processes if several can train; else one process trains the same rows.
 
     Args:
         draft: The translation, with task and optimizer.

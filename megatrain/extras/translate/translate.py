@@ -1,4 +1,4 @@
-"""Translate another tool's file or command into the text of a config of ours, and list what was left out."""
+"""Translate another tool's file or command into the text of a config, and list the omitted keys."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def translate_file(
     """Translate a YAML or JSON config, or a shell script that starts a training. Nothing is written.
 
     Args:
-        tool: The tool it belongs to; detected by default.
-        folder: The folder that the translation will be in, and that its paths are relative to. Default: ``base``.
-        base: The folder that relative paths in the file start from: where the tool is started. Default: the current
-            one.
+        tool: The tool of the file; detected by default.
+        folder: The folder of the translation, to which its paths are relative. Default: ``base``.
+        base: The start folder of relative paths in the file, where the tool is started. Default: the current
+            folder.
 
     Raises:
-        TranslationError: The file cannot be read or parsed, or asks for training that is not supported here.
+        TranslationError: The file cannot be read or parsed, or describes training that is not supported here.
     """
     return _translate(read_source(path, tool), folder, base)
 
@@ -42,7 +42,7 @@ def translate_file(
 def translate_command_line(
     words: Sequence[str], tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
 ) -> Translation:
-    """Translate a command line that starts a training, as :func:`translate_file` does a file.
+    """Translate a command line that starts a training, like :func:`translate_file` for a file.
 
     Args:
         words: The command and its arguments, as a shell passes them.
@@ -75,7 +75,7 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
 
 
 def _drop_evaluation_without_rows(draft: Translation) -> None:
-    """Take out the evaluation schedule of a config without evaluation rows."""
+    """Remove the evaluation schedule of a config without evaluation rows."""
     if any(key.startswith("data.eval.") or key == "data.val_size" for key in draft.entries):
         return
     for key in [key for key in draft.entries if key.startswith("evaluation.")]:
@@ -96,7 +96,7 @@ def _refuse_impossible_paths(draft: Translation) -> None:
 def _gather_processes(draft: Translation) -> None:
     """Take over the number of processes of a launcher; list its other options.
 
-    The rows of a step are those of all processes here, and theirs are those of each: so they are multiplied.
+    The rows of a step are counted over all processes here, and per process in other tools, so they are multiplied.
     """
     line, key = draft.source.line, "training.gradient_accumulation_steps"
     for name in line.unknown:
@@ -114,13 +114,13 @@ def _gather_processes(draft: Translation) -> None:
     elif line.num_processes > 1:
         before = draft.entries.get(key)
         steps = before.value if before is not None and isinstance(before.value, int) else 1
-        note = f"{steps} x {line.num_processes} processes: here the rows of a step are those of all"
+        note = f"{steps} x {line.num_processes} processes: here a step counts the rows of all"
         draft.put(key, steps * line.num_processes, before.theirs if before is not None else "", note)
         put_processes(draft, line.num_processes, line.num_hosts)
 
 
 def _settle(draft: Translation) -> None:
-    """Take out entries that this release cannot use, until the rest is a valid config.
+    """Remove entries that this release cannot use, until the rest is a valid config.
 
     Raises:
         TranslationError: A required key has no usable value.
@@ -144,7 +144,7 @@ def _settle(draft: Translation) -> None:
 
 
 def _problems(draft: Translation) -> list[tuple[str, str]]:
-    """Return what makes a draft no valid config: our key, and why."""
+    """Return (key here, reason) for each problem that makes the draft an invalid config."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
     config, found = validated(values)
     if config is None:
@@ -154,7 +154,7 @@ def _problems(draft: Translation) -> list[tuple[str, str]]:
 
 
 def _entries_behind(draft: Translation, key: str) -> list[str]:
-    """Return the entries that a problem with a key comes from: of the key, inside it, or the nearest around it."""
+    """Return the entries that cause a problem with a key: of the key, inside it, or the nearest around it."""
     if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
         key = "optimizer.lr_scheduler_type"
     while key:
@@ -190,7 +190,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
-    """Return an entry's value as a config in ``folder`` has it."""
+    """Return an entry's value for a config in ``folder``."""
     if not entry.is_path or Path(entry.value).expanduser().is_absolute():
         return entry.value
     return os.path.relpath(base / entry.value, folder)
@@ -251,7 +251,7 @@ def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
 
 
 def one_line(left: Left) -> str:
-    """Return a left-out key in one line, with its value where that is short."""
+    """Return a left-out key on one line, with its value if that is short."""
     value = left.value
     shown = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)
     if len(shown) > _LONGEST_VALUE:

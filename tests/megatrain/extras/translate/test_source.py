@@ -78,7 +78,7 @@ def test_aliases_of_aliases_are_limited(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     path.write_text("\n".join(lines))
-    with pytest.raises(TranslationError, match=r"bomb\.yml: line 6: .*aliases stand for more than 1000000 values"):
+    with pytest.raises(TranslationError, match=r"bomb\.yml: line 6: .*aliases expand to more than 1000000 values"):
         read_mapping(path)
     path.write_text("\n".join(lines[:3]) + "\nb: {<<: &c {d: 1}, e: *a0}\nf: *c")
     assert read_mapping(path)["b"] == {"d": 1, "e": ["x"] * 10} and len(read_mapping(path)["a2"]) == 10
