@@ -1,4 +1,4 @@
-"""The keys of other tools: the answer of ``megatrain-tier import`` to each, and the key here that replaces it.
+"""The keys of other tools: the answer of ``megatrain-tier import`` to each, and the config key that replaces it.
 
 Plain data that imports nothing from the project. The config package uses it for advice on unknown keys, and
 ``megatrain.extras.translate`` to translate files. A row that needs more than a new name names its conversion there.
@@ -30,11 +30,11 @@ class Row(NamedTuple):
     Attributes:
         how: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
             "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
-        ours: The dotted key here, or "" if there is none.
+        ours: The dotted config key, or "" if there is none.
         why: Reason why the key, or a value outside ``choices``, is unneeded or lost.
         note: Advice for a user who writes the key into our config, in addition to ``ours``.
         tool: Title of the tool that has the key.
-        choices: The tool's value -> the value here, None for the default.
+        choices: The tool's value -> the value in the config, None for the default.
     """
 
     how: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def is_set(self) -> bool:
-        """Whether a value of the key sets one of the keys here."""
+        """Whether a value of the key sets a config key."""
         return bool(self.ours) and self.how not in ("unneeded", "lost")
 
     def advice(self) -> str:
@@ -542,7 +542,7 @@ KEYS: dict[Tool, dict[str, Row]] = {
     "megatrain": _OF_MEGATRAIN,
 }
 
-#: Old names that the config accepts with a warning -> the dotted key here.
+#: Old names that the config accepts with a warning -> the dotted config key.
 ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if name.tool == TRANSFORMERS_4}
 
 #: Switches of transformers 4 that are always on here; accepted with a warning when true.
@@ -551,7 +551,7 @@ ALWAYS_ON: dict[str, str] = {
     "activation_checkpointing": "every layer is recomputed once in the backward pass",
 }
 
-#: Last parts of keys that are too general for advice, or equal or close to keys here.
+#: Last parts of keys that are too general for advice, or equal or close to config keys.
 _AMBIGUOUS = frozenset(
     {"cache_dir", "checkpoint", "dataset", "device", "devices", "enabled", "name", "optimizer", "path", "type"}
 )
@@ -571,7 +571,7 @@ def _translations() -> dict[str, Row]:
     return found
 
 
-#: Last part of another tool's key -> the replacement here, for unknown keys of the config.
+#: Last part of another tool's key -> its replacement, for unknown keys of the config.
 TRANSLATIONS: dict[str, Row] = _translations()
 
 #: Tables and keys of later releases: reported as such instead of as a typo.

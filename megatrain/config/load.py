@@ -61,7 +61,7 @@ class LoadedConfig:
     """A config and the origin of its values.
 
     Attributes:
-        origins: dotted key -> ``"file:line"`` or ``"--set"``; keys with a default value are left out.
+        origins: dotted key -> ``"file:line"`` or ``"--set"``; keys that are not set are left out.
         source: the main config file.
         warnings: sentences for the user; they are not errors.
     """

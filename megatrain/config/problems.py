@@ -96,7 +96,7 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     if twice is not None:
         name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
         name = name or line.strip()
-        return Problem("", f"{name.strip('[] ')} is there twice", "Keep one of the two", source, number)
+        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one of the two", source, number)
     return Problem("", f"this is not TOML: {message}", _remedy(said, line, lines), source, number)
 
 
@@ -263,7 +263,7 @@ def _explain_choice(key: str, shown: str, value: object, expected: str) -> Probl
 
 
 def _explain_unit(key: str, name: str, shown: str, value: object, reason: str) -> Problem:
-    """Return the problem of a size, rate or duration: the parser's reason, if the value is text or a positive number."""
+    """Return the problem of a size, rate or duration: the parser's reason for text or a positive number."""
     schema = KEYS[name]
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -412,7 +412,7 @@ def find_unscorable(config: RunConfig) -> Iterator[Problem]:
 def find_ungenerable(config: RunConfig) -> Iterator[Problem]:
     """Yield the reasons why the model of a config cannot continue prompts."""
     if config.lora.is_on and config.lora.adapter_name_or_path is None:
-        text = "[lora] without adapter_name_or_path: new adapters change no word of the model"
+        text = "[lora] without adapter_name_or_path: new adapters do not change the model's output"
         advice = "For those that a run trained, name its folder: megatrain-tier generate RUN. Else leave [lora] out"
         yield Problem("lora", text, advice)
     yield from _find_unreadable(config)
@@ -424,7 +424,7 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")
     if not TASK_FACTS[config.task].has_lm_head:
-        text = f'task = "{config.task}" judges texts: such a model says no words'
+        text = f'task = "{config.task}" trains a model that cannot generate text'
         yield Problem("task", text, "Open it with transformers, which has its class")
     if config.data.packing == "concat":
         text = 'data.packing = "concat" joins documents, and scores are per document'
@@ -445,7 +445,7 @@ def _check_distillation(config: RunConfig) -> Iterator[Problem]:
             'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
         )
     if config.training.label_smoothing_factor:
-        text = f"{said} has no use for training.label_smoothing_factor: the teacher's words take its place"
+        text = f"{said} ignores training.label_smoothing_factor: the teacher's scores replace it"
         yield Problem("training.label_smoothing_factor", text, "Leave the key out")
     if config.training.z_loss:
         yield Problem("training.z_loss", f"{said} has no z-loss in this release", "Leave training.z_loss out")
@@ -497,7 +497,7 @@ def _check_images(config: RunConfig) -> Iterator[Problem]:
             'Leave the key out, or write task = "sft"',
         )
     if config.model.train_from_scratch:
-        text = f"{said} needs the weights of what reads images, and model.train_from_scratch = true reads none"
+        text = f"{said} needs the weights of the image encoder, and model.train_from_scratch = true loads none"
         yield Problem("model.images", text, "Leave one of them out")
 
 
@@ -535,8 +535,8 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
     if config.lora.lora_dropout:
         yield Problem(
             "lora.lora_dropout",
-            f'lora.lora_dropout = {config.lora.lora_dropout:g}, but nothing is dropped out with task = "dpo": a model '
-            "is compared with what it said before",
+            f'lora.lora_dropout = {config.lora.lora_dropout:g}, but task = "dpo" allows no dropout: the model '
+            "is compared with its reference",
             "Leave the key out",
         )
     if training.train_batch_tokens is not None and config.rows_per_step % 2:
@@ -549,7 +549,7 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
     if config.preference.loss_type == "robust" and not config.preference.label_smoothing:
         yield Problem(
             "preference.label_smoothing",
-            'preference.loss_type = "robust" reckons with wrong labels, but preference.label_smoothing = 0',
+            'preference.loss_type = "robust" assumes wrong labels, but preference.label_smoothing = 0',
             "Write the share of labels that may be wrong, e.g. label_smoothing = 0.1",
         )
     if config.model.images != "off":
@@ -573,13 +573,13 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.packing", text, "Leave the key out, or write packing = false")
     for name in ("label_smoothing_factor", "z_loss"):
         if getattr(config.training, name):
-            text = f"training.{name} changes the loss of words, which {said} does not train on"
+            text = f"training.{name} changes the cross entropy, which {said} does not train on"
             yield Problem(f"training.{name}", text, "Leave it out")
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}", but {said} reads text alone'
         yield Problem("model.images", text, "Leave the key out")
     if config.evaluation.predict_with_generate:
-        text = f"evaluation.predict_with_generate continues texts, and with {said} the model says no words"
+        text = f"evaluation.predict_with_generate generates text, and with {said} the model cannot"
         yield Problem("evaluation.predict_with_generate", text, "Leave it out")
     if config.training.train_batch_tokens is not None and config.rows_per_step % config.rows_per_example:
         text = (
@@ -663,9 +663,9 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
         text = f'data.streaming is for task = "sft" and "pretrain", and this is "{config.task}"'
         yield Problem("data.streaming", text, "Leave it out: the rows are read before the first step")
     if config.model.images != "off":
-        yield Problem("data.streaming", "data.streaming reads no images", "Leave one of it and model.images out")
+        yield Problem("data.streaming", "data.streaming reads no images", "Leave out data.streaming or model.images")
     if data.val_size is not None:
-        text = f"data.val_size = {data.val_size:g} chooses among all rows, and streams are never known as a whole"
+        text = f"data.val_size = {data.val_size:g} chooses among all rows, which streams do not know in advance"
         yield Problem("data.val_size", text, "Name separate rows in [[data.eval]]")
     for table, value in (
         ("checkpoint.save_strategy", config.checkpoint.save_strategy),
@@ -976,7 +976,7 @@ def _check_direct(config: RunConfig) -> Iterator[Problem]:
     if not _may_have_gpu_tier(config):
         yield Problem(key, f'{key} = "on", but device = "cpu": there is no GPU memory', advice)
     if config.tiers.verify == "always":
-        text = f'{key} = "on" moves bytes that RAM never sees; tiers.verify = "always" compares them there'
+        text = f'{key} = "on" moves bytes past RAM, where tiers.verify = "always" would compare them'
         yield Problem(key, text, f'{advice}, or verify = "resume"')
 
 

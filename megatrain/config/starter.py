@@ -28,7 +28,7 @@ class DataFacts:
     Attributes:
         path: as the user wrote it, or a name on the hub.
         format: format of the rows, or "" if unknown.
-        columns: field here -> column of the rows, for names that differ.
+        columns: field -> column of the rows, for names that differ.
         problem: reason why the row cannot be used unchanged, or "".
         is_judged: whether a row is one answer with a label.
     """

@@ -509,8 +509,8 @@ class TeacherScores:
         if ids.size and ids.max() >= self._vocab_size:
             raise DataError(
                 str(self._folder),
-                f"the teacher names word {int(ids.max()):,} after a token of the document {key}, and the student has "
-                f"{self._vocab_size:,} words",
+                f"the scores of document {key} contain token id {int(ids.max()):,}, and the student has "
+                f"{self._vocab_size:,} tokens",
                 "A student needs the vocabulary of its teacher",
             )
         left_out = log_probs[:, self._top_k :]

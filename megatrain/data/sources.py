@@ -258,13 +258,13 @@ def fetch_dataset(path: str, name: str | None = None, split: str | None = None) 
         offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in _OFFLINE)
         raise DataError(
             path,
-            f"this is no file or folder here, and no dataset that could be fetched: {reason.rstrip('.')}",
+            f"there is no such file or folder, and no dataset that could be fetched: {reason.rstrip('.')}",
             "HF_HUB_OFFLINE is set: fetch it once without, or write the path of a file" if offline
             else "Check the spelling, name and split; without a network, write the path of a file",
         ) from None  # fmt: skip
     files = [Path(entry["filename"]) for entry in found.cache_files]
     if not files:
-        raise DataError(path, "datasets keeps no files of it", "Save it as parquet and name that file")
+        raise DataError(path, "the package datasets has no files of it", "Save it as parquet and name that file")
     return files
 
 

@@ -475,7 +475,7 @@ class _WindowDraft:
             number = max(range(len(drawn)), key=lambda each: (self._shares[each] > 0, self._credits[each], -each))
             self._credits[number] -= 1.0
             if not threading.main_thread().is_alive():
-                raise DataError("data.train", "the program ends, and needs no more rows")
+                raise DataError("data.train", "the program ends and needs no more rows")
             turn = self._readers[number].at.turn
             row = self._readers[number].next_row()
             if turn == 0 < self._readers[number].at.turn:

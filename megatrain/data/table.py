@@ -48,7 +48,7 @@ ScoreFormats = Annotated[
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
 ]  # fmt: skip
-#: Names of fields here; the second line has other tools' names of some of them.
+#: Names of fields; the second line has other tools' names of some of them.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
     "images", "conversations", "query", "response",

@@ -179,7 +179,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if state_dtype not in STATE_DTYPES:
             raise ValueError(f'state_dtype="{state_dtype}": there are {", ".join(STATE_DTYPES)}')
         if not 0 <= ema_decay < 1:
-            raise ValueError(f"ema_decay={ema_decay}: it lies from 0, which is no average, up to below 1")
+            raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
         self.ema_decay = ema_decay
         self._is_averaged = False  # whether masters and averages are swapped
@@ -490,7 +490,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             WeightInUseError: weights are held, by ``gathered`` or a running forward.
         """
         if not self.ema_decay:
-            raise ValueError("this optimizer makes no averages of the weights: construct it with ema_decay=0.999")
+            raise ValueError("this optimizer has no averages of the weights: construct it with ema_decay=0.999")
         self.check_not_averaged("averaged_parameters()")
         self.finish_updates()
         swapped: list[tuple[StateGroup, Mapping[str, object]]] = []
@@ -838,7 +838,7 @@ class TieredMuon(TieredOptimizer):
         super().check_group(param_group)
         momentum, ns_steps, adjust = (param_group[name] for name in ("momentum", "ns_steps", "adjust_lr_fn"))
         if not 0 <= float(momentum) < 1:
-            raise ValueError(f"momentum={momentum}: it lies from 0 up to below 1")
+            raise ValueError(f"momentum={momentum}: it must be at least 0 and below 1")
         if not 1 <= int(ns_steps) < 100:
             raise ValueError(f"ns_steps={ns_steps}: from 1 to 99")
         if len(param_group["ns_coefficients"]) != 3:
@@ -955,12 +955,12 @@ def _check_settings(param_group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={param_group[name]}: it cannot be below 0")
     for beta in param_group.get("betas", ()):
         if not 0 <= float(beta) < 1:
-            raise ValueError(f"betas={tuple(param_group['betas'])}: each lies from 0 up to below 1")
+            raise ValueError(f"betas={tuple(param_group['betas'])}: each must be at least 0 and below 1")
     for parameter in param_group["params"]:
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"a parameter is {parameter.dtype}; master weights exist for float32 and bfloat16")
         if parameter.requires_grad and parameter.device.type == "meta":
-            raise ValueError("a parameter is on the meta device: load its weights first, or tier the module")
+            raise ValueError("a parameter is on the meta device: load its weights first, or offload the module")
 
 
 def _check_sharded(
@@ -1030,7 +1030,7 @@ def _ordinary_groups(
         ValueError: the store already has blocks with this prefix.
     """
     if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
-        raise ValueError(f'this store has something of the name "{name}": give the optimizer name="..."')
+        raise ValueError(f'this store already has blocks of the name "{name}": give the optimizer name="..."')
     shared = shared_state(store)
     packs = list(_packed(parameters))
     largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)

@@ -180,7 +180,7 @@ class SavedState:
             for torch_name in (*self._optimizer.torch_names_of(parameters[number]).values(), EMA.name):
                 found, shape = values.get(torch_name), tuple(parameters[number].shape)
                 if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
-                    raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
+                    raise ValueError(f"{torch_name} of parameter {number} does not have the shape {shape}")
                 if found is not None:
                     _check_alike(f"{torch_name} of parameter {number}", found, parameters[number])
         for number, parameter in enumerate(parameters):
@@ -370,7 +370,7 @@ def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
         looked.append(f"{path} has another generation {generation}, of another run")
     raise GenerationError(
         f"the optimizer's state names generation {generation} of {record['store']}, which is not there: "
-        f"{'; '.join(looked)}. It goes when more checkpoints were made than open_store(keep_generations=...) keeps; if "
+        f"{'; '.join(looked)}. A store keeps only its newest generations, open_store(keep_generations=...); if "
         "its folder was moved, open the store there"
     )
 

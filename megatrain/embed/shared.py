@@ -441,7 +441,7 @@ class SharedGradients(GradientBlock):
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
         if self.is_exchanged:
             raise WeightInUseError(
-                f"a gradient of {entry.name} came after the norm was measured: the ranks have added them up. Make "
+                f"a gradient of {entry.name} came after the exchange of gradients for the norm. Make "
                 "all backward passes of a step before measure_grad_norm(), or clear the gradients"
             )
         filled = self._filled_of[self.ranks.lane]

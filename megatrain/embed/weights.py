@@ -509,8 +509,8 @@ class WeightBlock:
             )
         if is_shared and not is_failing:
             raise WeightInUseError(
-                f"something keeps a view of the weights of {self.layout.name} after its forward; the room is used for "
-                "other weights next. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
+                f"something keeps a view of the weights of {self.layout.name} after its forward; other weights will "
+                "overwrite it. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
             )
 
     def _changes(self, lease: WeightLease) -> frozenset[str]:

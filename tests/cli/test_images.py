@@ -79,7 +79,7 @@ def test_wrong_folders_and_rows_are_told_with_their_exit_codes(run: SavedRun, fo
     packed = call(run, "run", model=model, rows=rows, packing="packing = true")
     assert packed.exit_code == 2 and "Write data.packing = false" in packed.output, packed.output
     scratch = call(run, "run", "--set", "model.train_from_scratch=true", model=model, rows=rows)
-    assert scratch.exit_code == 2 and "needs the weights of what reads images" in scratch.output, scratch.output
+    assert scratch.exit_code == 2 and "needs the weights of the image encoder" in scratch.output, scratch.output
     bare = shutil.copytree(model, tmp_path / "bare")
     for name in ("processor_config.json", "preprocessor_config.json"):
         (bare / name).unlink()

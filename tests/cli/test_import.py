@@ -70,7 +70,7 @@ def test_what_is_to_be_filled_in(tmp_path: Path) -> None:
     ("text", "words", "message"),
     [
         ("x: [", (), "this is not YAML"),
-        ("x: 1", (), "whose config is this"),
+        ("x: 1", (), "unknown tool"),
         ("base_model: a\nrl: grpo\n", (), "GRPO is not supported"),
         (TEXT, ("--from", "nemo"), "'nemo' is not one of"),
         (TEXT, ("-o", "nowhere/ours.toml"), "there is no such folder"),
@@ -163,7 +163,7 @@ def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     result = call("--", "accelerate", "launch", "sft.py", "--model_name_or_path", "org/m")
     assert result.exit_code == 0
-    assert "how many processes it starts is not said" in result.stderr
+    assert "the number of processes is unknown" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pyt
         ("-- trl grpo --model_name_or_path org/m", "`grpo` is not supported here"),
         ("-- trl sft --model_name_or_path org/m --beta 0.1", "preference training"),
         ("-- make all", "starts no training with options"),
-        ("-- python train.py --lr 3", "whose config is this?"),
+        ("-- python train.py --lr 3", "unknown tool"),
         ("train.py", "Give the command line that starts it: megatrain-tier import -- python train.py"),
         ("empty.sh", "no command in this script starts a training"),
         ("acc.yaml", "import -- accelerate launch"),

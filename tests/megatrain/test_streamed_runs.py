@@ -113,7 +113,7 @@ def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
     [
         (("max_steps = 6\n", ""), "Write max_steps = 1000"),
         (("save_steps = 2", 'save_strategy = "epoch"'), 'save_strategy = "epoch", and streams have none'),
-        (("streaming = true", "streaming = true\nval_size = 0.1"), "streams are never known as a whole"),
+        (("streaming = true", "streaming = true\nval_size = 0.1"), "which streams do not know in advance"),
         (("streaming = true\n", ""), "weight_from_step changes weights during the run"),
         (("./shards-a", "s3://bucket/shards"), None),
         (("./shards-a", "sftp://me:hunter2@host/shards"), 'path = "sftp://***@host/shards" has a password'),

@@ -85,7 +85,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("transformers has no class of it", model="qwen2_5_vl", task="reward"),
     refused('task = "reward" reads text alone', task="reward", images=IMAGES),
     refused('with task = "reward" each text has its own row', task="reward", packing=("packed", "concat")),
-    refused("the model says no words", task="reward", evaluation="sampled"),
+    refused("the model cannot", task="reward", evaluation="sampled"),
     refused('with task = "dpo" each answer has its own row', task=PREFERENCES, packing=("packed", "concat")),
     refused('"concat" joins', task=("sft", "distill"), packing="concat"),
     # base

@@ -113,7 +113,7 @@ def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Findi
         yield Finding(
             "warn",
             "CPU limit",
-            f"a cgroup grants {facts.cpu_quota:.1f} CPUs, but {facts.num_cpus} are visible: threads stop each other",
+            f"a cgroup grants {facts.cpu_quota:.1f} CPUs, but {facts.num_cpus} are visible: threads block each other",
             f"raise the limit, or bind the process: taskset -c 0-{max(0, int(facts.cpu_quota) - 1)} megatrain-tier ...",
         )
     if facts.num_torch_threads < facts.num_cpus:
@@ -127,7 +127,7 @@ def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Findi
         yield Finding(
             "note",
             "load",
-            f"the machine was busy before we began: load {facts.load:.1f} on {facts.num_cpus} CPUs",
+            f"the machine was busy before the measurement: load {facts.load:.1f} on {facts.num_cpus} CPUs",
             "measure again when nothing else runs; these figures may be too low",
         )
     yield _page_locking(facts, gpu)
@@ -142,7 +142,7 @@ def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
         return Finding(
             "warn",
             "page-locking",
-            f"CUDA could not page-lock RAM ({limit}): copies to the GPU are slow and hold up threads",
+            f"CUDA could not page-lock RAM ({limit}): copies to the GPU are slow and block threads",
             raise_it,
         )
     if facts.memlock_bytes is not None and facts.memlock_bytes < facts.ram_limit_bytes:
@@ -210,7 +210,7 @@ def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
 def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
     path = str(drive.path)
     if drive.tier.mixed < _SLOW_BYTES_PER_S:
-        motor = " It says that it has a motor." if drive.is_rotational else ""
+        motor = " It is a hard disk." if drive.is_rotational else ""
         yield Finding(
             "warn",
             path,

@@ -23,7 +23,7 @@ _LOSSES_WITH = {
     "preference.desirable_weight": ("kto",),
     "preference.undesirable_weight": ("kto",),
 }
-#: Keys here that do not work with training on preferences -> the reason.
+#: Config keys that do not work with training on preferences -> the reason.
 _SFT_ONLY = {
     "data.packing": "each answer has its own row",
     "lora.lora_dropout": 'nothing is dropped out with task = "dpo"',
@@ -262,7 +262,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
     """Fill ``[lora]`` from the tool's rows of LoRA.
 
     Args:
-        defaults: The tool's defaults, by key here.
+        defaults: The tool's defaults, by config key.
         quantization: Keys that quantize the model under the adapters.
     """
     rows = {theirs: row.ours for theirs, row in draft.rows("lora").items()}
@@ -336,7 +336,7 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     """Translate path, subset and split of a data set in the terms of ``load_dataset``.
 
     Args:
-        key: Table here, such as ``data.train.0``.
+        key: Config table, such as ``data.train.0``.
     """
     theirs, where = fields.path, str(fields.get("id") or fields.get("path") or "")
     files = [str(file) for file in listed(fields.get("data_files"))]
@@ -364,8 +364,8 @@ def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, s
     """Write columns with other names than the usual ones of a format.
 
     Args:
-        key: Table here, such as ``data.train.0``.
-        columns: Column here -> column of the rows, its usual name, and the tool's key for it.
+        key: Config table, such as ``data.train.0``.
+        columns: Field -> column of the rows, its usual name, and the tool's key for it.
     """
     for ours, (column, usual, theirs) in columns.items():
         if column and column != usual:

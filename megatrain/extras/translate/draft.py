@@ -1,4 +1,4 @@
-"""The state of a translation: keys set here, and the tool's keys that are lost or not needed."""
+"""The state of a translation: config keys set so far, and the tool's keys that are lost or not needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 
 @dataclass(frozen=True, slots=True)
 class TranslatedValue:
-    """The value of one key here.
+    """The value of one config key.
 
     Attributes:
         theirs: The tool's key, or "".
@@ -56,7 +56,7 @@ class Translation:
     Attributes:
         source: The file to translate.
         base: Start folder of relative paths in the source.
-        entries: Dotted key here, array tables with an index -> value.
+        entries: Dotted config key, array tables with an index -> value.
         lost: The tool's keys without an equivalent.
         unneeded: The tool's keys that are not needed here.
         answered: Paths of the tool's values that a rule or a table row has read.
@@ -118,10 +118,10 @@ class Translation:
         """Return the tool's rows with one kind of conversion: key of the tool -> row."""
         return {theirs: row for theirs, row in KEYS[self.tool].items() if row.how == how}
 
-    # Keys here
+    # Config keys
 
     def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
-        """Set a key."""
+        """Set a config key."""
         self.entries[ours] = TranslatedValue(as_number(value, ours), theirs, note, is_path)
 
     def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
@@ -144,7 +144,7 @@ class Translation:
         self.fill_in("data.train.0.path", "data/train.jsonl", "a file, glob or folder, or the hub name of a data set")
 
     def default(self, values: Mapping[str, Any]) -> None:
-        """Set the tool's defaults that differ from the defaults here, for keys that are not set yet."""
+        """Set the tool's defaults that differ from the config's defaults, for keys that are not set yet."""
         for ours, value in values.items():
             if ours not in self.entries and leaf_schema(ours).get("default") != value:
                 self.put(ours, value, note=f"{self.source.title}'s default")
@@ -247,7 +247,7 @@ def plain_key(key: str) -> str:
 
 
 def as_number(value: Any, ours: str) -> Any:
-    """Convert text to a number if the key here is a number, because YAML reads 1e-5 as text."""
+    """Convert text to a number if the config key is a number, because YAML reads 1e-5 as text."""
     name = plain_key(ours)
     if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):
         try:

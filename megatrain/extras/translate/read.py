@@ -190,7 +190,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if _is_too_deep(values):
         raise TranslationError(path, f"more than {_MAX_DEPTH} tables or lists are nested")
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise TranslationError(path, "this holds no names with values", "Give the config file of a training run")
+        raise TranslationError(path, "it does not map names to values", "Give the config file of a training run")
     return values
 
 
@@ -223,7 +223,7 @@ def _detect(path: Path, values: dict[str, Any]) -> Tool:
     if path.suffix.lower() == ".toml":
         raise TranslationError(path, "this is a TOML file", "megatrain-tier check reads our own configs")
     raise TranslationError(
-        path, "whose config is this? It has none of the keys of a tool that is known", f"Say --from {'|'.join(TITLES)}"
+        path, "unknown tool: the config has no key of a supported tool", f"Say --from {'|'.join(TITLES)}"
     )
 
 

@@ -45,8 +45,8 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
     if mark is None:
         return OWN_TEMPLATE, False
     if mark in own:
-        return f"the chat template in the model's folder is used, which writes {mark} as well", True
-    why = f"the chat template in the model's folder is used, and it is another: there is no {mark} in it"
+        return f"the chat template in the model's folder is used, which also writes {mark}", True
+    why = f"the chat template in the model's folder is used, which is different: it does not contain {mark}"
     return f"{why}. To keep theirs, {_WRITE_IT}", False
 
 

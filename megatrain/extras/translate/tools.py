@@ -71,7 +71,7 @@ _MEGATRAIN_DEFAULTS: dict[str, Any] = {
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "dpo"}
 _OTHER_STAGES = {"ppo": "PPO", "rm": "reward model training", "orpo": "ORPO"}
 _CHAT_COLUMNS = {name: name for name in ("system", "tools", "images", "chosen", "rejected", "kto_tag")}
-#: Columns of dataset_info.json -> columns here.
+#: Columns of dataset_info.json -> fields.
 _ALPACA_COLUMNS = {
     **_CHAT_COLUMNS,
     "prompt": "instruction",
@@ -259,7 +259,7 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
 # Axolotl: a list of data sets.
 
 _AXOLOTL_RL = (None, "dpo", "ipo", "kto", "orpo", "simpo")
-#: First part of a data set's type -> format here.
+#: First part of a data set's type -> row format.
 _FORMATS = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
@@ -268,7 +268,7 @@ _FORMATS = {
     "pretrain": "text",
     "gpteacher": "alpaca",
 }
-#: Column here -> the key of a data set that names it.
+#: Field -> the key of a data set that names it.
 _PREFERENCE_FIELDS = {
     name: f"field_{name}" for name in ("prompt", "messages", "chosen", "rejected", "completion", "label", "system")
 }
@@ -338,7 +338,7 @@ def _members(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _axolotl_combinations(draft: Translation) -> None:
-    """Translate keys that depend on each other, or that share one key here."""
+    """Translate keys that depend on each other, or that share one config key."""
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
         if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
@@ -357,7 +357,7 @@ def _axolotl_combinations(draft: Translation) -> None:
 
 
 def _axolotl_format(fields: Section) -> str | None:
-    """Return the format here of a data set; None for an unknown type."""
+    """Return the row format of a data set; None for an unknown type."""
     kind = fields.get("type")
     if fields.get("text_column"):
         return "text"
@@ -395,7 +395,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
 
 
 def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]]:
-    """Return column here -> column of the rows and its usual name, for one format."""
+    """Return field -> column of the rows and its usual name, for one format."""
     if format_ == "text":
         return {"text": (fields.get("field") or fields.get("text_column"), "text")}
     if format_ == "alpaca":
@@ -470,7 +470,7 @@ def _refuse_trl(draft: Translation, task: str) -> None:
         if draft.get(name) is not None:
             raise draft.refuse(f"`{name}` is of {kind}, which is not supported by `import`", _OUR_TASKS)
     if task == "sft" and "beta" in draft.source.values:
-        raise draft.refuse("`beta` is of preference training, and trl sft is none", "Write trl dpo")
+        raise draft.refuse("`beta` belongs to preference training, not to trl sft", "Write trl dpo")
 
 
 def _trl_sft(draft: Translation) -> None:

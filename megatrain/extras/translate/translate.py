@@ -109,7 +109,7 @@ def _gather_processes(draft: Translation) -> None:
     if line.num_processes is None:
         draft.lose(
             "launcher",
-            f"how many processes it starts is not said: for the same rows per step multiply {key} by their number",
+            f"the number of processes is unknown: for the same rows per step multiply {key} by their number",
         )
     elif line.num_processes > 1:
         before = draft.entries.get(key)
@@ -144,7 +144,7 @@ def _settle(draft: Translation) -> None:
 
 
 def _problems(draft: Translation) -> list[tuple[str, str]]:
-    """Return (key here, reason) for each problem that makes the draft an invalid config."""
+    """Return (config key, reason) for each problem that makes the draft an invalid config."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
     config, found = validated(values)
     if config is None:

@@ -46,7 +46,7 @@ BAD = {
     "text packing": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
     "odd packing": ('[data]\npacking = "best"', 'line 8: data.packing = "best" is no way to pack. Write true, false or "concat"'),
     "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
-    "number for text": ("[model]\n", "line 7: model is there twice. Keep one of the two"),
+    "number for text": ("[model]\n", "line 7: model is defined twice. Keep one of the two"),
     "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
     "no unit in text": ('[tiers.ram]\nsize = "110"', 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
     "unknown unit": ('[tiers.ram]\nsize = "110 G"', 'line 8: tiers.ram.size = "G" is not a unit of size. Use B, KiB'),
@@ -120,7 +120,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not a choice. Write one of "sft", "pretrain", "distill", "dpo"'),
         ('task = "sft"', 'task = "dpo"\ntraining.train_batch_tokens = 3072', "but an example of preferences is two rows. Write 4096"),
         ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each answer has its own row'),
-        ('task = "sft"', 'task = "dpo"\npreference.loss_type = "robust"', 'reckons with wrong labels, but preference.label_smoothing = 0'),
+        ('task = "sft"', 'task = "dpo"\npreference.loss_type = "robust"', 'assumes wrong labels, but preference.label_smoothing = 0'),
         ('task = "sft"', 'task = "dpo"\ntraining.label_smoothing_factor = 0.1', 'smooths cross entropy, which task = "dpo" does not train on'),
         ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),
         ('model_name_or_path = "model"\n', "", "`model.model_name_or_path` is missing"),
@@ -235,7 +235,7 @@ def test_the_direct_way_needs_both_ends_and_no_checksums(tmp_path: Path) -> None
     assert found == [
         f'{key}, but there is no [[tiers.nvme]]. Write direct = "auto"',
         f'{key}, but device = "cpu": there is no GPU memory. Write direct = "auto"',
-        f'{key} moves bytes that RAM never sees; tiers.verify = "always" compares them there. '
+        f'{key} moves bytes past RAM, where tiers.verify = "always" would compare them. '
         'Write direct = "auto", or verify = "resume"',
     ]
 

@@ -305,7 +305,7 @@ def test_to_torch_and_back(kind: str, is_tiered: bool, tmp_path: Path) -> None:
                 assert float(back.state[two]["step"]) == 4
         wrong = other.state_dict()
         wrong["state"][0] = {**wrong["state"][0], names[0]: torch.zeros(1)}
-        with pytest.raises(ValueError, match="has not the shape"):
+        with pytest.raises(ValueError, match="does not have the shape"):
             back.load_state_dict(wrong)
         back.load_state_dict({**other.state_dict(), "state": {}})
         assert all(parameter not in back.state for parameter in third.parameters())

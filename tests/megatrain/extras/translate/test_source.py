@@ -47,7 +47,7 @@ def test_whose_it_is_said_to_be(tmp_path: Path) -> None:
         ("a.yaml", "a: 2020-13-45\n", "cannot be parsed"),
         ("a.json", '{"a": 1,}', "line 1: this is not JSON"),
         ("a.json", "[1]", "no names with values"),
-        ("a.yaml", "x: 1\n", "whose config is this.*Say --from llamafactory"),
+        ("a.yaml", "x: 1\n", "unknown tool.*Say --from llamafactory"),
         ("a.yaml", "compute_environment: LOCAL_MACHINE\n", "launch config of accelerate"),
         ("a.json", '{"base_model": ' + "[" * 100 + "1" + "]" * 100 + "}", "more than 100 tables or lists are nested"),
         ("a.toml", "task: x\n", "a TOML file"),

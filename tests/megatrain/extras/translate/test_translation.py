@@ -894,11 +894,11 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "own", "said", "is_lost"),
     [
-        ("llama3", "<|start_header_id|>{{ role }}", "which writes <|start_header_id|> as well", False),
-        ("qwen3_nothink", "<|im_start|>{{ role }}", "which writes <|im_start|> as well", False),
-        ("alpaca", "<|im_start|>{{ role }}", "it is another: there is no ### Instruction in it", True),
+        ("llama3", "<|start_header_id|>{{ role }}", "which also writes <|start_header_id|>", False),
+        ("qwen3_nothink", "<|im_start|>{{ role }}", "which also writes <|im_start|>", False),
+        ("alpaca", "<|im_start|>{{ role }}", "which is different: it does not contain ### Instruction", True),
         ("llama3", "", "no chat template, which rows of chats need: write it into a .jinja file", True),
-        ("a_template_of_mine", "<|im_start|>{{ role }}", "which changes every text where it is another", True),
+        ("a_template_of_mine", "<|im_start|>{{ role }}", "a different one changes every text", True),
     ],
 )
 def test_a_template_is_compared_with_that_of_the_model(
