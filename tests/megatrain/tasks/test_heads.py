@@ -213,7 +213,7 @@ def test_adapters_and_the_new_head_are_trained_and_open_in_peft(folder: Path) ->
     ("config", "said"),
     [
         (CONFIG.replace('"reward"', '"sft"\nreward.center_rewards_coefficient = 0.1'), "[reward] says how rewards are"),
-        (CONFIG.replace("max_length", "packing = true\nmax_length"), "a row of its own"),
+        (CONFIG.replace("max_length", "packing = true\nmax_length"), "its own row"),
         (CONFIG.replace("eval_steps = 4", "predict_with_generate = true"), "the model cannot"),
         (CONFIG.replace('"reward"', '"classify"'), 'task = "classify" is not supported any more. Train'),
         (CONFIG + '[classify]\nlabels = ["a", "b"]\n', "`classify`. Leave the table out. Train classifiers with"),
