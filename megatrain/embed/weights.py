@@ -829,7 +829,7 @@ def outer_hooks() -> OuterHooks | None:
 
 
 class Delegated(SavedTensor):
-    """A saved tensor that the next outer hooks packed."""
+    """A saved tensor that the next outer hooks took over."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -841,7 +841,7 @@ class Delegated(SavedTensor):
 
 
 class Versioned(SavedTensor):
-    """A tensor whose version is checked here, because autograd does not check packed tensors.
+    """A tensor whose version is checked here, because autograd does not check tensors that a hook took.
 
     Args:
         probe: tensor with the version counter of ``tensor``.
@@ -975,7 +975,7 @@ class BackwardWindow:
         lease, num_references = self._open[block]
         if references(lease.tensor) > num_references:
             raise WeightInUseError(
-                f"a kept graph (create_graph=True) still uses the weights of {block.layout.name}: drop what "
+                f"a retained graph (create_graph=True) still uses the weights of {block.layout.name}: drop what "
                 "was computed with it before they are updated"
             )
         del self._open[block]

@@ -136,7 +136,7 @@ def test_a_rewritten_turn_is_not_trained(tokenizer: Any) -> None:
         coded = encode_row(RowEncoder(tokenizer, train_on=train_on), row)
         assert trained_runs(tokenizer, coded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
     assert encode_row(RowEncoder(tokenizer), row).untrained_turns == ("the chat template rewrites it",)
-    with pytest.raises(RowError, match="rows line 1: message 2 cannot be separated from the rest: the chat template rewri"):
+    with pytest.raises(RowError, match="line 1: message 2 cannot be separated from the rest: the chat template rewri"):
         encode_row(RowEncoder(tokenizer), replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
 
 

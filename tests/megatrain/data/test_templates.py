@@ -204,7 +204,7 @@ def test_a_thought_that_the_prompt_opens_is_trained_from_there(make_tokenizer: M
 def test_a_template_that_removes_every_thought_refuses_rows_with_one(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("deepseek_r1")
     row = conversation(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nBecause"))
-    with pytest.raises(RowError, match="rows line 1: message 2 cannot be separated from the rest: the chat template rewr"):
+    with pytest.raises(RowError, match="line 1: message 2 cannot be separated from the rest: the chat template rewr"):
         encode_row(RowEncoder(tokenizer), row)
 
 
