@@ -2,9 +2,9 @@
 
 transformers describes a mask by functions of two positions and, for sdpa, turns it into a tensor of [rows, 1, S, S].
 Here these functions carry their meaning: causal, a window, borders between documents. A mask that consists only of
-these becomes a `DocumentMask`, which holds the lengths of the documents. Attention of type sdpa then runs on each document
-(`_each_document`), or as one kernel for all of them if the device has it (`_varlen`). Any other use of the mask first
-makes the dense tensor. So models with custom attention stay correct, with the same memory as before.
+these becomes a `DocumentMask`, which holds the lengths of the documents. Attention of type sdpa then runs on each
+document (`_each_document`), or as one kernel for all of them if the device has it (`_varlen`). Any other use of the
+mask first makes the dense tensor. So models with custom attention stay correct, with the same memory as before.
 
 No rule depends on the class of a model. docs/decisions/0026-attention-by-documents.md
 """
