@@ -81,8 +81,8 @@ PART_BYTES = 8 * MiB
 #: Download attempts for an object before it counts as damaged.
 NUM_TRIES = 3
 
-#: Files of the run's folder that a resumed run needs: reference log-probabilities, which no model can recompute; the
-#: log so far; the ids of tracker runs.
+#: Files of the run's folder that a resumed run needs: reference log-probabilities (no model can recompute them), the
+#: log so far, and the ids of tracker runs.
 BESIDE = ("reference/*", "metrics.jsonl", "trackers.json")
 _BESIDE_NAME = "run"
 
@@ -360,7 +360,7 @@ class RemoteFolder:
             digest.update(part)
         if digest.hexdigest() != expected:
             del upload.sums[name]  # the next try sends it again
-            raise DamagedError(f"{self._called}: '{prefix}{name}' is not what was sent: SHA-256 {digest.hexdigest()}")
+            raise DamagedError(f"{self._called}: '{prefix}{name}' was altered: SHA-256 {digest.hexdigest()}")
         upload.compared.add(name)
 
     def commit(self, made: RemoteCheckpoint) -> None:
@@ -387,7 +387,7 @@ class RemoteFolder:
         document = {"format": REMOTE_FORMAT, "sha256": _seal(body), "body": body}
         self._write(f"{made.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
         if self._checkpoint(made.name) is None:
-            raise DamagedError(f"{self._called}: '{made.name}/{CHECKPOINT_NAME}' is not what was sent")
+            raise DamagedError(f"{self._called}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
 
     def prune(self, keep: int, best_step: int | None) -> None:
         """Remove older copies and incomplete ones, except the newest ``keep`` and the copy of ``best_step``.
@@ -753,7 +753,7 @@ def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoin
     found = [each for each in reversed(there) if step is None or each.step == step]
     if not found:
         steps = ", ".join(str(each.step) for each in reversed(there)) or "none"
-        raise RemoteError(f"'{url}' holds no such copy. Steps there: {steps}")
+        raise RemoteError(f"'{url}' holds no copy of this step. Its steps: {steps}")
     for each in found:
         yield _shown(each, is_newest=each is there[0]), list(folder.problems(each))
 

@@ -104,7 +104,7 @@ class RemoteCopier:
         self._hurry, self._cancelled = threading.Event(), threading.Event()
 
     def _look(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
-        """Return the largest save number and copy number there, the identities of the copies, and what to copy."""
+        """Return the largest save and copy numbers, the identities of the copies, and the checkpoints to copy."""
         there = self._remote.checkpoints()
         newest = max(map(order_key, there), default=(0, ""))
         own = read_checkpoints(self._source, on_damage=lambda error: None)

@@ -83,8 +83,8 @@ class KeptRules:
 class RunState:
     """The state of a run after a step. With the blocks of its generation it determines all further results.
 
-    It has no state of a random number generator: dropout and data order are functions of a seed and a position, which
-    are both fields here.
+    It has no state of a random number generator, because dropout and data order are functions of a seed and a position.
+    Both are fields here.
 
     Attributes:
         max_steps: steps of the run, which the learning rate schedule is made for.

@@ -90,7 +90,7 @@ class Head(ModelConverter):
     def convert(self, model: PreTrainedModel) -> None:
         """Run the loss after the model's forward."""
         prefix = re.escape(model.base_model_prefix)
-        model.config.pad_token_id = self._spec.pad_token_id  # not earlier: an embedding would exclude this row
+        model.config.pad_token_id = self._spec.pad_token_id  # not earlier: the embedding would not train this row
         # A pooler also belongs to the head: checkpoints of masked language models have none.
         beside = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
         values = {

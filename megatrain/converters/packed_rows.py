@@ -2,7 +2,7 @@
 
 Only restarting positions separate the documents of a row. Attention treats them as a border if its class passes the
 positions to the mask. Recurrences, scans and short convolutions mostly carry their state across the border. Some
-attention also ignores it (biases by distance, masks made without positions). transformers declares none of this, so a
+attention also ignores it (biases by distance, masks made without positions). transformers declares none of this. So a
 document is computed behind another one and alone, and the results are compared.
 """
 

@@ -4,8 +4,8 @@ A row is the hidden state of one token. A submodule that computes each row indep
 saves only its input, and its backward recomputes one piece after another. So its internal activations take memory for
 the rows of one piece.
 
-A trial on a small copy of the model with random weights finds the position-wise submodules, whatever their names:
-outputs and gradients of a whole input and of its pieces must agree.
+A trial on a small copy of the model with random weights finds the position-wise submodules, whatever their names.
+Outputs and gradients of a whole input and of its pieces must agree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
 
     Args:
         graph: changed.
-        rows: at least 1; part of the numerical definition.
+        rows: at least 1; another number changes bits.
 
     Raises:
         UnsupportedModelError: no submodule of the layers is position-wise, or the trial is not possible.

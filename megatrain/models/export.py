@@ -310,8 +310,8 @@ def export_model(
         The absolute path of the finished folder.
 
     Raises:
-        ExportError: ``out_dir`` holds other files, the drive is too full, writing or checking failed, or the carried
-            tensors of the origin are missing or have changed since training began.
+        ExportError: ``out_dir`` holds other files, the drive is too full, or writing or checking failed. Also if the
+            carried tensors of the origin are missing or have changed since training began.
         ConversionError: the weights cannot be converted to the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()

@@ -285,7 +285,7 @@ def converted_graph(
 
 
 def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
-    """Return a layer whose experts are in parts only in the graph or only in the stored blocks; "" if there is none.
+    """Return a layer whose experts are cut in the graph but not in the stored blocks, or vice versa; "" without one.
 
     Args:
         stored: Keys of the blocks of a checkpoint.

@@ -9,8 +9,8 @@ Four public formats, whose tensors are found by name:
   the flattened weight, which may itself be in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON;
 - int4 of compressed-tensors, in ``int4.py``.
 
-Decoding uses torch operations with the same bits on every device: on the host for loading and export, on the compute
-device for blocks of packed bytes (``packed.py``).
+Decoding uses torch operations with the same bits on every device. It runs on the host for loading and export, and on
+the compute device for blocks of packed bytes (``packed.py``).
 """
 
 from __future__ import annotations

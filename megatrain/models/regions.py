@@ -2,7 +2,7 @@
 
 The transforms between a model's tensors and its files only move elements: they stack, join, cut and transpose. A
 ``Region`` is one such move: a strided box of a source that becomes a strided box of the target. With all regions of a
-target, any range of it can be made from ranges of its sources, and no tensor has to be in memory as a whole.
+target, any range of it can be made from ranges of its sources. No tensor has to be in memory as a whole.
 """
 
 from __future__ import annotations

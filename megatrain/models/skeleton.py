@@ -96,8 +96,8 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
 
-    The class comes from a converter, or is the causal language model. If `config.json` names a class that also takes
-    images or sounds, the model has that class.
+    The class comes from a converter, or is the causal language model. The multimodal class is used if `config.json`
+    names it, or if there is no causal language model.
 
     Args:
         config: Used and changed by the model, so pass a copy.

@@ -1,9 +1,9 @@
 """Gradients of a step: sums over use sites, the exact global norm, the norm of a unit, and the clip coefficient.
 
-The norm is the square root of an fp64 sum whose order depends only on the layout: 65,536 elements at a time within a
-block group, then block group after block group. So it is equal for every placement and number of threads, and on a GPU
-(`on_device.device_squared_norm`). Clipping takes no pass over the gradients, because the coefficient is a scalar of the
-update.
+The norm is the square root of an fp64 sum whose order depends only on the layout. It adds 65,536 elements at a time
+within a block group, then block group after block group. So it is equal for every placement and number of threads, and
+on a GPU (`on_device.device_squared_norm`). Clipping takes no pass over the gradients, because the coefficient is a
+scalar of the update.
 """
 
 from __future__ import annotations

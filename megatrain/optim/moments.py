@@ -70,8 +70,8 @@ def code_of(signed: bool) -> Code:
     Decimal exponents from 1e-6 to 1, each with twice the number of fractions of the one below it.
 
     Returns:
-        Values in ascending order; the border above each value, the last one being infinity; and for the upper 16 bits
-        of an fp32 number, the number of borders below all such numbers. At most one more border is among them.
+        Values in ascending order; the border above each value, infinity for the last; and a table by the upper 16 bits
+        of an fp32 number: the number of borders below all such numbers. At most one more border is among them.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
