@@ -60,8 +60,8 @@ class AbsentWeight(Tensor):
     """Placeholder of an unbound weight: it has shape, dtype and device.
 
     Model code may read these attributes at any time. Values exist only while the engine runs the unit. A read of a
-    small weight, or of a few rows of a large weight, is a visit of the unit like any other: it is in the plan, its
-    weights are leased for it, and its gradient is added to the unit's other gradients. Larger reads raise an error.
+    small weight, or of a few rows of a large weight, is a visit of the unit like any other. It is in the plan, with a
+    lease of the weights, and its gradient is added to the unit's other gradients. Larger reads raise an error.
 
     Attributes:
         site: Index of the unit, and full name of the parameter.

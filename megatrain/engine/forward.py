@@ -256,8 +256,7 @@ class LayerRunner:
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-                Either all or none of them
-                have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``).
+                Either all or none of them have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``).
             num_items: Number of trained tokens in the mean of the loss; None for the tokens of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
             first_number: Number of the first of these micro-batches in the step.

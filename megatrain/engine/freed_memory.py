@@ -2,8 +2,8 @@
 
 Returned pages are created and zeroed again for the next tensor, which makes a step on the CPU a fifth longer (decision
 0085). Kept pages form holes between live memory, which no plan counts. So a run that computes on the CPU keeps them
-within an op, and between ops as far as the plan has memory: with the memory of the next op, the process must not become
-larger than planned. By default glibc keeps all pages of tensors of up to 32 MiB.
+within an op, and between ops only within the plan: with the memory of the next op, the process must not become larger
+than planned. By default glibc keeps all pages of tensors of up to 32 MiB.
 
 Settings affect the whole process, including other work in it. With other C libraries this module does nothing.
 """

@@ -38,8 +38,8 @@ class GraphKeeping:
     ) -> tuple[CapturedResult, KeptGraph]:
         """Run the unit and keep its graph."""
         leaves = run.leaves()
-        # Without autocast's cache: a cached cast of a weight is one graph node for all its uses, so gradients would be
-        # added in a different order than in the recompute, which has no cache.
+        # Without autocast's cache, in which a cached cast of a weight is one graph node for all its uses. Its gradients
+        # would be added in a different order than in the recompute, which has no cache.
         result = run.compute(run.with_activations(leaves), self._random, keep_graph=True, cache_enabled=False)
         return result, KeptGraph(run.micro_batch, leaves, result.outputs, weights)
 

@@ -4,9 +4,9 @@ Logits are the largest activation of a step: [tokens, vocabulary] in fp32. So th
 *trunk*). The head is the rest of the model. It runs on pieces of the hidden states that have a label. Each piece calls
 the model's own `forward` with a stub for the trunk, so norms, scaling and soft caps of logits stay Hugging Face's code.
 
-If only elementwise operations follow the last product, a piece is computed for a part of the vocabulary at a time, in
-two passes (`vocabulary.py`): the first for the loss, the second, in reverse order, for the gradients. The second pass
-recomputes the logits of a part, unless the graph of its first pass was kept, which changes no bits.
+If only elementwise operations follow the last product, a piece is computed for a part of the vocabulary at a time. It
+takes two passes (`vocabulary.py`): the first for the loss, the second, in reverse order, for the gradients. The second
+pass recomputes the logits of a part, unless the graph of its first pass was kept, which changes no bits.
 
 `plan_head` finds the cut by a trial run (`head_plan.py`). `HeadModel` runs the model behind it (`head_model.py`).
 `HeadWeights` has its weights (`head_weights.py`), and `ChunkedHead` runs the pieces through the two passes.

@@ -278,8 +278,8 @@ class _Product:
 class CutProbe:
     """Observer of a head's forward on invented rows: finds the weight that makes the logits, and whether it can be cut.
 
-    Logits may come in parts under three conditions: `F.linear` uses the weight once, nothing is drawn at random, and
-    all operations on its columns before the loss are elementwise, with operands that are equal for all columns.
+    Logits may come in parts under three conditions. `F.linear` uses the weight once. Nothing is drawn at random. All
+    operations on its columns before the loss are elementwise, with operands that are equal for all columns.
 
     Args:
         weights: The head's parameters, by their owner's name.

@@ -169,7 +169,7 @@ class PassingGradient:
     @contextmanager
     def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
         """Sum gradients of some rows of the leased part, for all micro-batches."""
-        assert self._part is not None, f"no part of {self._entry.name} is there"
+        assert self._part is not None, f"no part of {self._entry.name} is leased"
         held, matrices = self._part
         places = [matrix[start - held.start : stop - held.start] for matrix in matrices]
         name, left = self._entry.name, iter(places[1:])
@@ -197,7 +197,7 @@ class PassingGradient:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
         """Accumulate a product in rows of the leased part."""
-        assert self._open is not None, f"no part of {self._entry.name} is there"
+        assert self._open is not None, f"no part of {self._entry.name} is leased"
         self._open.add_product(self._entry.name, left, right, first_row)
         self._gradients.note_filled(self._layout.name, self._visit, [self._entry.name])
 

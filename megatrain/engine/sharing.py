@@ -1,7 +1,7 @@
 """Buffer aliasing of gradients: gradients with disjoint lifetimes share a block.
 
 A gradient lives from its first contribution to its update. If each update follows the backward that completes its
-gradient (``GroupUpdates.are_deferred`` is False), the gradient is dead when the next layer but one begins, so a model
+gradient (``GroupUpdates.are_deferred`` is False), the gradient is dead when the next layer but one begins. Then a model
 needs memory for the gradients of a layer or two. If updates wait for the norm of all gradients, gradients live from one
 step into the next and share nothing.
 """

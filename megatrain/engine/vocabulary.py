@@ -89,7 +89,7 @@ class PartWeight(AbsentWeight):
 
 def _linear_of_part(rows: Tensor, weight: PartWeight, bias: Tensor | None = None) -> Tensor:
     part = weight._part
-    assert part is not None, "no part of the vocabulary is there"
+    assert part is not None, "no part of the vocabulary is bound"
     own_bias = None if bias is None else bias[part.start : part.stop]
     if not part.weight.requires_grad or not torch.is_grad_enabled():
         return functional.linear(rows, part.weight, own_bias)

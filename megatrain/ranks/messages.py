@@ -171,7 +171,7 @@ def _tagged(item: Any, buffers: list[bytes]) -> Any:
         array = np.ascontiguousarray(item)
         buffers.append(array.tobytes())
         return {"array": [array.dtype.str, list(np.shape(item)), array.nbytes, isinstance(item, np.generic)]}
-    raise TypeError(f"ranks cannot send each other a {kind.__module__}.{kind.__qualname__}: {item!r}")
+    raise TypeError(f"ranks cannot send each other a value of {kind.__module__}.{kind.__qualname__}: {item!r}")
 
 
 def _memory(tensor: Tensor, buffers: list[bytes]) -> int:

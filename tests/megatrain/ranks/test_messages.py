@@ -91,7 +91,7 @@ def test_an_error_of_another_package_keeps_its_name() -> None:
 
 
 def test_what_cannot_be_sent_is_named() -> None:
-    with pytest.raises(TypeError, match=r"no builtins\.object"):
+    with pytest.raises(TypeError, match=r"a value of builtins\.object"):
         encode([object()])
 
 
