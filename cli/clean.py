@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @click.option(
     "--generations",
     type=click.Choice(["forgotten", "all"]),
-    help="Also remove data of checkpoints that no checkpoint folder names. forgotten: where that folder exists and "
-    "does not name it; all: also where that folder is gone. It may have been moved, or its drive may be away.",
+    help="Also remove data of checkpoints that no checkpoint folder names. forgotten: if that folder exists and "
+    "does not name it; all: also if that folder is gone. It may have been moved, or its drive may be absent.",
 )
 @json_option
 def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:

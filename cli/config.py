@@ -38,7 +38,7 @@ def show_command(
 ) -> int:
     """Print CONFIG with every default filled in, as TOML.
 
-    That is what output_dir/config.resolved.toml holds, and what reproduces the run.
+    output_dir/config.resolved.toml holds the same text, which reproduces the run.
     """
     loaded = load(config, extra_files, overrides)
 
@@ -146,7 +146,7 @@ def explain_command(key: str, as_json: bool) -> int:
 
 
 def _print_table(descriptions: Sequence[KeyDescription]) -> None:
-    """Print what many keys mean, and once which of them alter results."""
+    """Print the meanings of many keys, and once which of them alter results."""
     width = min(110, max(40, shutil.get_terminal_size((100, 24)).columns))
     for description in descriptions:
         click.secho(description.key, bold=True, nl=False)

@@ -343,7 +343,7 @@ class _Lines:
         """Begin to draw."""
 
     def show(self, status: RunStatus) -> None:
-        """Show what is new."""
+        """Show the changes."""
         from megatrain.base.observer import format_step
 
         if status.metrics is not None and status.metrics.step != self._step:

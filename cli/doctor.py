@@ -47,7 +47,7 @@ def command(
     profile_file: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure processors, GPU and drives for plans, and say what to fix.
+    """Measure processors, GPU and drives for plans, and propose fixes.
 
     Keeps the rates in the user's cache folder, where `plan` finds them. Default of PATHS: the drives of --config, else
     the current folder. Takes up to 512 MiB of each drive while it runs, and leaves nothing there. Writes over those

@@ -36,7 +36,7 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
 
     Reads YAML and JSON of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain, shell scripts that start a training,
     and such commands themselves: write them behind "--". Launchers (accelerate, torchrun, deepspeed) are understood.
-    Prints TOML, or writes it to OUT. Lists what has no equivalent here, and what is not needed. Relative paths are
+    Prints TOML, or writes it to OUT. Lists keys without an equivalent here, and unneeded keys. Relative paths are
     taken from the current folder, as the tool itself would. Nothing is run.
     """
     from megatrain.extras.translate.translate import translate_command_line, translate_file

@@ -83,7 +83,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
-#: name -> module and name of the command in it. Imported when it is asked for.
+#: name -> module and name of the command in it. Imported on request.
 _COMMANDS = {
     **{
         name: (f".{name}", "command")
@@ -236,7 +236,7 @@ def describe(error: BaseException) -> str:
     """Return the message of an error, without a traceback."""
     if isinstance(error, IsADirectoryError) and error.filename is not None:
         name = error.filename2 or error.filename
-        return f"{name}: is a folder, where this program keeps a file. Move that folder away, or name another one"
+        return f"{name}: is a folder, but this program needs a file there. Move that folder away, or name another one"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):

@@ -230,7 +230,7 @@ class PlanObserver(RunObserver):
         self._config, self._note = "", ""
 
     def will_show(self, plan: Plan, config: str, note: str = "") -> None:
-        """Set what is shown.
+        """Set the plan to show.
 
         Args:
             plan: the run's.
@@ -452,7 +452,7 @@ class LiveObserver(PlainObserver):
         self._activity.is_watched = False
         view, self._view = self._view, None
         if view is not None:
-            self._activity.begin("")  # the last picture is of what was done
+            self._activity.begin("")  # the last picture shows finished work
             view.close(stays=self._shown is not None)
 
     def _open(self) -> None:

@@ -30,8 +30,8 @@ def command(
     """Write log-probabilities, likely tokens or embeddings of data.
 
     Reads [[data.train]] and trains nothing. Streams the weights from the model's folder, each once per pass. A pass has
-    the rows of a training step ([training]). [score] says what goes into output_dir/scores. The same command continues
-    earlier scores.
+    the rows of a training step ([training]). [score] selects the contents of output_dir/scores. The same command
+    continues earlier scores.
 
     Ctrl-C or SIGTERM ends it after the present pass, with exit code 75. Only rows of an unfinished pass are scored
     again.

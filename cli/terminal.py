@@ -282,7 +282,7 @@ def without_collector() -> Iterator[None]:
 
 
 class RunOutput:
-    """Replaces ``sys.stdout`` and ``sys.stderr`` while the context is open, where they are files.
+    """Replaces ``sys.stdout`` and ``sys.stderr`` while the context is open, if they are files.
 
     Once a write finds its terminal closed or its pipe broken, this and all later output goes into a log file. The
     descriptors themselves are redirected, so that the output of libraries also goes there. No error is raised. Output

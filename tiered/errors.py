@@ -1,4 +1,4 @@
-"""The errors of the store. Each carries the facts as attributes and says what to do next."""
+"""The errors of the store. Each carries the facts as attributes and proposes a remedy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TransferError(TieredError, OSError):
     """Bytes could not be moved.
 
     Attributes:
-        tier: the tier (or link) where it failed.
+        tier: the tier (or link) that failed.
         offset: byte offset in the file, or None.
     """
 

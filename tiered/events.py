@@ -21,7 +21,7 @@ class Event:
 
     Attributes:
         kind: ``fetch``, ``write_back``, ``evict``, ``stall``, ``commit``.
-        key: block, tier: where it ended up, nbytes: bytes moved, start_s/end_s: ``time.perf_counter`` seconds.
+        key: block, tier: destination, nbytes: bytes moved, start_s/end_s: ``time.perf_counter`` seconds.
         detail: the link's path for movements, the cause for stalls.
     """
 

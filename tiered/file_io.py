@@ -36,7 +36,7 @@ _NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of 
 
 
 def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
+    """Return a new file descriptor, with O_DIRECT if that works; the caller closes it. Raises ``OSError``.
 
     Args:
         on_buffered: called if O_DIRECT is refused.
@@ -69,7 +69,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> None:
-    """Write all of ``view`` at ``offset``; both multiples of 4096 where the file is open with O_DIRECT."""
+    """Write all of ``view`` at ``offset``; both multiples of 4096 if the file is open with O_DIRECT."""
     done = 0
     while done < len(view):
         try:

@@ -1,4 +1,4 @@
-"""Leases: reading and writing copies, waiting for them, and what may be evicted or pinned meanwhile."""
+"""Leases: reading and writing copies, waiting for them, and evicting and pinning them meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _streams_of(tiers: Mapping[str, StreamTier], names: Collection[str], stream:
 
 
 class Leasing:
-    """The leases of one store, and what may be evicted or pinned meanwhile.
+    """The leases of one store, and the rules for eviction and pins.
 
     Methods named ``*_locked`` are called with ``movement.changed`` held.
     """

@@ -212,7 +212,7 @@ def _may_live(text: str, file: Path) -> bool:
 
 
 def _lock_folder_itself(path: Path) -> int:
-    """Lock the folder as well, where its file system can; else return -1. Raises ``BlockingIOError`` if it is held."""
+    """Also lock the folder if its file system can; else return -1. Raises ``BlockingIOError`` if it is held."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -48,7 +48,7 @@ def tier_class(name: str) -> TierFactory:
         raise TieredError(f"tier '{name}' is in {places}: uninstall one of them, or import the class you mean")
     try:
         found = points[0].load()
-    except Exception as cause:  # whatever a module does when it is imported
+    except Exception as cause:  # an import may raise anything
         text = f"tier '{name}' of {_place_of(points[0])} cannot be imported: {type(cause).__name__}: {cause}"
         raise TieredError(f"{text}. Install what it needs, or another version of it") from cause
     if not callable(found):

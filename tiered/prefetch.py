@@ -274,7 +274,7 @@ class Prefetcher:
         return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
 
     def _prefetch(self, access: Access) -> str:
-        """Start one fetch; return what it waits for, empty if the copy is under way."""
+        """Start one fetch; return the cause of a wait, or "" if the copy is in flight."""
         block = self._mover.blocks[access.key]
         if not block.has_contents or block.writer is not None:
             return "contents"

@@ -175,7 +175,7 @@ class Lease:
         _end([self], abandoned=False, stream=stream)
 
     def abandon(self) -> None:
-        """Give a ``w`` lease back without contents: what was written is dropped.
+        """Give a ``w`` lease back without contents: its writes are dropped.
 
         Raises:
             LeaseError: not a ``w`` lease, or released before.
@@ -266,5 +266,5 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """Return torch's count of in-place writes to a tensor; 0 where it keeps none."""
+    """Return torch's count of in-place writes to a tensor, or 0 if it keeps none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -45,7 +45,7 @@ class TieredStore(BlockMapping):
 
     Args:
         tiers: fast to slow; a tier's ``capacity_bytes`` is never exceeded.
-        policy: ranks what to evict; default ``LRU()``. ``Belady()`` uses the schedule.
+        policy: ranks copies for eviction; default ``LRU()``. ``Belady()`` uses the schedule.
         links: Default: ``default_links``, which link each tier with the next faster one that it can reach.
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: number of latest generations that a commit keeps.

@@ -27,7 +27,7 @@ class BlockView:
     """One block to show.
 
     Attributes:
-        read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host memory; raises where they are
+        read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host memory; raises if they are
             damaged or missing.
     """
 
@@ -53,7 +53,7 @@ class BlockView:
 
 
 class _GenerationStore(Store):
-    """The keys of a read-only hierarchy: documents made here, chunks read from the blocks when they are asked for."""
+    """The keys of a read-only hierarchy: documents made here, chunks read from the blocks on request."""
 
     supports_writes: bool = False
     supports_deletes: bool = False
@@ -150,7 +150,7 @@ def group_of(views: Iterable[BlockView], attributes: Mapping[str, Any]) -> zarr.
 
 
 def range_of(nbytes: int, byte_range: ByteRequest | None) -> slice:
-    """Return which bytes of a value are asked for.
+    """Return the requested bytes of a value as a slice.
 
     Raises:
         ValueError: not one of zarr's byte requests.

@@ -40,7 +40,7 @@ class CompressedRamTier:
     """At most ``capacity_bytes`` of contents, in at most ``memory_bytes`` of memory. Reached through its links only.
 
     Args:
-        capacity_bytes: of contents, before compression. name: what the store calls it.
+        capacity_bytes: of contents, before compression. name: name of the tier in the store.
         memory_bytes: after compression; default ``capacity_bytes``, which is always enough.
     """
 
@@ -119,7 +119,7 @@ class CompressedRamTier:
     # -- the bytes ---------------------------------------------------------------------------------------------
 
     def _compress(self, contents: torch.Tensor, slot: Slot) -> None:
-        self._drop(slot)  # what it held is out of date: its room is free for the new contents
+        self._drop(slot)  # its contents are stale: their room is free for the new ones
         for start in range(0, len(contents), _CHUNK_BYTES):
             raw = in_planes(contents[start : start + _CHUNK_BYTES], packed_of(slot).item_bytes).numpy().tobytes()
             small = zlib.compress(raw, _LEVEL)

@@ -77,7 +77,7 @@ def pictures(num_rows: int = 2, size: int = 32) -> Iterator[tuple[list[str], Ten
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the model and of what is trained")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the model and of the trained weights")
     parser.add_argument("--model", help="folder or id of a Flux pipeline; default: a tiny one")
     parser.add_argument("--dtype", default="float32", help="of the weights: float32 or bfloat16")
     parser.add_argument("--lora", action="store_true", help="train adapters alone")

@@ -22,7 +22,7 @@ def tiers_in(directory: str) -> list[tiered.RamTier | tiered.NvmeTier]:
 
 
 def fill(store: tiered.TieredStore, weights: list[torch.Tensor]) -> None:
-    """Hand the weights to the store; when RAM is full, it writes back what was used longest ago."""
+    """Give the weights to the store; when RAM is full, it writes back the least recently used block."""
     for i, weight in enumerate(weights):
         store.register(f"layers.{i}", weight.shape, weight.dtype, home="nvme")
         with store.acquire(f"layers.{i}", "ram", "w") as lease:

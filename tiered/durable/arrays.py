@@ -40,14 +40,14 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 _CHUNK_BYTES = 512 * MiB
 #: Most files of one block. Tiers make files of many MiB, but a stranger's document may claim any number.
 _MAX_FILES = 1 << 20
-#: Pieces under way at once: what a fast drive needs.
+#: Pieces in flight at once, enough for a fast drive.
 _NUM_THREADS = 4
 _SCRATCH_BYTES = 4 * MiB
 #: Most contents of a block that ``read_small`` reads: more gain nothing from fewer calls.
 SMALL_BYTES = 1 * MiB
 _of_thread = threading.local()
 
-#: For messages about a part of a generation that is not where it should be.
+#: For messages about a misplaced part of a generation.
 ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
@@ -119,7 +119,7 @@ def snapshot_of(file: Path, key: str) -> Path:
 
 
 def link_text(path: Path) -> str:
-    """Return the name of a chunk file for a message, and what it is a link to."""
+    """Return the name of a chunk file for a message, with its target if it is a link."""
     return f"'{path}', a link to '{os.readlink(path)}'," if path.is_symlink() else f"'{path}'"
 
 
@@ -313,7 +313,7 @@ def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, dig
     Args:
         offset: in the file, a multiple of 4096.
         into: 1-D uint8 of ``nbytes`` on any device, or None.
-        digest: takes in what was read.
+        digest: takes in the bytes that were read.
     """
     done = 0
     whole = 0 if into is None else _num_bytes_in_place(into)

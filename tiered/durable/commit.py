@@ -80,7 +80,7 @@ class Commit:
 
     @property
     def figures(self) -> CommitFigures:
-        """Return what it took; only of a commit that ``wait`` returned from."""
+        """Return its figures; only after ``wait`` has returned."""
         assert self._figures is not None, f"generation {self.generation} is not committed"
         return self._figures
 
@@ -97,7 +97,7 @@ class Commit:
             raise self.error
 
     def wait_before_next(self) -> None:
-        """Wait for the end; raises what went wrong unless ``wait`` raised it before."""
+        """Wait for the end; raises its error unless ``wait`` raised it before."""
         if not self._error_was_raised:
             self.wait()
 
@@ -153,7 +153,7 @@ class FrozenBlocks:
 
     Args:
         full: waits for room on the drive of the store's directory.
-        counted: the tier that has this directory as a path, and counts what is written there; or None.
+        counted: the tier that has this directory as a path, and counts the bytes written there; or None.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class FrozenBlocks:
                 frozen.lease.release()
 
     def figures(self) -> CommitFigures:
-        """Return what it took until now."""
+        """Return the figures so far."""
         written = [frozen.block.spec for frozen in self._frozen if frozen.lease is not None]
         return CommitFigures(
             nbytes=self.num_bytes,

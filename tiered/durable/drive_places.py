@@ -73,7 +73,7 @@ def _is_of_another(path: Path, store: str) -> bool:
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return a JSON object in a file; empty where there is none."""
+    """Return a JSON object in a file, or an empty one."""
     try:
         found = json.loads(read_document_file(path))
     except (OSError, ValueError, RecursionError):

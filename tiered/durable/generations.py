@@ -73,7 +73,7 @@ class Generations:
     Args:
         path: directory of the generations, or None if the store cannot commit.
         keep: number of latest generations that a commit keeps, at least 1.
-        full: waits for room on the drive of ``path`` where no tier owns it.
+        full: waits for room on the drive of ``path`` if no tier owns it.
         notice: reports a sentence to the user.
     """
 
@@ -96,7 +96,7 @@ class Generations:
         self.keep_also: Callable[[], Collection[int]] | None = None
         self._committing = threading.Lock()
         self._last: Commit | None = None  # under way or ended
-        self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
+        self._directory: TierDirectory | None = None  # owns ``path`` if no tier does
         self._identity: StoreIdentity | None = None
         self._abandoned: set[int] = set()  # newer than the one that was loaded
         self._passed_over: set[int] = set()  # damaged, and newer than the one that was opened
@@ -176,9 +176,9 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
-        """Remove what a failed commit has made, but not a generation that the top file names: it is whole."""
+        """Remove the files of a failed commit, but not a generation that the top file names, which is whole."""
         frozen.release()
-        # The next commit removes what the drive keeps now. A top file that cannot be read may name this one.
+        # The next commit removes files that the drive refuses to delete. An unreadable top file may name this one.
         with contextlib.suppress(OSError, GenerationError):
             if current_generation(store.path) != generation:
                 self._remove(store, generation)
@@ -197,7 +197,7 @@ class Generations:
     # -- the directory -----------------------------------------------------------------------------------------
 
     def _own_directory(self) -> StoreIdentity:
-        """Return the identity of this store; where no file tier owns its directory, lock it for this store."""
+        """Return the identity of this store; lock its directory for it if no file tier owns it."""
         if self._identity is not None:
             return self._identity
         if self.path is None:
@@ -272,7 +272,7 @@ class Generations:
         return doomed
 
     def _delete(self, store: StoreIdentity, doomed: list[int]) -> None:
-        """Delete the folders of generations that were forgotten, with what the store wrote into its own."""
+        """Delete the folders of forgotten generations, with the files that the store wrote into its own."""
         for number in doomed:
             for tier in self._file_tiers:
                 tier.snapshots.drop(generation_name(number), store)
@@ -448,7 +448,7 @@ def default_path(tiers: Iterable[Tier]) -> str | None:
 
 
 def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
-    """Refuse folders of tiers and of generations that contain each other: a tier empties what its folder contains.
+    """Refuse folders of tiers and of generations that contain each other, because a tier empties its folder.
 
     Args:
         path: directory of the generations; it may be one of the folders of a tier itself.
@@ -496,7 +496,7 @@ def _as_transfer_error(failure: BaseException, path: Path, generation: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Fills blocks of a store from a generation: by links where the files are in place, else by reading.
+    """Fills blocks of a store from a generation: by links if the files are in place, else by reading.
 
     Attributes:
         identity: the store's id; files are adopted only from its own snapshots.
@@ -566,7 +566,7 @@ class _Loader:
             read_small_ones()
 
     def _read_small(self, specs: Sequence[BlockSpec], threads: ThreadPoolExecutor) -> None:
-        """Read blocks into their home slots, which are in RAM: no stream orders what other threads write there."""
+        """Read blocks into their home slots in RAM, where no stream orders the writes of other threads."""
         keys = [spec.key for spec in specs]
         self.leasing.discard(keys)
         requests: list[Request] = [(spec.key, spec.home, "w") for spec in specs]

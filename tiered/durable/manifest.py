@@ -1,4 +1,4 @@
-"""Generations on disk: what a committed state consists of, its checksums, and the atomic flip to it.
+"""Generations on disk: the parts of a committed state, their checksums, and the atomic flip to it.
 
 ``snap/<generation>/MANIFEST.json`` describes a generation. It is written after everything it names is on disk, so
 every generation with a manifest is whole. ``MANIFEST.json`` at the top names the current generation for other programs.

@@ -70,7 +70,7 @@ class GenerationReader:
     Args:
         generation: its number. Default: the newest whole one. That is the top file's if it is the newest, else the
             newest whose files all exist.
-        search: paths of file tiers, for parts that are not where they were written.
+        search: paths of file tiers, for parts that were moved.
 
     Attributes:
         blocks: its records by key, in order of registration.
@@ -197,7 +197,7 @@ class GenerationReader:
         for first, last in pieces(spec.nbytes):
             if last <= start or first >= stop:
                 continue
-            # Into its place where the whole piece is asked for, else through a buffer of one piece.
+            # Into its place if the whole piece is requested, else through a buffer of one piece.
             is_inside = start <= first and last <= stop
             piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
             self.read_piece(key, files, (first, last), piece)
@@ -365,7 +365,7 @@ class _Inspection:
             yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"
 
     def root_problems(self, root: Path) -> Iterator[str]:
-        """Check a folder ``snap/<generation>`` and what is above it."""
+        """Check a folder ``snap/<generation>`` and the folders above it."""
         if root in self._seen:
             return
         self._seen.add(root)

@@ -107,7 +107,7 @@ class WholeCopies:
         caller keeps the generation from being removed meanwhile. After an error nothing of the copy is left.
 
         Args:
-            on_piece: called after each piece of at most 16 MiB was read, written or compared; what it raises ends the
+            on_piece: called after each piece of at most 16 MiB was read, written or compared; an error of it ends the
                 copy.
 
         Returns:
@@ -148,7 +148,7 @@ class WholeCopies:
             sync_tree(folder, self.path)
             write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
         except BaseException as failure:
-            # The next start removes what the drive keeps now. A copy that the top file names is whole.
+            # The next start removes files that the drive refuses to delete. A copy that the top file names is whole.
             with contextlib.suppress(OSError, GenerationError):
                 if current_generation(self.path) != number:
                     self._remove(number)
@@ -195,7 +195,7 @@ class WholeCopies:
     def _remove_unfinished(self) -> None:
         known = set(newest_first(self.path))
         for number, folder in list(snapshot_folders([self.path])):
-            owner = read_owner(folder)  # damaged where the power went before it was flushed
+            owner = read_owner(folder)  # damaged if the power failed before its flush
             if number not in known and (owner is None or owner.id in (self._identity.id, "")):
                 self._remove(number)
         for _, folder in snapshot_folders([self.path]):

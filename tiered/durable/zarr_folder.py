@@ -64,7 +64,7 @@ def show_latest(directory: Path, generation: Path | None) -> None:
 
 
 def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of a store's folder: ``own``, with what ``latest`` leads to now as its members."""
+    """Return the document of a store's folder: ``own``, with the target of ``latest`` as its members."""
     found = read_document(directory / LATEST_NAME)
     if found is None:
         return _with_members(own, {})

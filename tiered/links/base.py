@@ -169,7 +169,7 @@ class Workers:
                 self._num_urgent_running -= is_urgent
 
     def close(self) -> None:
-        """Run what is queued, then stop the threads. Idempotent; not to be called from a job."""
+        """Run the queued jobs, then stop the threads. Idempotent; not to be called from a job."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -228,7 +228,7 @@ class ThreadedLink:
         return self._meter.usage(self.path)
 
     def close(self) -> None:
-        """Finish what is under way and stop the threads. Idempotent."""
+        """Finish transfers in progress and stop the threads. Idempotent."""
         self._workers.close()
 
 

@@ -139,7 +139,7 @@ class CudaLink:
         return self._meter.usage(self.path)
 
     def close(self) -> None:
-        """Finish what is under way and stop the threads. Idempotent."""
+        """Finish transfers in progress and stop the threads. Idempotent."""
         self._enqueuer.close()
         for lane in (self._free, self._waiting):
             lane.waiter.close()

@@ -262,7 +262,7 @@ class FileEngine:
         )
 
     def _compare(self, job: _FileTransfer, completed: list[tuple[int, int]]) -> None:
-        """Check the pieces that are whole now against the checksums of what was written."""
+        """Compare the pieces that are whole now with the checksums of the last write."""
         if job.home.checksums is None:
             return  # nothing was written since the tier began to check
         for start, stop in completed:
@@ -320,7 +320,7 @@ class _FileLink:
         return self._meter.usage(self.path)
 
     def close(self) -> None:
-        """Finish what is under way; the threads stop with the last link of the engine. Idempotent."""
+        """Finish transfers in progress; the threads stop with the last link of the engine. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.engine.link_closed()
@@ -368,7 +368,7 @@ class PosixMover:
 
     @property
     def path(self) -> str:
-        """Return ``posix-direct``, or ``posix-buffered`` where a file system of the tier cannot do O_DIRECT."""
+        """Return ``posix-direct``, or ``posix-buffered`` if a file system of the tier cannot do O_DIRECT."""
         return self._tier.io_path
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:

@@ -50,7 +50,7 @@ class KvikioProbe:
 
 
 def may_open_driver() -> bool:
-    """Return whether libcufile's driver can be opened at all; where it cannot, kvikio's compat mode must be on."""
+    """Return whether libcufile's driver can be opened at all; if not, kvikio's compat mode must be on."""
     return all(os.path.exists(path) for path in _DRIVER_NEEDS)
 
 
@@ -157,7 +157,7 @@ class _DeviceMemory:
 
 
 def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
-    """Move a file's bytes to GPU memory, and others back into it; return what is wrong, "" if nothing.
+    """Move a file's bytes to GPU memory, and others back into it; return the error, or "".
 
     Raises:
         OSError: there is no GPU memory.

@@ -14,7 +14,7 @@ from tiered.tiers.base import Ledger, Slot, Tier, TierUsage
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 
-#: Fills its part of a block, given all the block's bytes (1-D uint8, CPU). Raises what went wrong.
+#: Fills its part of a block, given all the block's bytes (1-D uint8, CPU). Raises on failure.
 ReadPart = Callable[[torch.Tensor], None]
 
 
@@ -140,7 +140,7 @@ class SourceLink:
         return self._meter.usage(self.path)
 
     def close(self) -> None:
-        """Finish what is under way and stop the threads. Idempotent."""
+        """Finish transfers in progress and stop the threads. Idempotent."""
         self._workers.close()
 
 

@@ -41,7 +41,7 @@ class UnifiedBuffer(DeviceBuffer):
 class UnifiedTier(GpuTier):
     """One memory of host and GPU, of at most ``capacity_bytes``: the device computes in slabs of the host.
 
-    The slabs are pinned, except where the GPU uses the host's page tables and so reads any memory of the host.
+    The slabs are pinned, unless the GPU uses the host's page tables and so reads any memory of the host.
 
     For a GPU that shares the host's memory, where a copy from RAM would only double the bytes. A slot's tensor is on
     the device. Files are read and written through its slab, once the device has finished its recorded work. It
@@ -151,7 +151,7 @@ class LinkBehindDevice:
         return self._inner.usage()
 
     def close(self) -> None:
-        """Finish what is under way and stop the threads. Idempotent."""
+        """Finish transfers in progress and stop the threads. Idempotent."""
         self._order.close()
         self._inner.close()
 

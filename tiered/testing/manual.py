@@ -63,7 +63,7 @@ class MemoryTier:
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A copy that was asked for and has not happened yet."""
+    """A requested copy that has not happened yet."""
 
     src_slot: Slot
     dst_slot: Slot

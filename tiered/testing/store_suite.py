@@ -29,7 +29,7 @@ class StoreSuite(PairSubject):
             def make_tier(self, capacity_bytes: int) -> Tier:
                 return MyTier(capacity_bytes)
 
-    See ``LinkSuite`` for what else can be overridden. After a store was closed, another one is opened with new tiers.
+    See ``LinkSuite`` for other methods to override. After a store was closed, another one is opened with new tiers.
 
     Attributes:
         seeds: one random run is made from each.
@@ -158,7 +158,7 @@ class StoreSuite(PairSubject):
 
 
 class RandomOperations:
-    """Random operations on a store, and what every block must hold.
+    """Random operations on a store, and the expected contents of every block.
 
     Attributes:
         contents: bytes by key, of the blocks that were written.
@@ -273,6 +273,6 @@ class RandomOperations:
         self.store.commit()  # it continues during the work
 
     def _tier_for(self, key: str) -> str:
-        """Return the tier to lease a block in: mostly the fast one, and its home where that is addressable."""
+        """Return the tier to lease a block in: mostly the fast one, and its home if that is addressable."""
         home = next(spec.home for spec in self.store.blocks() if spec.key == key)
         return home if home in self._in and self.chance.random() < 0.3 else self.fast

@@ -40,7 +40,7 @@ class TierSubject(ABC):
         """Return a new, empty tier. The suites close it."""
 
     def refusing(self, tier: Tier) -> AbstractContextManager[object]:
-        """Return a context in which the machine refuses what the ledger allows: disk full, no memory.
+        """Return a context in which the machine refuses room that the ledger allows: disk full, no memory.
 
         Override it where ``allocate`` asks the machine for the room; else that test is skipped.
         """
@@ -159,7 +159,7 @@ def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def raised_by(act: Callable[[], object]) -> Exception | None:
-    """Return what a call raises."""
+    """Return the error that a call raises, or None."""
     try:
         act()
     except Exception as error:

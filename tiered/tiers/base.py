@@ -33,7 +33,7 @@ class Slot:
     Attributes:
         tier: name of the tier that owns it.
         slot_bytes: bytes charged to the tier's ledger (``nbytes`` rounded up to the tier's alignment).
-        resource: what the tier's links need to reach the bytes (a host slab, a device buffer, a file set).
+        resource: object with which the tier's links reach the bytes (a host slab, a device buffer, a file set).
     """
 
     tier: str
@@ -56,7 +56,7 @@ class Tier(Protocol):
     durable: bool  # Contents can survive the process.
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return what a slot for ``nbytes`` of contents would add to ``used_bytes``."""
+        """Return the bytes that a slot for ``nbytes`` of contents would add to ``used_bytes``."""
         ...
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
@@ -98,7 +98,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class StreamTier(Tier, Protocol):
-    """A tier on a device with streams: the store orders kernels that use a slot behind what they depend on."""
+    """A tier on a device with streams: the store orders kernels on a slot after the work they depend on."""
 
     def current_stream(self) -> Any:
         """Return the calling thread's current stream, or None if the tier has no streams after all."""
@@ -135,7 +135,7 @@ class BufferTier(Tier, Protocol):
 
 @runtime_checkable
 class DescribingTier(Tier, Protocol):
-    """A tier that writes down what its home slots hold."""
+    """A tier that describes the contents of its home slots."""
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Note shape and dtype of a home slot. Called once, after it was allocated."""

@@ -51,7 +51,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def measure_leftovers(path: Path) -> Leftovers:
-    """Return what could be removed from a directory of a file tier. Changes nothing."""
+    """Return the removable files of a file tier's directory. Changes nothing."""
     return replace(_measure(path), owner=holder_text(path))
 
 
@@ -68,7 +68,7 @@ def _measure(path: Path) -> Leftovers:
 
 
 def remove_leftovers(path: Path) -> Leftovers:
-    """Remove the scratch of a directory and return what went; holds the directory's lock meanwhile.
+    """Remove the scratch of a directory and return its figures; holds the directory's lock meanwhile.
 
     Raises:
         LockedError: a living process uses it; nothing was removed.
@@ -137,7 +137,7 @@ def find_orphans(path: Path) -> list[Orphan]:
 
 
 def remove_orphan(orphan: Orphan) -> Orphan:
-    """Remove what ``find_orphans`` found, unless its store names it by now; holds the lock of its path meanwhile.
+    """Remove an orphan of ``find_orphans``, unless its store names it by now; holds its path's lock meanwhile.
 
     Raises:
         LockedError: a living process uses the path; nothing was removed.

@@ -26,7 +26,7 @@ STORE_NAME = "STORE.json"
 _LATEST_NAME = "latest"  # of tiered.durable.zarr_folder
 _OWN_FOLDERS = ("live", "snap", ".pool")
 _BEFORE_MEMBERS = b', "consolidated_metadata": '
-_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
+_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # left by a crash during the first write
 
 
 def check_ours(path: Path) -> None:
@@ -192,7 +192,7 @@ class TierDirectory:
             )
 
     def leftovers(self) -> str | None:
-        """Return a sentence about what a dead process left here and this one took over, None if nothing."""
+        """Return a sentence about files that this process took over from a dead one, or None."""
         if self.dead_owner is None or not self.pool_bytes:
             return None
         return f"'{self.path}': took over {format_size(self.pool_bytes)} that a dead run left ({self.dead_owner})"

@@ -16,7 +16,7 @@ from tiered.tiers.pool import SlabPool
 from tiered.tiers.ram import view_as
 from tiered.units import format_size, round_up
 
-_ALIGNMENT_BYTES = 512  # what the device's copy engines and torch's own allocator use
+_ALIGNMENT_BYTES = 512  # alignment of the device's copy engines and of torch's allocator
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class DeviceBuffer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_event(self, event: Any, stream: Any) -> None:
-        """Remember recorded work; forget what the device has finished."""
+        """Remember recorded work; forget work that the device has finished."""
         with self.lock:
             self.pending_events.pop(stream, None)  # mostly the only one: the device is not asked about it
             self._forget_what_is_done()

@@ -75,10 +75,10 @@ class FullDrives:
             raise cause
 
     def retry(self, path: str, need_bytes: int, act: Callable[[], Result]) -> Result:
-        """Return what ``act`` returns; as long as it fails for lack of room, wait and call it again.
+        """Call ``act`` and return its result; while it fails for lack of room, wait and call it again.
 
         Args:
-            act: leaves nothing behind where it fails.
+            act: leaves nothing behind if it fails.
 
         Raises:
             OSError: it failed for another reason, or there is no waiting (any more).

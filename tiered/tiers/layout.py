@@ -17,7 +17,7 @@ from tiered.errors import TransferError
 from tiered.tiers.base import Slot
 from tiered.units import PAGE_BYTES, format_size
 
-#: Version of what we write under ``attributes.megatrain``; readers refuse newer ones.
+#: Version of the attributes under ``attributes.megatrain``; readers refuse newer ones.
 FORMAT_VERSION = 1
 ATTRIBUTES_KEY = "megatrain"
 DOCUMENT_NAME = "zarr.json"
@@ -186,7 +186,7 @@ class ChunkFile:
 
     Attributes:
         path: a file of a tier's slot: the file itself, never a symbolic link.
-        offset: where its contents start in the block.
+        offset: start of its contents in the block.
         path_index: which of the tier's paths it is on.
     """
 

@@ -34,8 +34,8 @@ class NvmeTier:
     """Files on one or more drives, ``capacity_bytes`` in total. Slots are homes only, not addressable. Thread-safe.
 
     ``<path>/live/<key>/`` of the first path is a zarr v3 array with the block's contents; files that live on other
-    paths are reached from there by symbolic links. Contents survive the process only in a snapshot: what an ended
-    process left under ``live/`` is recycled by the next. Files of freed slots are kept for reuse and count as
+    paths are reached from there by symbolic links. Contents survive the process only in a snapshot: files of an
+    ended process under ``live/`` are recycled by the next. Files of freed slots are kept for reuse and count as
     free; they are deleted when their room is needed, so that slots, reservations and kept files never exceed the
     capacity. Bytes that only snapshots hold (``snapshots.nbytes``) come on top of the capacity, unless they are
     reserved.
@@ -48,13 +48,13 @@ class NvmeTier:
         capacity_bytes: bound over all paths together.
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
-        engine: what moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
+        engine: mover of the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
         past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio then
             moves all bytes, and GPUDirect Storage must work; for a stand-in ``engine`` decides as usual. Blocks written
             from device memory get their checksums at a commit, by reading back.
-        direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
-        verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
-            ``always``: also compared on every read; ``off``: taken by reading back at a commit.
+        direct_io: use O_DIRECT if the file system can. ``io_path`` returns the path in use.
+        verify: ``resume``: checksums are computed at each write, and compared when a generation is opened;
+            ``always``: also compared on every read; ``off``: computed by reading back at a commit.
         on_full: when a drive is full in the middle of the work: ``pause`` until there is room, or ``error``.
         on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
         max_written_bytes: per path, most bytes that may be written to it in the whole life of the directory, or None.

@@ -86,7 +86,7 @@ class SlabPool(Generic[Buffer]):
             return self.free_bytes >= nbytes
 
     def take(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
+        """Return a buffer of exactly ``nbytes`` with undefined contents, or None if there is no room now.
 
         Raises what ``make`` raises; the ledger is then as before.
         """

@@ -1,4 +1,4 @@
-"""RAM as a tier: pools of slots cut from slabs, pinned where a GPU reads them."""
+"""RAM as a tier: pools of slots cut from slabs, pinned if a GPU reads them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 
 def _move_pages(source: int, target: int, nbytes: int) -> bool:
-    """Move resident pages to a range that has none; where this fails, the range may have a hole."""
+    """Move resident pages to a range that has none; if this fails, the range may have a hole."""
     return bool(_libc().mremap(source, nbytes, nbytes, _MREMAP_FLAGS, target) == target)
 
 
@@ -296,7 +296,7 @@ class HostSlab:
         self.populate_s = time.perf_counter() - start_s
 
     def _populate(self) -> None:
-        """Make all bytes resident. One thread zeroes a few GB per second, a small part of what memory takes."""
+        """Make all bytes resident. One thread zeroes a few GB per second, a small part of the memory bandwidth."""
         starts = range(0, self.nbytes, _POPULATE_BYTES)
         num_threads = 1 if len(starts) == 1 else min(_MOST_POPULATING_THREADS, len(os.sched_getaffinity(0)))
         if num_threads == 1:

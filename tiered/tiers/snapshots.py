@@ -39,7 +39,7 @@ class DurableTier(DescribingTier, Protocol):
     """A tier whose files a commit keeps by links, and a load adopts: ``NvmeTier``, or one built on ``Snapshots``.
 
     Attributes:
-        full: waits for room where a drive has none.
+        full: waits for room on a full drive.
         snapshots: the generations that keep its files by links.
     """
 
@@ -190,7 +190,7 @@ class Snapshots:
         sync_paths(paths, sync_path)
 
     def count(self, nbytes: int) -> None:
-        """Count files that others wrote into a snapshot of the first path; they go with ``drop``."""
+        """Count files that a commit wrote into a snapshot of the first path; ``drop`` removes them."""
         with self.lock:
             self.nbytes += nbytes
             self.trim_pools()
