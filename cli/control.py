@@ -500,7 +500,7 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
 
 
 def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
-    """Return the step of a checkpoint that holds at least the steps done when the run was asked."""
+    """Return the step of a checkpoint that holds at least the steps finished at the request."""
     is_new = (now.checkpoint_step, now.checkpoint_at) != (before.checkpoint_step, before.checkpoint_at)
     if now.checkpoint_step is None or not is_new or now.checkpoint_step < before.step:
         return None

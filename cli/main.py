@@ -296,7 +296,7 @@ class CommandGroup(Subcommands):
         extra["standalone_mode"] = False
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
-        with screens():  # names, rows and messages may be anybody's
+        with screens():  # names, rows and messages may be foreign
             self._run(args, extra)
 
     def _run(self, args: Sequence[str] | None, extra: dict[str, Any]) -> NoReturn:

@@ -21,7 +21,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def records_of(run: Path) -> Iterator[None]:
-    """Report a damaged record in the folder of a run, which anybody may have edited, by the folder."""
+    """Report a damaged record of a run, which a user may have edited, with the run's folder."""
     try:
         yield
     except Exception as error:  # code may raise anything for a record of another shape

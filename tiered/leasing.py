@@ -223,7 +223,7 @@ class Leasing:
         if not streams:
             return
         assert copy.slot is not None
-        # A write-back under way only reads the copy: it holds up no reader.
+        # A write-back in progress only reads the copy: it holds up no reader.
         filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
         if filled_by is not None and filled_by.event is not None and filled_by.error is None:
             if filled_by.event.query():
@@ -363,7 +363,7 @@ class Leasing:
         raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_quiet_locked(self, block: Block) -> None:
-        """Wait until no movement of the block is under way and no commit holds it.
+        """Wait until no movement of the block is in progress and no commit holds it.
 
         Raises:
             LeaseError: the block is leased.

@@ -192,7 +192,7 @@ class Movement:
     # -- writing back ------------------------------------------------------------------------------------------
 
     def write_back(self, block: Block, copy: Copy) -> Waiting | None:
-        """Start writing a DIRTY copy to its home; return why it cannot start yet, or None when under way."""
+        """Start writing a DIRTY copy to its home; return the reason to wait, or None if it is in progress."""
         if copy.state is CopyState.DRAINING:
             return None
         assert copy.state is CopyState.DIRTY and copy.slot is not None and block.home.slot is not None

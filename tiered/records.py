@@ -66,7 +66,7 @@ class Copy:
         return 0 if self.slot is None else self.slot.slot_bytes
 
     def move(self, state: CopyState) -> None:
-        """Change state; every change of every copy goes through here."""
+        """Change state. Every change of every copy uses this method."""
         assert (self.state, state) in LEGAL_MOVES, f"illegal move {self.state.name} -> {state.name} in {self.tier}"
         self.state = state
 
@@ -80,7 +80,7 @@ class Block:
         self.spec = spec
         self.copies: dict[str, Copy] = {spec.home: Copy(spec.home, is_home=True)}
         self.writer: Lease | None = None
-        self.num_transfers = 0  # movements under way, of any copy
+        self.num_transfers = 0  # movements in progress, of any copy
         self.version = 0  # counts released writes
         self.slot_bytes: dict[str, int] = {}  # by tier, cached
 
@@ -113,7 +113,7 @@ class Block:
         return None
 
 
-#: ``thread_id`` of a lease held by a commit under way, which ends by itself.
+#: ``thread_id`` of a lease held by a commit in progress, which ends by itself.
 NO_THREAD = -1
 
 

@@ -109,7 +109,7 @@ class Schedule:
     def walk(self, now: int) -> Iterator[tuple[int, Access]]:
         """Yield the accesses later than ``now`` in deadline order, at most one period of them.
 
-        Each comes as its tick and the access in the first period: no objects are made.
+        Each is a pair of its tick and the access in the first period, so that no objects are made.
         """
         now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)

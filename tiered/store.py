@@ -53,7 +53,7 @@ class TieredStore(BlockMapping):
             ``keep_generations`` says, unless ``load`` continues one.
         on_full: if the drive of ``path`` is full and no tier owns it: ``pause`` until there is room, or ``error``.
         on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
-        max_inflight_bytes: most bytes that prefetches have under way at once.
+        max_inflight_bytes: most bytes that prefetches have in progress at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
         clock: virtual time, for stores of simulated tiers and links.
 

@@ -19,7 +19,7 @@ class Transfer:
     Attributes:
         src: name of the tier that is read.
         dst: name of the tier that is written.
-        path: which way they went, e.g. ``posix-direct``.
+        path: path of the bytes, e.g. ``posix-direct``.
         skipped: a prefetch that had no room, or nothing to do; it is done and moved nothing.
         event: a recorded device event that ends after the copy, or None. Its ``query()`` says whether it has ended.
     """

@@ -42,7 +42,7 @@ class ObjectStoreTier:
     Args:
         url: of a bucket or a folder, as fsspec takes it. capacity_bytes: bound on the sum of all objects' sizes.
         part_bytes: most bytes of one object; a transfer holds one part in memory in addition to the slots.
-        num_connections: parts under way at once, each way.
+        num_connections: parts in progress at once, each way.
         storage_options: for fsspec's file system: credentials, an endpoint.
     """
 

@@ -114,7 +114,7 @@ def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
 
 
 def snapshot_of(file: Path, key: str) -> Path:
-    """Return the folder ``snap/<generation>`` on the drive that a chunk file of a block lies on."""
+    """Return the folder ``snap/<generation>`` on the drive of a block's chunk file."""
     return Path(os.path.realpath(file)).parents[key.count("/") + 2]
 
 
@@ -151,7 +151,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
     Args:
         root: folder of a generation.
         contents: called once for every piece, by ``num_threads`` threads; with one, in order by the caller's thread.
-        num_threads: pieces under way at once.
+        num_threads: pieces in progress at once.
 
     Raises:
         TransferError: the drive refused.

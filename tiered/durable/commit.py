@@ -56,7 +56,7 @@ class CommitFigures:
 
 
 class Commit:
-    """A commit under way. Thread-safe.
+    """A commit in progress. Thread-safe.
 
     Attributes:
         generation: its number, one more than the last committed one.

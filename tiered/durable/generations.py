@@ -68,7 +68,7 @@ Register = Callable[..., BlockSpec]
 
 
 class Generations:
-    """Commits, prunes and loads generations. At most one commit is under way.
+    """Commits, prunes and loads generations. At most one commit is in progress.
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
@@ -95,7 +95,7 @@ class Generations:
         self.num_kept = max(1, keep)
         self.keep_also: Callable[[], Collection[int]] | None = None
         self._committing = threading.Lock()
-        self._last: Commit | None = None  # under way or ended
+        self._last: Commit | None = None  # in progress or ended
         self._directory: TierDirectory | None = None  # owns ``path`` if no tier does
         self._identity: StoreIdentity | None = None
         self._abandoned: set[int] = set()  # newer than the one that was loaded
@@ -184,7 +184,7 @@ class Generations:
                 self._remove(store, generation)
 
     def join(self) -> None:
-        """Wait for the commit under way; warns of a failure that was not raised."""
+        """Wait for the commit in progress; warns of a failure that was not raised."""
         with self._committing:
             if self._last is not None:
                 self._last.join()

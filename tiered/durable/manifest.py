@@ -2,7 +2,7 @@
 
 ``snap/<generation>/MANIFEST.json`` describes a generation. It is written after everything it names is on disk, so
 every generation with a manifest is whole. ``MANIFEST.json`` at the top names the current generation for other programs.
-It is replaced by rename after that, so it may be older: a crash came between, or a copy was made of a live directory.
+It is replaced by rename after that, so it may be older after a crash, or in a copy of a live directory.
 Readers therefore take the newest whole generation, and report a top file that names another one.
 """
 

@@ -76,7 +76,7 @@ class StoreIdentity:
 
 
 def read_store_id(directory: Path) -> str | None:
-    """Return the id of the store whose generations lie in a directory, None if it has none."""
+    """Return the id of the store of a directory of generations, or None."""
     found = read_note(directory / STORE_NAME)
     return found["id"] if _is_id(found.get("id")) else None
 

@@ -175,7 +175,7 @@ class GenerationReader:
         return (read_small(file, into),) == record.xxh3_64
 
     def _is_here(self, record: BlockRecord) -> bool:
-        """Return whether an array lies in the generation's folder, next to its manifest."""
+        """Return whether an array is in the generation's folder, next to its manifest."""
         return record.location == f"{SNAPSHOT_FOLDER}/{self._name}/{record.key}"
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:

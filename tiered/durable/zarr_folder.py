@@ -29,7 +29,7 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Return the document of a generation's folder that lists the arrays in it.
 
     Args:
-        keys: its blocks; those whose arrays lie elsewhere are left out.
+        keys: its blocks; blocks with arrays elsewhere are left out.
     """
     members: dict[str, Any] = {}
     for key in keys:

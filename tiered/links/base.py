@@ -23,7 +23,7 @@ class LinkUsage:
 
     Attributes:
         num_bytes: contents moved (not padding).
-        busy_s: wall seconds with at least one transfer under way.
+        busy_s: wall seconds with at least one transfer in progress.
     """
 
     num_bytes: int
@@ -92,7 +92,7 @@ class Meter:
         self._busy_since_s = 0.0
 
     def start(self, nbytes: int) -> None:
-        """Count a transfer as under way."""
+        """Count a transfer as in progress."""
         with self._lock:
             if self._num_active == 0:
                 self._busy_since_s = time.perf_counter()

@@ -70,7 +70,7 @@ class FilePart:
 
 
 class _FileTransfer:
-    """A transfer under way: how many parts are left, the first error, and which pieces have all their bytes."""
+    """A transfer in progress: how many parts are left, the first error, and which pieces have all their bytes."""
 
     def __init__(
         self, transfer: Transfer, memory: Memory, home: HomeFiles, parts: list[FilePart], meter: Meter

@@ -145,7 +145,7 @@ class SourceLink:
 
 
 class _SourceRead:
-    """A transfer under way: how many parts are left, and the first error."""
+    """A transfer in progress: how many parts are left, and the first error."""
 
     def __init__(self, num_parts: int) -> None:
         self.error: BaseException | None = None

@@ -21,7 +21,7 @@ class Fault:
 
     Attributes:
         kind: ``error``: the call fails with ``errno`` and moves nothing. ``short``: a read fills, or a write writes,
-            only the first half and says that all went well. ``flip``: one bit differs. ``late``: it takes ``latency_s``
+            only the first half and reports success. ``flip``: one bit differs. ``late``: it takes ``latency_s``
             longer.
         path: only files whose path contains this text.
         skip: matching calls that go well first.

@@ -154,7 +154,7 @@ class Rig:
 
 
 def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
-    """Return bytes of which no two stretches are equal, so that misplaced ones show."""
+    """Return bytes without equal stretches, so that misplaced ones are detected."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 

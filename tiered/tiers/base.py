@@ -80,7 +80,7 @@ class Tier(Protocol):
         ...
 
     def reserve(self, nbytes: int) -> None:
-        """Put bytes that live outside any slot (workspace, staging) on the ledger; negative gives back.
+        """Charge bytes outside any slot (workspace, staging) to the ledger; negative gives back.
 
         Raises:
             CapacityError: the tier has no such room.

@@ -40,7 +40,7 @@ class DeviceBuffer:
     def add_event(self, event: Any, stream: Any) -> None:
         """Remember recorded work; forget work that the device has finished."""
         with self.lock:
-            self.pending_events.pop(stream, None)  # mostly the only one: the device is not asked about it
+            self.pending_events.pop(stream, None)  # usually the only one: the device need not be queried
             self._forget_what_is_done()
             self.pending_events[stream] = event
 

@@ -117,7 +117,7 @@ _NUM_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """Rates of a path so far, in bytes per second over the time with a part under way; 0.0: not known.
+    """Rates of a path so far, in bytes per second over the time with a part in progress; 0.0: not known.
 
     Attributes:
         read_bytes_per_s: mean of reads, over the whole time.
@@ -133,7 +133,7 @@ class PathRates:
 
 
 class _Busy:
-    """Bytes, and the time during which at least one part was under way."""
+    """Bytes, and the time during which at least one part was in progress."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -164,8 +164,8 @@ class _Busy:
 class PathMeter:
     """Measures one path. Thread-safe.
 
-    It does not time single parts, because their time depends on how many are under way at once. Reads and writes share
-    a drive, so only both together show whether it has slowed down.
+    It does not time single parts, because their time depends on how many are in progress at once. Reads and writes
+    share a drive, so only both together show whether it has slowed down.
 
     Args:
         window_bytes: bytes between two checks.
@@ -267,7 +267,7 @@ class WearCounter:
     low, and after a crash at most ``ahead_bytes`` too high.
 
     Args:
-        directory: where the file lies; the caller holds the directory's lock.
+        directory: folder of the file; the caller holds its lock.
         limit_bytes: most bytes of the directory's whole life, or None for no limit.
 
     Raises:

@@ -175,7 +175,7 @@ class ArrayKeys:
 
 
 def _groups_of(key: str) -> list[str]:
-    """Return every group above a key: ``a/b/c`` lies in ``a`` and ``a/b``."""
+    """Return every group above a key: ``a`` and ``a/b`` for ``a/b/c``."""
     segments = key.split("/")
     return ["/".join(segments[:end]) for end in range(1, len(segments))]
 
@@ -232,7 +232,7 @@ def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tupl
 
 
 def place_of(files: Sequence[ChunkFile], start: int, stop: int) -> str:
-    """Return where bytes ``start`` to ``stop`` of a block lie, for a message: files and ranges in them."""
+    """Return the files and ranges of bytes ``start`` to ``stop`` of a block, for a message."""
     parts = parts_of(files, start, stop)
     return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
 

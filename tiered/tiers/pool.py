@@ -74,8 +74,8 @@ class SlabPool(Generic[Buffer]):
     def has(self, nbytes: int) -> bool:
         """Return whether ``take(nbytes)`` would give a buffer without dropping a kept one.
 
-        A size with all its kept buffers gets no more, and a size that was not asked for gets only free bytes. Otherwise
-        two sizes would forever take the remaining room from each other.
+        A size with all its kept buffers gets no more, and a size that ``keep`` did not name gets only free bytes.
+        Otherwise two sizes would forever take the remaining room from each other.
         """
         with self._lock:
             if self._pooled.get(nbytes):

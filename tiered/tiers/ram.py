@@ -36,7 +36,7 @@ _POPULATE_BYTES = 256 * MiB  # that a thread makes resident at a time
 _MOST_POPULATING_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MEMORY = Path("/proc/meminfo")
-_GROWTH_S = 2.0  # after which a virtual machine that got no more memory has none to come
+_GROWTH_S = 2.0  # a virtual machine without growth for this long has no more memory
 _NODES_WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call, which the C library does not wrap
@@ -99,7 +99,7 @@ def _address_of(array: np.ndarray[Any, Any]) -> int:
 
 #: Mappings of slabs. A forked child has none of their pages, see decision 0088.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-#: Mappings that may have a hole, in which another one may be by now: they are never unmapped.
+#: Mappings that may have a hole, which another mapping may use by now. They are never unmapped.
 _with_holes: list[mmap.mmap] = []
 
 
@@ -164,7 +164,7 @@ class SparePages:
     A forked child has none of the pages, so there it keeps and moves nothing.
 
     Args:
-        most_bytes: most bytes that it will be asked to keep; decides how many move together.
+        most_bytes: most bytes that it will have to keep; decides how many pages move together.
 
     Attributes:
         moved_bytes: bytes that slabs have got from here.
@@ -242,7 +242,7 @@ class HostSlab:
         spare: gives resident pages to the slab, and takes its pages when it is closed. Pinned memory uses none.
 
     Attributes:
-        has_huge_pages: huge pages were asked for and are allowed.
+        has_huge_pages: huge pages were requested and are allowed.
         populate_s: seconds that it took to make the bytes resident.
         pin_s: seconds that it took to pin them.
 
@@ -397,7 +397,7 @@ class RamTier:
         num_unpinned_slabs: slabs that should have been pinned and could not be; copies to a device from them are
             slow and block the link's thread.
         huge_page_bytes: bytes of slabs on huge pages.
-        num_drops: slabs that were given back, for another size or at the end.
+        num_drops: slabs that were dropped, for another size or at the end.
         made_bytes: bytes of all slabs ever made.
         populate_s: seconds that it took to make them resident, one slab after the other.
         pin_s: seconds that it took to pin them.
