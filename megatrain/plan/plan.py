@@ -129,7 +129,7 @@ class RunSpec:
         dtype: Compute dtype of layers.
         grad_dtype: Dtype of gradients between two visits.
         is_deterministic: Whether only deterministic kernels are allowed.
-        objective: Losses in addition to cross entropy.
+        objective: Loss that the steps minimize, and noise on the embeddings.
         optimizer: Update and schedule.
         num_epochs: Passes over the data, unless ``max_steps`` sets the length of the run.
         max_steps: Limit of steps, or None for the length of the data.
