@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> Non
             (without("tiered", format=99), ValueError, "newer version"),
             (without("tiered", generation=77), GenerationError, "keep_generations"),
             (without("tiered", mark="of another run"), GenerationError, "of another run"),
-            (without("tiered", generation=None), ValueError, "start anew"),
+            (without("tiered", generation=None), ValueError, "start again"),
         ):
             with pytest.raises(kind, match=message):
                 optimizer.load_state_dict(state)
