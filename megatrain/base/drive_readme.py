@@ -23,7 +23,7 @@ the files      record the owner of the folder, its current user, and the bytes w
 Checkpoints of these runs are or will be stored here (the next run that uses the folder rewrites this file):
 {runs}
 
-What may be deleted, and how:
+How to delete data in it:
   leftovers of ended runs, not in any checkpoint   megatrain-tier clean {folder}
   a checkpoint                                     megatrain-tier ckpt ls RUN
                                                    megatrain-tier ckpt rm RUN --step N

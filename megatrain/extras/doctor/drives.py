@@ -83,7 +83,7 @@ def _make_folder(path: Path) -> Path:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the context like Ctrl-C, so that scratch folders are removed."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C inside the context, so that scratch folders are removed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

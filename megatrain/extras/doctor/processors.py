@@ -92,7 +92,7 @@ def layer_rates(
     """Return the FLOP/s of causal attention, and the bytes per second of all other operators except products.
 
     Both include their backward, with the number of runs in a step with recompute. Attention counts the token pairs of a
-    causal kernel. The other operators are a norm, a gate and a sum, each of which allocates its result.
+    causal kernel. The other operators are a norm, a gate and a sum; each allocates its result.
 
     Args:
         synchronize: as for ``product_flops_per_s``.

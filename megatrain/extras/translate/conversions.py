@@ -212,7 +212,7 @@ def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -
         table = mapping(mapping(values.get("zero_optimization")).get(block))
         if table.get("device") == "nvme" and isinstance(table.get("nvme_path"), str):
             draft.put_path("tiers.nvme.0.path", table["nvme_path"], f"{prefix}{block}.nvme_path")
-            draft.put("tiers.nvme.0.size", "auto", note="all that is free but a margin")
+            draft.put("tiers.nvme.0.size", "auto", note="the free space minus a margin")
             return
 
 

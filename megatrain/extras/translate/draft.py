@@ -213,7 +213,7 @@ class Section:
 
 
 def _holds_tables(value: Any) -> bool:
-    """Return whether a value contains keys, each of which needs an answer."""
+    """Return whether a value contains keys that need separate answers."""
     return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
 
 
