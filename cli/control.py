@@ -132,8 +132,8 @@ def _one_of(root: Path) -> Path:
 
 def _look(path: Path) -> _Seen:
     from megatrain.base.owner import living_owner
+    from megatrain.checkpoint.locations import bytes_on_drives
     from megatrain.checkpoint.scan import saved_checkpoints
-    from megatrain.checkpoint.whereabouts import bytes_on_drives
     from megatrain.run.status import read_status
 
     owner = living_owner(path)
@@ -605,8 +605,8 @@ def _describe_ended(run: Path) -> str:
 
 def _what_next(run: Path) -> str:
     """Return the step from which a run would continue, and the checkpoints that were lost with a drive."""
+    from megatrain.checkpoint.locations import foreign_drives
     from megatrain.checkpoint.scan import usable_checkpoint
-    from megatrain.checkpoint.whereabouts import foreign_drives
 
     found, lost = usable_checkpoint(run), _lost(run)
     if foreign := foreign_drives(run):

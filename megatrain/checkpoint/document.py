@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
+from megatrain.checkpoint.locations import LostPart
 from megatrain.checkpoint.state import RunState
-from megatrain.checkpoint.whereabouts import LostPart
 from tiered import checksum, list_generations, read_manifest
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
 from tiered.ext import generation_folder, read_document_file, replace_file, top_problem

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatrain.base.names import COPIES_NAME
-from megatrain.checkpoint.whereabouts import bytes_on_drives
+from megatrain.checkpoint.locations import bytes_on_drives
 from tiered.units import format_size
 
 if TYPE_CHECKING:

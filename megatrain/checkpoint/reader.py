@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatrain.checkpoint.document import Checkpoint, read_manifests, whole_blocks
-from megatrain.checkpoint.whereabouts import drives_of_config
+from megatrain.checkpoint.locations import drives_of_config
 from tiered import BlockRecord, BlockSpec, GenerationReader
 from tiered.errors import BlockNotFoundError
 from tiered.ext import dtype_from_name

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints, read_manifests, whole_blocks
+from megatrain.checkpoint.locations import LostPart, drives_of_config, lost_parts, outside_drives
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.checkpoint.whereabouts import LostPart, drives_of_config, lost_parts, outside_drives
 from tiered.errors import GenerationError
 from tiered.ext import DrivePlace
 

@@ -18,9 +18,9 @@ import torch
 from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.document import read_checkpoints
+from megatrain.checkpoint.locations import bytes_on_drives
 from megatrain.checkpoint.scan import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.table import CheckpointConfig, CheckpointSpec
-from megatrain.checkpoint.whereabouts import bytes_on_drives
 from processes.saved_run import NVME, ON_NVME, SavedRun
 from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format_size
 from tiered.durable.manifest import list_generations
