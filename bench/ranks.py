@@ -303,7 +303,7 @@ class Plans:
         run = replace(
             resolve(self._config(tokens * size // LENGTH), self._machine), world=World.local(0, size, num_hosts)
         )
-        return plan_run(run, like=self._like, names_ways_out=False)
+        return plan_run(run, like=self._like, with_remedies=False)
 
     def _config(self, num_micro_batches: int) -> RunConfig:
         """Return the config of a step: micro-batches of one row, bf16."""

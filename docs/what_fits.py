@@ -209,7 +209,7 @@ def planned(case: Case, machine: PlannedMachine, *, more: str = "", like: Plan |
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
         path.write_text(config_text(case, len(machine.drives), more))
-        return plan_run(resolve(load_config(path).config, machine), like=like, names_ways_out=False)
+        return plan_run(resolve(load_config(path).config, machine), like=like, with_remedies=False)
 
 
 @functools.lru_cache(maxsize=1)

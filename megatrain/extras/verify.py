@@ -271,7 +271,7 @@ def _least_ram(values: Mapping[str, Any]) -> str:
     for _ in range(8):  # workspace can grow with the tier, so the first answer may be too small
         config = RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": size}}})
         try:
-            plan_run(resolve(config), names_ways_out=False)
+            plan_run(resolve(config), with_remedies=False)
         except DoesNotFitError as error:
             if error.tier != "ram":
                 raise

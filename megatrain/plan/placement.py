@@ -589,7 +589,7 @@ SlotBytes = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class WayOut:
+class Remedy:
     """A change of the config that reduces a run's need.
 
     Attributes:
@@ -613,7 +613,7 @@ class Shortfall:
 
     Attributes:
         need_bytes: The smallest sufficient capacity.
-        ways_out: Changes of the config that reduce the need.
+        remedies: Changes of the config that reduce the need.
         message: Replacement for the default message, which names the tier and its bytes. Unused if empty.
     """
 
@@ -621,7 +621,7 @@ class Shortfall:
     need_bytes: int
     have_bytes: int
     advice: str
-    ways_out: Sequence[WayOut] = ()
+    remedies: Sequence[Remedy] = ()
     message: str = ""
 
     def __str__(self) -> str:
@@ -638,12 +638,12 @@ class DoesNotFitError(Exception):
     Attributes:
         tier: The tier that is too small.
         need_bytes: The smallest sufficient capacity.
-        ways_out: Changes of the config that reduce the need.
+        remedies: Changes of the config that reduce the need.
     """
 
     def __init__(self, shortfall: Shortfall) -> None:
         self.shortfall = shortfall
-        self.tier, self.ways_out = shortfall.tier, shortfall.ways_out
+        self.tier, self.remedies = shortfall.tier, shortfall.remedies
         self.need_bytes, self.have_bytes = shortfall.need_bytes, shortfall.have_bytes
         super().__init__(str(shortfall))
 

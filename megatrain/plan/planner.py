@@ -22,9 +22,9 @@ from megatrain.plan.kept import weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Settled, Shortfall
 from megatrain.plan.plan import Plan
+from megatrain.plan.remedies import add_remedies
 from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.traced import trace_model
-from megatrain.plan.ways_out import with_ways_out
 from megatrain.ranks.lanes import micro_batches_of_rank
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plan_run(
     run: RunSpec,
     *,
     padded: bool | None = None,
-    names_ways_out: bool = True,
+    with_remedies: bool = True,
     like: Plan | None = None,
     capacities: Mapping[str, int] | None = None,
     most_ahead: int = MOST_GATHERS_AHEAD,
@@ -61,7 +61,7 @@ def plan_run(
     Args:
         padded: Whether rows may have padding or hold several documents. None derives it from the data: False for
             micro-batches of one row with one document.
-        names_ways_out: Whether an error names config changes that reduce the need. This takes a few more plans.
+        with_remedies: Whether an error names config changes that reduce the need. This takes a few more plans.
         like: Plan of the same model, dtype and objective with other tiers or another batch. Its model is reused, and
             its trace for micro-batches of the same shape on the same kind of device. These take most of the time.
         capacities: Tier -> bytes, replacing the capacities of the run.
@@ -82,7 +82,7 @@ def plan_run(
     attempts = Attempts(model.run, model, profile_of(model.run.tiers), capacities or {}, most_ahead, passes_parts)
     plan = _planned(attempts)
     if isinstance(plan, Shortfall):
-        raise DoesNotFitError(_with_ways_out(plan, attempts) if names_ways_out else plan)
+        raise DoesNotFitError(_add_remedies(plan, attempts) if with_remedies else plan)
     if model.run.one_at_a_time is not None and _may_run_one_at_a_time(plan):
         other = _planned(replace(attempts, run=model.run.one_at_a_time))
         if not isinstance(other, Shortfall) and not _moves_by_drives(other) and _is_shorter(other, plan):
@@ -396,12 +396,12 @@ def _placed_anew(plan: Plan) -> Iterator[Plan]:
     return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 
 
-def _with_ways_out(found: Shortfall, attempts: Attempts) -> Shortfall:
+def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
     """Return the shortfall of a run with the config changes that reduce its need."""
     graph = attempts.model.graph
     layers = (unit.module for unit in graph.units if unit.is_layer)
     can_cut_experts = has_experts_to_cut(layers, graph.num_parameters)
-    return with_ways_out(found, attempts.run, partial(_least_bytes, attempts), can_cut_experts=can_cut_experts)
+    return add_remedies(found, attempts.run, partial(_least_bytes, attempts), can_cut_experts=can_cut_experts)
 
 
 def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:

@@ -66,7 +66,7 @@ def column(name: str, machine: str) -> Mapping[str, str]:
         )
         start_s = time.process_time()
         try:
-            plan = plan_run(resolve(run_config_of(job), planned), padded=False, names_ways_out=False)
+            plan = plan_run(resolve(run_config_of(job), planned), padded=False, with_remedies=False)
         except DoesNotFitError as error:
             return {"plan": f"refused: {str(error).partition('. Give')[0]}"}
         plan_s = time.process_time() - start_s

@@ -177,7 +177,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
             config = load_config(
                 tmp_path / "run.toml", (), [*changes, "training.recompute=full", f"tiers.ram.size={ram}"]
             ).config
-            return plan_run(resolve(config), like=plans.get(is_split), names_ways_out=False)
+            return plan_run(resolve(config), like=plans.get(is_split), with_remedies=False)
 
         plans[is_split] = planned("1GiB")
         with pytest.raises(DoesNotFitError) as info:
@@ -202,7 +202,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         assert 0 < saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
 
 
-def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
+def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
     """With what the tier needs then; not where the experts are cut already, or cannot be."""
     model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
     (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
@@ -216,18 +216,18 @@ def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
         return info.value
 
     error = refused()
-    way = error.ways_out[0]
-    assert error.tier == way.tier == "ram" and way.change == "model.split_experts = true" and not way.fits
-    assert error.need_bytes / 4 < way.need_bytes < error.need_bytes / 2
-    on, names = "model.split_experts=true", [each.change for each in refused("optimizer.optim=muon").ways_out]
-    assert way.change not in names
-    assert refused(on, f"tiers.ram.size={way.need_bytes - PAGE_BYTES}B").need_bytes == way.need_bytes
-    assert way.change not in str(refused(on))
-    config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={way.need_bytes}B"]).config
+    remedy = error.remedies[0]
+    assert error.tier == remedy.tier == "ram" and remedy.change == "model.split_experts = true" and not remedy.fits
+    assert error.need_bytes / 4 < remedy.need_bytes < error.need_bytes / 2
+    on, names = "model.split_experts=true", [each.change for each in refused("optimizer.optim=muon").remedies]
+    assert remedy.change not in names
+    assert refused(on, f"tiers.ram.size={remedy.need_bytes - PAGE_BYTES}B").need_bytes == remedy.need_bytes
+    assert remedy.change not in str(refused(on))
+    config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={remedy.need_bytes}B"]).config
     plan_run(resolve(config))
     # Where gradients take the room: of cut layers there is no norm to clip each by.
     for changes, change in (((), 'max_grad_norm = 0, or optimizer.clip_scope = "layer"'), ((on,), "max_grad_norm = 0")):
-        assert f"optimizer.{change}" in [each.change for each in refused(*changes, name="ram.toml").ways_out]
+        assert f"optimizer.{change}" in [each.change for each in refused(*changes, name="ram.toml").remedies]
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:

@@ -37,10 +37,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(
-    config: Path, size: int, *changes: str, num_hosts: int = 1, most_ahead: int = 1, names_ways_out: bool = True
+    config: Path, size: int, *changes: str, num_hosts: int = 1, most_ahead: int = 1, with_remedies: bool = True
 ) -> Plan:
     run = replace(resolve(load_config(config, (), changes).config), world=World.local(0, size, num_hosts))
-    return plan_run(run, most_ahead=most_ahead, names_ways_out=names_ways_out)
+    return plan_run(run, most_ahead=most_ahead, with_remedies=with_remedies)
 
 
 def rates(peer: float) -> SimulatedRates:
@@ -146,7 +146,7 @@ def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, mo
         text = config_text(folder, folder, gpu="64KiB", nvme=0, ram="8GiB", precision='compute_dtype = "bfloat16"')
         (folder / "run.toml").write_text(text.replace("steps = 3", "steps = 4"))
         with pytest.raises(DoesNotFitError) as refused:
-            plan_of(folder / "run.toml", 2, names_ways_out=False)
+            plan_of(folder / "run.toml", 2, with_remedies=False)
         assert refused.value.tier == "gpu"
         least.append(refused.value.need_bytes)
     assert least[0] == least[1] < 6 * 256 * vocab_size / 4

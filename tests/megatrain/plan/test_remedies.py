@@ -45,22 +45,22 @@ def refused(path: Path, *changes: str) -> DoesNotFitError:
 def test_each_way_needs_what_the_refusal_says(path: Path) -> None:
     error = refused(path)
     assert error.tier == "ram"
-    by_change = {way.change: way for way in error.ways_out}
+    by_change = {remedy.change: remedy for remedy in error.remedies}
     assert list(by_change) == [
         'precision.grad_dtype = "bfloat16"',
         'optimizer.max_grad_norm = 0, or optimizer.clip_scope = "layer"',
         "a [[tiers.nvme]]",
     ]
     as_bf16, by_layer, drive = by_change.values()
-    for changes, way in (
+    for changes, remedy in (
         ([BF16_GRADIENTS], as_bf16),
         ([BY_LAYER], by_layer),
         (["optimizer.max_grad_norm=0"], by_layer),
     ):
-        assert way.tier == "ram" and error.have_bytes < way.need_bytes < error.need_bytes and not way.fits
-        planned(path, *changes, f"tiers.ram.size={way.need_bytes}B")
-        assert refused(path, *changes, f"tiers.ram.size={way.need_bytes - 4096}B").need_bytes == way.need_bytes
-        assert f"ram needs {format_size(way.need_bytes)}, too much" in str(error)
+        assert remedy.tier == "ram" and error.have_bytes < remedy.need_bytes < error.need_bytes and not remedy.fits
+        planned(path, *changes, f"tiers.ram.size={remedy.need_bytes}B")
+        assert refused(path, *changes, f"tiers.ram.size={remedy.need_bytes - 4096}B").need_bytes == remedy.need_bytes
+        assert f"ram needs {format_size(remedy.need_bytes)}, too much" in str(error)
     assert by_layer.need_bytes < as_bf16.need_bytes, "12 bytes and a layer's gradient against 14"
     added = f'tiers.nvme=[{{path="{path.parent / "drive"}", size="%dB"}}]'
     assert drive.tier == "nvme" and drive.fits
@@ -70,21 +70,21 @@ def test_each_way_needs_what_the_refusal_says(path: Path) -> None:
 
 
 def test_a_way_that_fits_says_so(path: Path) -> None:
-    need = refused(path).ways_out[1].need_bytes
+    need = refused(path).remedies[1].need_bytes
     error = refused(path, f"tiers.ram.size={need}B")
-    assert [way.fits for way in error.ways_out] == [False, True, True]
+    assert [remedy.fits for remedy in error.remedies] == [False, True, True]
     assert f'optimizer.clip_scope = "layer": ram needs {format_size(need)}, fits' in str(error)
 
 
 def test_only_what_helps_is_named(path: Path) -> None:
     """Of a run that holds no gradients, and of one that may leave out a whole step."""
-    changes = [way.change for way in refused(path, BY_LAYER, BF16_GRADIENTS).ways_out]
+    changes = [remedy.change for remedy in refused(path, BY_LAYER, BF16_GRADIENTS).remedies]
     assert changes == ["a [[tiers.nvme]]"]
     by_step = 'optimizer.nonfinite="skip"'
-    changes = [way.change for way in refused(path, by_step, "optimizer.max_grad_norm=0").ways_out]
+    changes = [remedy.change for remedy in refused(path, by_step, "optimizer.max_grad_norm=0").remedies]
     assert changes[1:] == ['optimizer.clip_scope = "layer"', "a [[tiers.nvme]]"]
     one_after_the_other = (ONE_AT_A_TIME, "training.gradient_accumulation_steps=3")
-    changes = [way.change for way in refused(path, *one_after_the_other).ways_out]
+    changes = [remedy.change for remedy in refused(path, *one_after_the_other).remedies]
     assert changes == ["a [[tiers.nvme]]"], "gradients are summed where they lie, micro-batch after micro-batch"
 
 
@@ -166,7 +166,7 @@ def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
 def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
     error = refused(mistral_large)
     assert error.tier == "ram" and format_size(error.need_bytes) == "1.81 TiB"
-    as_bf16, by_layer, drive = error.ways_out
+    as_bf16, by_layer, drive = error.remedies
     assert (as_bf16.fits, by_layer.fits, drive.fits) == (False, True, True)
     assert format_size(as_bf16.need_bytes) == "1.59 TiB" and format_size(by_layer.need_bytes) == "1.36 TiB"
     added = f'tiers.nvme=[{{path="{mistral_large.parent / "drive"}", size="{drive.need_bytes}B"}}]'
@@ -180,11 +180,11 @@ def test_micro_batches_one_after_the_other_are_a_way(path: Path) -> None:
     """Where RAM has no room for what all micro-batches of a step hand on from layer to layer."""
     several = "training.gradient_accumulation_steps=16"
     error = refused(path, several)
-    way = next(way for way in error.ways_out if "micro_batch_order" in way.change)
-    assert way.need_bytes < error.need_bytes
-    one = planned(path, several, ONE_AT_A_TIME, f"tiers.ram.size={way.need_bytes}B")
+    remedy = next(remedy for remedy in error.remedies if "micro_batch_order" in remedy.change)
+    assert remedy.need_bytes < error.need_bytes
+    one = planned(path, several, ONE_AT_A_TIME, f"tiers.ram.size={remedy.need_bytes}B")
     assert one.num_micro_batches == 16
-    less = f"tiers.ram.size={way.need_bytes - 4096}B"
-    assert refused(path, several, ONE_AT_A_TIME, less).need_bytes == way.need_bytes
+    less = f"tiers.ram.size={remedy.need_bytes - 4096}B"
+    assert refused(path, several, ONE_AT_A_TIME, less).need_bytes == remedy.need_bytes
     for change in ("training.gradient_lanes=2", BF16_GRADIENTS, ONE_AT_A_TIME):
         assert "micro_batch_order" not in str(refused(path, several, change)), "other bits, or it is so already"

@@ -17,18 +17,18 @@ import torch
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.sizes import Size
 from megatrain.machine.table import NvmeTierConfig
-from megatrain.plan.placement import Shortfall, WayOut
+from megatrain.plan.placement import Remedy, Shortfall
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import RunSpec
 
-__all__ = ["with_ways_out"]
+__all__ = ["add_remedies"]
 
 #: Returns the smallest capacity of a tier for a run, with the others unchanged; None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 
-def with_ways_out(
+def add_remedies(
     found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
 ) -> Shortfall:
     """Return the shortfall of a run with its remedies, if there are any.
@@ -38,19 +38,19 @@ def with_ways_out(
         least_bytes: Plans the changed run.
         can_cut_experts: Whether the model has experts that ``model.split_experts`` would cut.
     """
-    ways: list[WayOut] = []
+    remedies: list[Remedy] = []
     for change, other in _changes(run, can_cut_experts):
         need = least_bytes(other, found.tier)
         if need is not None and need < found.need_bytes:
-            ways.append(WayOut(change, found.tier, need, need <= found.have_bytes))
+            remedies.append(Remedy(change, found.tier, need, need <= found.have_bytes))
     # A first drive only: for existing drives, the shortfall itself asks for more room.
     if not run.tiers.table.nvme:
         need = least_bytes(_with_drive(run), "nvme")
         if need:
-            ways.append(WayOut("a [[tiers.nvme]]", "nvme", need, fits=True))
-    if not ways:
+            remedies.append(Remedy("a [[tiers.nvme]]", "nvme", need, fits=True))
+    if not remedies:
         return found
-    return replace(found, advice=f"{found.advice} Remedies: {'; '.join(map(str, ways))}.", ways_out=tuple(ways))
+    return replace(found, advice=f"{found.advice} Remedies: {'; '.join(map(str, remedies))}.", remedies=tuple(remedies))
 
 
 def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec]]:
