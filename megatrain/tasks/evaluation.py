@@ -25,9 +25,9 @@ from megatrain.plan.placement import Traffic
 from megatrain.plan.tiers import room_lent
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.continuation import Continuation, StoppedError
-from megatrain.tasks.known import task_class
 from megatrain.tasks.passes import Passes
 from megatrain.tasks.prompts import GenerationSettings
+from megatrain.tasks.registry import task_class
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
 
-#: Tasks that a run may train for; ``known.py`` returns their classes.
+#: Tasks that a run may train for; ``registry.py`` returns their classes.
 TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 

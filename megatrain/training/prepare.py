@@ -55,7 +55,7 @@ from megatrain.plan.traced import check_positions
 from megatrain.run.loggers import check_loggers
 from megatrain.tasks.advice import model_warnings, schedule_warnings
 from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
-from megatrain.tasks.known import task_class
+from megatrain.tasks.registry import task_class
 from megatrain.training.open_run import StartWeights, open_weights
 from megatrain.training.resolve import (
     resolve,

@@ -32,7 +32,7 @@ from megatrain.plan.placement import PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
-from megatrain.tasks.known import task_class
+from megatrain.tasks.registry import task_class
 from megatrain.tasks.table import TASK_FACTS
 from megatrain.training.resolve_rows import resolve_data, resolve_folders
 

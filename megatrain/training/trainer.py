@@ -38,9 +38,9 @@ from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.tasks.advice import warmup_notice
 from megatrain.tasks.evaluation import Evaluator
-from megatrain.tasks.known import task_class
+from megatrain.tasks.registry import task_class
 from megatrain.tasks.task import Before
-from megatrain.training.agreement import Agreement, check_alike
+from megatrain.training.consensus import Consensus, check_alike
 from megatrain.training.final import FinalExport
 from megatrain.training.open_run import OpenRun, open_run
 from megatrain.training.prepare import Preparation, with_choices
@@ -179,7 +179,7 @@ class Trainer:
         with self.signals:
             self.evaluate()
             self._begin_steps()
-            while self._has_steps_left and not self.agreement.stops:
+            while self._has_steps_left and not self.consensus.stops:
                 self.train_step()
                 self.saver.poll()
                 if self.state.step < self.state.max_steps:
@@ -193,7 +193,7 @@ class Trainer:
             moved = self.opened.store.stats() - before
             moved_beside = added(moved_beside, self.evaluator.moved_bytes)  # traffic of evaluations between ranks
             summary = partial(self._summary, moved, added(link_bytes(moved), moved_beside))
-            if self.agreement.stops:
+            if self.consensus.stops:
                 self._finish_copies()
                 return summary(interrupted=True)
             try:
@@ -350,7 +350,7 @@ class Trainer:
                 is_stuck=lambda: opened.store.is_paused,
                 activity=self.activity,
             )
-            self.agreement = Agreement(self.group, self.signals)
+            self.consensus = Consensus(self.group, self.signals)
             self.evaluator = Evaluator(
                 self.prepared.evaluation,
                 plan,
@@ -361,7 +361,7 @@ class Trainer:
                 activity=self.activity,
                 steps_per_epoch=self.prepared.loader.steps_per_epoch,
                 max_steps=self.state.max_steps,
-                should_stop=self.agreement.agree_to_stop,
+                should_stop=self.consensus.agree_to_stop,
                 before=evaluations,
                 plans=self.prepared.evaluation_plans,
                 samplers=self.prepared.samplers,
@@ -459,7 +459,7 @@ class Trainer:
         result = self._engine.step(batch.micro_batches, number=number, lr=lr)
         usage = self._meter.stop()
         is_due = self.saver.is_due(number + 1)
-        records = self.agreement.agree(usage, is_due=is_due, is_paused=self.is_paused())
+        records = self.consensus.agree(usage, is_due=is_due, is_paused=self.is_paused())
         self.state = replace(
             self.state.with_loss(result.loss),
             step=number + 1,
@@ -480,7 +480,7 @@ class Trainer:
 
     def _end_steps(self) -> None:
         """Run the last update and write the timeline."""
-        if self.agreement.is_hung_up:
+        if self.consensus.is_hung_up:
             self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
         self.activity.begin("making the last update")
         self.opened.finish_updates()
@@ -493,7 +493,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate if it is due. The following steps start as after a checkpoint."""
-        if self.evaluator.is_due(self.state.step) and not self.agreement.stops:
+        if self.evaluator.is_due(self.state.step) and not self.consensus.stops:
             self.opened.finish_updates()
             self.evaluator.run(self.state.step)
             self._schedule_to_next_stop()
@@ -517,22 +517,22 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Save if the config or a signal requests it after this step. Training continues during the write."""
-        if self.agreement.stops:
+        if self.consensus.stops:
             return  # ``save_last`` saves
         step, best = self.state.step, Best.of_state(self.state.best)
         is_best = self.prepared.best.is_kept and best is not None and best.step == step
-        is_due = is_best or self.agreement.is_due(self.saver.is_due(step))
-        if (is_due and self._has_steps_left) or self.agreement.saves_at_once:
+        is_due = is_best or self.consensus.is_due(self.saver.is_due(step))
+        if (is_due and self._has_steps_left) or self.consensus.saves_at_once:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self.state.saved_now())
             # A stop may have arrived while the ranks waited for space. Then no step follows, as with one process.
-            self.agreement.agree_to_stop()
+            self.consensus.agree_to_stop()
 
     def save_last(self) -> None:
         """Save after the last step or before a stop, and wait until all checkpoints are on disk."""
         table = self.run.checkpoint.table
-        if table.save_strategy != "no" or (self.agreement.stops and table.save_on_signal):
+        if table.save_strategy != "no" or (self.consensus.stops and table.save_on_signal):
             self.activity.begin("saving")
             self.saver.save(self.state.saved_now(), wait=True)
         self.saver.finish()

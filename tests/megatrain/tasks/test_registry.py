@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from megatrain.tasks.known import task_class
+from megatrain.tasks.registry import task_class
 from megatrain.tasks.table import TASK_FACTS, TaskName
 
 

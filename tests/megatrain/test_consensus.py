@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.run.signals import RunSignals
-from megatrain.training.agreement import Agreement
+from megatrain.training.consensus import Consensus
 from megatrain.training.step_report import MovedByLink, StepUsage
 
 USAGE = StepUsage(0.5, SimpleNamespace(tiers={}, stall_s={}, written_bytes={}), MovedByLink())  # type: ignore[arg-type]
@@ -25,39 +25,39 @@ class Group:
         return [own, *self.others]
 
 
-def agreement_of(group: Group) -> tuple[Agreement, RunSignals]:
+def consensus_of(group: Group) -> tuple[Consensus, RunSignals]:
     signals = RunSignals(stops_after_step=True)
-    return Agreement(group, signals), signals  # type: ignore[arg-type]
+    return Consensus(group, signals), signals  # type: ignore[arg-type]
 
 
 def test_one_process_asks_its_signals() -> None:
-    agreement, signals = agreement_of(Group(is_single=True))
-    assert agreement.agree(USAGE, is_due=True, is_paused=False) == ()
-    assert not agreement.stops and not agreement.saves_at_once
-    assert agreement.is_due(True) and not agreement.is_due(False)
+    consensus, signals = consensus_of(Group(is_single=True))
+    assert consensus.agree(USAGE, is_due=True, is_paused=False) == ()
+    assert not consensus.stops and not consensus.saves_at_once
+    assert consensus.is_due(True) and not consensus.is_due(False)
     signals.stop_requested = signals.save_requested = signals.is_hung_up = True
-    assert agreement.stops and agreement.saves_at_once and agreement.is_hung_up and agreement.agree_to_stop()
+    assert consensus.stops and consensus.saves_at_once and consensus.is_hung_up and consensus.agree_to_stop()
 
 
 def test_ranks_stop_when_all_know_of_it() -> None:
     group = Group(is_single=False)
-    agreement, signals = agreement_of(group)
+    consensus, signals = consensus_of(group)
     signals.stop_requested = True
-    assert not agreement.stops  # the others do not know yet
-    records = agreement.agree(USAGE, is_due=False, is_paused=True)
-    assert agreement.stops and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
-    other, _ = agreement_of(Group(is_single=False))
+    assert not consensus.stops  # the others do not know yet
+    records = consensus.agree(USAGE, is_due=False, is_paused=True)
+    assert consensus.stops and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
+    other, _ = consensus_of(Group(is_single=False))
     assert not other.agree_to_stop()
     group.others = [True]
-    late, _ = agreement_of(group)
+    late, _ = consensus_of(group)
     assert late.agree_to_stop() and late.stops
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_rank_says_when_a_checkpoint_is_due(is_first: bool) -> None:
-    agreement, signals = agreement_of(Group(is_single=False, is_first=is_first))
-    agreement.agree(USAGE, is_due=True, is_paused=False)
-    assert agreement.is_due(not is_first) == is_first
+    consensus, signals = consensus_of(Group(is_single=False, is_first=is_first))
+    consensus.agree(USAGE, is_due=True, is_paused=False)
+    assert consensus.is_due(not is_first) == is_first
     signals.save_requested = True
-    agreement.agree(USAGE, is_due=False, is_paused=False)
-    assert agreement.is_due(False) and not agreement.saves_at_once
+    consensus.agree(USAGE, is_due=False, is_paused=False)
+    assert consensus.is_due(False) and not consensus.saves_at_once

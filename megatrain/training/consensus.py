@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.run.signals import RunSignals
     from megatrain.training.step_report import StepUsage
 
-__all__ = ["Agreement", "check_alike"]
+__all__ = ["Consensus", "check_alike"]
 
 
 def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None:
@@ -40,7 +40,7 @@ def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None
     check_same(group.gather, "program of a step", parts_of_program(plan.program, plan.run.batch.num_micro_batches))
 
 
-class Agreement:
+class Consensus:
     """Decision of a run to stop or save after its step.
 
     A run of one process reads its signals at any time. Several ranks decide from the records that they gathered at the
