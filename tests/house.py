@@ -1,7 +1,7 @@
-"""The house in figures: who imports whom, and what the bounds of ``test_architecture.py`` are measured with.
+"""Figures of the code base: imports between packages, and the measurements behind ``test_architecture.py``.
 
-``python -m tests.house`` prints the figures, for the message of a change that moves one. ``--lower`` writes those that
-became smaller into ``house_bounds.json``; none may grow.
+``python -m tests.house`` prints the figures, for the message of a change that moves one. ``--lower`` writes the figures
+that became smaller into ``house_bounds.json``; none may grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered", "megatrain", "cli")
 PROSE = ("README.md", "docs", *PACKAGES, "bench", "examples", "tests")
 
-#: The rooms, from the ground floor up; each may import those before it. Where a folder has files of two rooms, the
+#: The layers, from the bottom up; each may import the ones before it. If a folder has files of two layers, the
 #: longest prefix of a module's name counts.
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "tiered": ("tiered",),
@@ -45,9 +45,9 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
     "embedding": ("megatrain.embed",),
-    # `engine.attention` is none of them: it knows the sizes of torch's kernels, as `engine.work` does, and no model.
-    # Nor are `models.carried`, by which a folder is accounted for (each of its tensors is loaded, carried or refused),
-    # and `models.quantized`, by which a folder's bytes are numbers: formats of tensors in files, as dtypes are.
+    # `engine.attention` is not one of them: like `engine.work`, it knows the sizes of torch's kernels and no model.
+    # Nor are `models.carried`, which accounts for each tensor of a folder (loaded, carried or refused), and
+    # `models.quantized`, which decodes a folder's bytes: formats of tensors in files, as dtypes are.
     "converters": (
         "megatrain.converters",
         "megatrain.models.in_place",
@@ -71,7 +71,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 _FLOORS = {room: floor for floor, room in enumerate(ROOMS)}
 _ROOM_OF = {prefix: room for room, prefixes in ROOMS.items() for prefix in prefixes}
 
-#: What is to be read first; README.md and ARCHITECTURE.md name these six.
+#: The files to read first; README.md and ARCHITECTURE.md name these six.
 READING_ORDER = (
     "tiered/block.py",
     "tiered/store.py",
@@ -82,7 +82,7 @@ READING_ORDER = (
 )
 
 
-#: Words of a factor, as tests/pairs and `docs/glossary.md` name it. A file that has one must know the factor.
+#: Words of a factor, as tests/pairs and `docs/glossary.md` name it. A file that uses one must know the factor.
 FACTOR_WORDS: Mapping[str, str] = {
     "adapters": "adapters?|lora",
     "averages": "averages?|averaged",
@@ -157,7 +157,7 @@ def absolute_name(source: Source, node: ast.ImportFrom) -> str:
 
 
 def module_of(name: str) -> str:
-    """Return the module that a dotted name means: a package is its `__init__`."""
+    """Return the module of a dotted name: a package is its `__init__`."""
     return f"{name}.__init__" if f"{name}.__init__" in MODULES else name
 
 
@@ -197,12 +197,12 @@ def room_of(module: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """Return the package of a module; one beside the packages of `megatrain` stands for itself."""
+    """Return the package of a module; for a module outside of `megatrain`, its top-level package."""
     return ".".join(module.split(".")[:2]) if module.startswith("megatrain.") else module.split(".")[0]
 
 
 def upward_pairs() -> set[tuple[str, str]]:
-    """Return (importer, imported) where a room imports one above it."""
+    """Return (importer, imported) where a layer imports one above it."""
     return {
         (importer, imported)
         for importer, imported in file_pairs()
@@ -211,7 +211,7 @@ def upward_pairs() -> set[tuple[str, str]]:
 
 
 def pairs_beside_the_api() -> set[tuple[str, str]]:
-    """Return (importer, imported) where a tool imports of `megatrain` what is neither public, below, nor a tool."""
+    """Return (importer, imported) where a tool imports a module of `megatrain` that is not public, lower or a tool."""
     return {
         (importer, imported)
         for importer, imported in file_pairs()
@@ -220,7 +220,7 @@ def pairs_beside_the_api() -> set[tuple[str, str]]:
 
 
 def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
-    """Return the sets of packages in which each imports each, over whatever others (Tarjan)."""
+    """Return the sets of packages that import each other, directly or through others (Tarjan)."""
     edges: dict[str, set[str]] = defaultdict(set)
     for importer, imported in pairs:
         edges[importer].add(imported)
@@ -250,12 +250,12 @@ def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
 
 
 def in_circles(pairs: Iterable[tuple[str, str]]) -> set[str]:
-    """Return the packages that are in a circle with others."""
+    """Return the packages that are in an import cycle."""
     return set().union(*circles((folder_of(one), folder_of(other)) for one, other in pairs))
 
 
 def definitions() -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield (module, class) of all classes that stand at the top of a file."""
+    """Yield (module, class) of all top-level classes."""
     for source in SOURCES:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
@@ -267,7 +267,7 @@ def num_methods(node: ast.ClassDef) -> int:
 
 
 def num_arguments(node: ast.ClassDef) -> int:
-    """Return the arguments of `__init__` beside `self`; 0 where a class (a record) has none of its own."""
+    """Return the number of `__init__` arguments without `self`; 0 if a class (a record) defines none."""
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return len(each.args.posonlyargs) + len(each.args.args) + len(each.args.kwonlyargs) - 1
@@ -279,13 +279,13 @@ def num_fields(node: ast.ClassDef) -> int:
 
 
 def large_classes(least: int) -> dict[str, int]:
-    """Return `module.Class` -> methods, of those that have more than `least`."""
+    """Return `module.Class` -> number of methods, for classes with more than `least`."""
     found = {f"{module}.{node.name}": num_methods(node) for module, node in definitions()}
     return {name: count for name, count in found.items() if count > least}
 
 
 def long_constructors(least: int) -> dict[str, int]:
-    """Return `module.Class` -> arguments, of the classes of the core whose constructors take more than `least`."""
+    """Return `module.Class` -> number of arguments, for core classes whose constructors take more than `least`."""
     found = {
         f"{module}.{node.name}": num_arguments(node)
         for module, node in definitions()
@@ -299,7 +299,7 @@ def fields_of(name: str) -> int:
 
 
 def names_of_two() -> set[str]:
-    """Return the class names, a leading underscore aside, that stand for two classes or more."""
+    """Return the names, without leading underscores, that two or more classes share."""
     counts = Counter(node.name.lstrip("_") for _, node in definitions())
     return {name for name, count in counts.items() if count > 1}
 
@@ -316,7 +316,7 @@ def schema_importers() -> set[str]:
 
 
 def reading_order(page: str) -> tuple[str, ...]:
-    """Return the files of the numbered list under the heading of a page that speaks of reading."""
+    """Return the files of the numbered list under the page's heading about reading."""
     text = (ROOT / page).read_text(encoding="utf-8")
     section = re.split(r"^## .*\bread(?:ing)?\b.*$", text, flags=re.MULTILINE | re.IGNORECASE)[1]
     return tuple(re.findall(r"^\d+\. `([^`]+)`", section.split("\n## ")[0], flags=re.MULTILINE))
@@ -333,7 +333,7 @@ def glossary_words() -> set[str]:
 
 
 def vague_entries() -> tuple[int, int]:
-    """Return the entries of Args and Attributes that begin with a vague word, and all of them."""
+    """Return the entries of Args and Attributes that begin with a vague word, and all entries."""
     vague = total = 0
     for source in SOURCES:
         for node in ast.walk(source.tree):
@@ -346,7 +346,7 @@ def vague_entries() -> tuple[int, int]:
 
 
 def assertions(tree: ast.Module) -> Iterator[list[ast.Assert]]:
-    """Yield the assertions of each function that has any, those of functions within it aside."""
+    """Yield the assertions of each function that has any, without the assertions of nested functions."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             found, left = [], list(function.body)
@@ -361,7 +361,7 @@ def assertions(tree: ast.Module) -> Iterator[list[ast.Assert]]:
 
 
 def comparisons(test: ast.expr) -> Iterator[ast.Compare]:
-    """Yield the comparisons that an assertion is about: of `and`, `or`, `all` and `any` each part."""
+    """Yield the comparisons of an assertion, including each part of `and`, `or`, `all` and `any`."""
     if isinstance(test, ast.Compare):
         yield test
     elif isinstance(test, ast.BoolOp):
@@ -374,7 +374,7 @@ def comparisons(test: ast.expr) -> Iterator[ast.Compare]:
 
 
 def one_sided_figures(tree: ast.Module) -> Iterator[ast.Compare]:
-    """Yield the comparisons that give a figure of a run one bound alone; `abs` is of a tolerance, which has one."""
+    """Yield the comparisons that bound a figure on one side only; `abs` is a tolerance, which has one bound."""
     for found in assertions(tree):
         ordered: list[tuple[ast.Compare, ast.expr, ast.expr]] = []  # (comparison, smaller side, larger side)
         for comparison in (each for assertion in found for each in comparisons(assertion.test)):
@@ -398,7 +398,7 @@ def one_sided_figures(tree: ast.Module) -> Iterator[ast.Compare]:
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """Return whether a side of a comparison has neither a call nor a name but those of constants, `MiB` among them."""
+    """Return whether one side of a comparison has no calls and only names of constants, such as `MiB`."""
     return not any(
         isinstance(each, ast.Call) or (isinstance(each, ast.Name) and not re.fullmatch("[A-Z0-9_]+|[KMG]iB", each.id))
         for each in ast.walk(node)
@@ -423,7 +423,7 @@ def bounded() -> dict[str, dict[str, int]]:
         one_sided["/".join(path.relative_to(ROOT).parts[:2])] += count
     stems = Counter(source.path.stem for source in SOURCES if source.path.stem not in ("__init__", "__main__", "table"))
     return {
-        "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # mends need room
+        "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # for fixes
         "files per factor": files,
         "uses": {"is_single and is_first": rank_tests},
         "file stems used more than once": {stem: count for stem, count in sorted(stems.items()) if count > 1},
@@ -440,7 +440,7 @@ def read_bounds() -> dict[str, dict[str, int]]:
 
 
 def lower_bounds() -> None:
-    """Lower each bound to its figure; a bound without a figure goes."""
+    """Lower each bound to its figure; remove a bound without a figure."""
     bounds, found = read_bounds(), bounded()
     lowered = {
         table: {name: min(bound, found[table][name]) for name, bound in rows.items() if name in found[table]}

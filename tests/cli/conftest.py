@@ -1,4 +1,4 @@
-"""The command under the name it is installed as, or from its folder where the project is not installed."""
+"""Fixture of the installed command, or of the command in its folder if the project is not installed."""
 
 from __future__ import annotations
 

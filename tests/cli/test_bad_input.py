@@ -1,4 +1,4 @@
-"""Everything a user can get wrong, through the real command: one message, the right code, nothing half-written."""
+"""Tests every user mistake through the real command: one message, the right exit code, no half-written files."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -46,7 +46,7 @@ lr_scheduler_type = "constant"
 [tiers.ram]
 size = "64MiB"
 """
-#: What a run that has not saved leaves in its folder.
+#: What a run leaves in its folder before its first save.
 OWN_FILES = ("LOCK", "config.resolved.toml", "plan.json", "status.json")
 NVME = '[[tiers.nvme]]\npath = "scratch"\nsize = "64MiB"\n'
 GPT2 = '{"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 1024}'
@@ -55,7 +55,7 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
 
 @dataclass
 class Work:
-    """A folder with a config, a model and data that train; a case spoils one of them."""
+    """A folder with a config, a model and data that train; each case breaks one of them."""
 
     folder: Path
     group: object
@@ -99,14 +99,14 @@ class Work:
         return CliRunner().invoke(self.group, words)  # type: ignore[arg-type]
 
     def tree(self) -> dict[str, bytes | None]:
-        """Return all there is below the folder: path -> contents, None for a folder."""
+        """Return everything below the folder: path -> contents, None for a folder."""
         paths = [path for path in self.folder.rglob("*") if path.name != "run.toml"]
         return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what a run needs; its model was made by a run."""
+    """Return a folder with the inputs of a run; a run made its model."""
     folder = tmp_path_factory.mktemp("good")
     make_model(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:1500])
@@ -212,7 +212,7 @@ def test_a_config_that_is_not_there(work: Work) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Let another process use a drive's folder."""
+    """Let another process lock a drive's folder."""
     script = (
         "import sys, tiered.tiers.directory as d; t = d.TierDirectory(sys.argv[1]); print('locked', flush=True);"
         "sys.stdin.read()"

@@ -1,4 +1,4 @@
-"""``megatrain-tier check``: every mistake at once, the exit code of the first kind, and nothing written."""
+"""``megatrain-tier check`` reports every mistake at once, exits with the code of the first kind and writes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(untrained: SavedRun, tmp_path: Path) -> SavedRun:
 
 
 def check(run: SavedRun, *words: object, **config: Any) -> Result:
-    """Check, and see that nothing was written."""
+    """Run `check` and assert that it wrote nothing."""
     path = run.write_config(**config)
     before = sorted(run.folder.rglob("*"))
     result = run.call("check", path, *words)
@@ -33,7 +33,7 @@ def check(run: SavedRun, *words: object, **config: Any) -> Result:
 
 
 def findings(result: Result) -> dict[str, list[dict[str, Any]]]:
-    """Return what was found by subject."""
+    """Return the findings by subject."""
     found: dict[str, list[dict[str, Any]]] = {}
     for finding in json.loads(result.stdout)["findings"]:
         found.setdefault(finding["subject"], []).append(finding)
@@ -53,7 +53,7 @@ def test_all_is_well(run: SavedRun) -> None:
 
 
 def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
-    """They are those of the training rows, with the name of the set."""
+    """The remarks are the same as for training rows, with the name of the evaluation set."""
     rows = [{"prompt": f"hello {n}", "completion": "" if n % 9 == 0 else "end <|endoftext|> here"} for n in range(20)]
     (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tables = {"more": '[[data.eval]]\npath = "held.jsonl"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'}
@@ -68,7 +68,7 @@ def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
 
 
 def test_rows_longer_than_learned_positions(run: SavedRun) -> None:
-    """A reward model of them is refused once, before a trace of its model, by every command that plans."""
+    """For a reward model, every planning command refuses such rows once, before it traces the model."""
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = {"model_type": "bert", "vocab_size": 1024, "max_position_embeddings": 16, **size}
     (run.folder / "model/config.json").write_text(json.dumps(bert))
@@ -102,7 +102,7 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
 
 
 def test_the_exit_code_is_that_of_the_first_kind(run: SavedRun) -> None:
-    """2 before 3 before 4 before 1, whatever is looked at first: one mistake of each kind, mended one by one."""
+    """The order is 2, 3, 4, 1, whatever is checked first: one mistake of each kind, fixed one after the other."""
     mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
     run.out.mkdir()
     (run.out / "LOCK").symlink_to("elsewhere")  # the system refuses to open it
@@ -253,7 +253,7 @@ def test_a_tracker_that_is_not_installed(run: SavedRun, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_no_numbers(run: SavedRun, value: float) -> None:
-    """All of them are found, whatever their number and place; a run would load for a while and stop."""
+    """All of them are found, whatever their number and position; a run would stop only after it loaded for a while."""
     path = run.folder / "model/model.safetensors"
     tensors = load_file(path)
     spoiled = sorted(tensors)[1:3]
@@ -269,7 +269,7 @@ def test_weights_that_are_no_numbers(run: SavedRun, value: float) -> None:
 
 
 def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
-    """With and without a config.json beside it; peft's folders have none."""
+    """The adapter folder may have a config.json or none; peft writes none."""
     model = run.folder / "model"
     (model / "model.safetensors").rename(model / "adapter_model.safetensors")
     (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
@@ -281,7 +281,7 @@ def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification"])
 def test_a_model_of_another_task_is_named_with_the_way_to_train_it(run: SavedRun, task: str) -> None:
-    """As transformers saves it: other tensors than those of the language model."""
+    """The checkpoint is as transformers saves it: its tensors differ from the language model's."""
     import transformers
 
     auto = getattr(transformers, f"AutoModel{task}")

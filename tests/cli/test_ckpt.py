@@ -1,4 +1,4 @@
-"""``megatrain-tier ckpt``: what people see of the checkpoints of a run, and what they can remove."""
+"""``megatrain-tier ckpt``: listing and removing the checkpoints of a run."""
 
 from __future__ import annotations
 

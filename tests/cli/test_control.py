@@ -1,4 +1,4 @@
-"""``megatrain-tier save`` and ``stop``: a living run, in a process of its own, is asked and does it."""
+"""``megatrain-tier save`` and ``stop`` send requests to a live run in another process, and the run carries them out."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_save_and_go_on_then_stop(run: SavedRun, start: Start) -> None:
 
 
 def test_a_living_run_locks_its_folder_again_after_the_lock_was_removed(run: SavedRun, start: Start) -> None:
-    """``rm -rf`` of the folder of a living run removes the lock, and may miss what the run writes meanwhile."""
+    """``rm -rf`` on the folder of a live run removes the lock, and may miss files that the run writes meanwhile."""
     process = start()
     (run.out / "LOCK").unlink()
     deadline = time.monotonic() + 60
@@ -130,7 +130,7 @@ def test_a_killed_run(run: SavedRun, start: Start) -> None:
 
 
 def test_a_run_that_cannot_be_asked_is_left_alone(run: SavedRun) -> None:
-    """SIGUSR1 ends a process that does not listen: one that is still starting must not get it."""
+    """SIGUSR1 ends a process without a handler, so a run that is still starting must not get it."""
     run.out.mkdir()
     (run.out / "metrics.jsonl").touch()
     previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -149,7 +149,7 @@ def test_a_run_that_cannot_be_asked_is_left_alone(run: SavedRun) -> None:
 
 
 def test_waiting_ends(run: SavedRun) -> None:
-    """This process has the folder, hears the signals and does nothing."""
+    """This process holds the folder, receives the signals and does nothing."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda n, _: heard.append(n)) for number in (signal.SIGUSR1, signal.SIGTERM)
@@ -173,7 +173,7 @@ def test_waiting_ends(run: SavedRun) -> None:
     ids=["of a later step", "of the very step", "of a step before"],
 )
 def test_which_checkpoint_answers(run: SavedRun, checkpoint: tuple[int, str], is_enough: bool) -> None:
-    """Asked after step 3: a checkpoint that holds those steps is what was asked for. This process plays the run."""
+    """The request comes after step 3, so any checkpoint with those steps answers it. This process plays the run."""
 
     def save(number: int, frame: object) -> None:
         status = RunStatus("training", step=4, checkpoint_step=checkpoint[0], checkpoint_at=checkpoint[1])

@@ -1,4 +1,4 @@
-"""The command: which folders it measures, what it prints and keeps, and how it refuses."""
+"""The doctor command: the folders it measures, its output and records, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/cli.md holds the help of every command."""
+"""docs/cli.md contains the help of every command."""
 
 from __future__ import annotations
 

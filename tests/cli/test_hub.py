@@ -1,4 +1,4 @@
-"""Models by their id on the hub, and exports sent there: against a server that speaks its protocol."""
+"""Models named by their hub id, and exports pushed to the hub, against a server with the hub's protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ID = "someone/tiny"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model in three shards and some text; the folder of the model is only on the hub."""
+    """A model in three shards and some text; the model's folder exists only on the hub."""
     run = make_run(tmp_path_factory.mktemp("hub") / "w")
     source = run.folder / "model"
     whole = AutoModelForCausalLM.from_pretrained(source)
@@ -40,7 +40,7 @@ def hub(made: SavedRun) -> Iterator[FakeHub]:
 
 
 class Machine:
-    """A machine with an empty cache of the hub, and one run on it."""
+    """A machine with an empty hub cache, and one run on it."""
 
     def __init__(self, hub: FakeHub, made: SavedRun, folder: Path) -> None:
         self.run = made.copy(folder / "w")
@@ -95,12 +95,12 @@ def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None
     saved = (machine.run.out / "config.resolved.toml").read_text()
     assert f'model_name_or_path = "{ID}"' in saved and f'revision = "{hub.commit}"' in saved
 
-    # Once it is here, the network is not needed.
+    # Once the model is cached, no network is needed.
     hub.asked.clear()
     exported = machine.call("export", machine.run.out, machine.run.folder / "e", HF_ENDPOINT="http://127.0.0.1:9")
     assert exported.returncode == 0 and not hub.asked, exported.stderr
 
-    # And the result goes there.
+    # The result is pushed to the hub.
     out = machine.run.folder / "sent"
     pushed = machine.call("export", machine.run.out, out, "--push-to-hub", "me/result", "--private", HF_TOKEN=TOKEN)
     assert pushed.returncode == 0 and f"hub    {hub.address}/me/result" in pushed.stdout, pushed

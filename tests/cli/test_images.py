@@ -1,4 +1,4 @@
-"""A config with images: `check`, `plan` and `data preview` know them; wrong folders are told with their exit codes."""
+"""`check`, `plan` and `data preview` read a config with images; wrong folders give a message and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier import``: what is printed, what is written, and what is refused."""
+"""``megatrain-tier import``: its output, the config that it writes, and its refusals."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ python eval.py --model outputs/x
 
 
 def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables, arrays, continued lines, launchers and redirections; what only a shell knows is listed."""
+    """Variables, arrays, continued lines, launchers and redirections work; values known only to a shell are listed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUT", raising=False)
     Path("train.sh").write_text(SCRIPT)
@@ -145,7 +145,7 @@ def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: int, processes: int
 ) -> None:
-    """The batch is that of all processes here, whatever number of them trains."""
+    """The batch is the sum over the processes of the command line, whatever number of processes trains."""
     monkeypatch.chdir(tmp_path)
     Path("two.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
     Path("recipe.yaml").write_text("model_name_or_path: org/m\ngradient_accumulation_steps: 7\n")

@@ -1,4 +1,4 @@
-"""``megatrain-tier init``: a file that loads, passes `check` where its paths exist, and overwrites nothing."""
+"""``megatrain-tier init``: its file loads, passes `check` if its paths exist, and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_with_a_model_and_data_it_passes_check(here: Path) -> None:
 
 
 def test_a_file_that_appears_meanwhile_is_not_overwritten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the first look and the write another program writes the file."""
+    """Another program writes the file between the first check and the write."""
     translate_file = translate.translate_file
 
     def starter(*_: object, **__: object) -> str:
@@ -176,7 +176,7 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
     ],
 )
 def test_columns_of_the_data_are_seen(here: Path, row: dict[str, object], format: str, columns: dict[str, str]) -> None:
-    """What `init` writes reads the very rows."""
+    """The config that `init` writes reads exactly these rows."""
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     result = call("init", "--data", "rows.jsonl")
     assert result.exit_code == 0, result.output
@@ -284,7 +284,7 @@ def test_a_model_path_that_does_not_exist_yet_is_written(here: Path, name: str) 
 
 
 def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the network; nothing is said of a model that the cache does not have."""
+    """No network is used, and `init` prints nothing about a model that is not in the cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commit = "0123456789" * 4
@@ -307,7 +307,7 @@ def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monke
 
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
 def test_what_is_written_runs_as_it_is(here: Path, task: str) -> None:
-    """From `init` to generated text, and with two processes, without an edit of the file."""
+    """The file runs unedited, from `init` to generated text, and with two processes."""
     make_run(here)
     Path("rows.jsonl").write_text('{"prompt": "Who?", "completion": " Ishmael."}\n' * 9)
     words = ["run.toml", "--model", "model", "--data", "data.txt" if task == "pretrain" else "rows.jsonl"]

@@ -1,4 +1,4 @@
-"""Sizes and drives that this machine does not have: `run` refuses, `check` and `plan` mark them, `plan` still plans."""
+"""For sizes and drives that this machine lacks, `run` refuses, `check` and `plan` mark them, and `plan` still plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands, exit codes and messages. The trainer is replaced: here only what the command does with it counts."""
+"""Commands, exit codes and messages. The trainer is replaced, because only the command is tested here."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -83,7 +83,7 @@ SUMMARY = RunSummary(
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Put a trainer in place that does what this dict says; it notes its config there."""
+    """Replace the trainer by one that follows this dict; it stores its config in the dict."""
     asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
 
     class ReplacedTrainer:
@@ -405,7 +405,7 @@ def test_gpu_memory_grows_in_pieces_unless_the_user_chose(
 
 
 def test_every_expected_error_exists(cli_module: CliModule) -> None:
-    """The table names classes as text, so that nothing heavy is imported; a renamed class would be missed silently."""
+    """The table names classes as text to avoid heavy imports; a renamed class would be missed silently."""
     for module_name, class_name, code in cli_module("main").EXPECTED_ERRORS:
         kind = getattr(importlib.import_module(module_name), class_name)
         assert issubclass(kind, Exception), class_name
@@ -414,7 +414,7 @@ def test_every_expected_error_exists(cli_module: CliModule) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "no-such-file.toml"]])
 def test_python_can_run_the_package_as_the_command(cli_package: str, arguments: list[str]) -> None:
-    """`python -m megatrain` prints the same and ends with the same exit code as the installed command."""
+    """`python -m megatrain` prints the same output and exits with the same code as the installed command."""
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     here = Path(__file__).parents[2]
     ours, theirs = (
@@ -444,9 +444,9 @@ def test_an_interrupt_during_imports_has_no_traceback(cli_package: str) -> None:
 
 @contextlib.contextmanager
 def full_drive(limit: int) -> Iterator[None]:
-    """Let no file grow beyond a limit, as on a drive with as much space."""
+    """Limit the size of every file, as a drive with that much space would."""
     before, writes_no_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # an import would leave a cut .pyc file
+    sys.dont_write_bytecode = True  # an import would leave a truncated .pyc file
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
@@ -509,7 +509,7 @@ def test_a_file_in_a_folder_without_new_files_is_written(
 def test_exclusive_files_overwrite_nothing(
     cli_module: CliModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
-    """Also a file that another program has written since the command looked."""
+    """This includes a file that another program wrote after the command checked."""
 
     def link(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -15,7 +15,7 @@ from processes.saved_run import SavedRun, make_run
 
 OFF = "data.packing is off"
 SCAN: dict[str, Any] = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-#: Its masks are made without positions, whatever its attention could do with them.
+#: This model makes its masks without positions, whatever its attention could do with them.
 ATTENTION: dict[str, Any] = {
     "model_type": "gpt_oss",
     "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Preferences at the command line: what is looked at before a run, and one message for each mistake."""
+"""Preferences at the command line: checks before a run, and one message for each mistake."""
 
 from __future__ import annotations
 

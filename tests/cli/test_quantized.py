@@ -1,4 +1,4 @@
-"""The command on quantized folders, as people have them: plan, run, stop, continue, the adapter, its merge."""
+"""The command on quantized folders as published: plan, run, stop, resume, the adapter, its merge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = 'weights = ["folder"]'
 
 
 def saved_run(folder: Path, method: str) -> tuple[SavedRun, Path]:
-    """Return a run of a quantized model, and the folder with the numbers that it stands for."""
+    """Return a run of a quantized model, and the folder with its dequantized weights."""
     quantized, plain = quantized_pair(folder, method)
     quantized.rename(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])

@@ -1,4 +1,4 @@
-"""``run`` in several processes: what the user sees."""
+"""``run`` in several processes: the output that the user sees."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
-    """Write the config that one rank has in place of the run's."""
+    """Write a different config for one rank."""
     text = run.write_config().read_text()
     assert before in text
     path.write_text(text.replace(before, after))
@@ -62,7 +62,7 @@ def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
 
 
 def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path) -> None:
-    """One message, which names the rank where it is one rank's; nothing is written."""
+    """Each difference gives one message, which names the rank if only one rank differs; nothing is written."""
     config = made.write_config()
     elsewhere = other_config(made, made.folder / "elsewhere.toml", '"model"', '"nowhere"')
     ended = run_ranks([config, elsewhere], *OPTIONS)
@@ -76,7 +76,7 @@ def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path)
     assert told.startswith(
         "error: the ranks do not have the same config: training.max_steps is 6 on rank 0, and 7 on rank 1."
     )
-    # The same path, under which each rank finds another file.
+    # The path is the same, but each rank finds another file there.
     (tmp_path / "data.txt").write_text((made.folder / "data.txt").read_text()[5:])
     here = options("data.train.0.path=/proc/self/cwd/data.txt")
     ended = run_ranks([config, config], *OPTIONS, *here, folders=[made.folder, tmp_path])
@@ -101,7 +101,7 @@ def test_a_dry_run_plans_for_the_processes(made: SavedRun) -> None:
 
 
 def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
-    """Write a config whose step is given in tokens: it has no key of micro-batches."""
+    """Write a config whose step is given in tokens, so it has no micro-batch keys."""
     path = made.write_config(**config)
     text = path.read_text().replace("per_device_train_batch_size = 2", f"train_batch_tokens = {tokens}")
     path.write_text(text)
@@ -109,7 +109,7 @@ def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
 
 
 def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -> None:
-    """Four rows would be one micro-batch: lanes make it three or more, whoever computes them, with the same bits."""
+    """Four rows would fit one micro-batch; three lanes need three. Any number of processes computes the same bits."""
     found = []
     for size in (1, 3):
         run = made.copy(tmp_path / str(size))
@@ -125,7 +125,7 @@ def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -
     assert "Write train_batch_tokens = 256, or start at most 4 processes" in refused.output
     assert made.call(*words, "8", *options("train_batch_tokens=256", "tiers.ram.size=1GiB")).exit_code == 0
     assert made.call(*words, "4").exit_code == 0
-    # Two micro-batches: three processes are refused, and the number that is named runs.
+    # Two micro-batches: three processes are refused, and the number in the message runs.
     words = ["run", in_tokens(made, 2 * 32), "--dry-run", "--processes"]
     assert "or start at most 2 processes" in made.call(*words, "3").output
     assert made.call(*words, "2").exit_code == 0
@@ -147,7 +147,7 @@ def test_processes_that_others_started(made: SavedRun) -> None:
 
 
 def test_each_rank_takes_its_gpu_before_it_asks_for_any(made: SavedRun, tmp_path: Path) -> None:
-    """CUDA reads the variable when it is first asked, be it only whether there is a GPU: later is too late."""
+    """CUDA reads the variable at its first query, even one for whether a GPU exists; setting it later has no effect."""
     files = [tmp_path / f"asked{rank}" for rank in range(2)]
     happens = ";".join(f"{rank}:asks:{file}" for rank, file in enumerate(files))
     config = made.copy(tmp_path / "run").write_config()
@@ -185,7 +185,7 @@ def read_run(run: SavedRun) -> tuple[list[tuple[float, float]], bytes, list[dict
 def test_the_same_bits_on_any_number_of_ranks(
     made: SavedRun, tmp_path: Path, sizes: Sequence[int], places: Sequence[str]
 ) -> None:
-    """Whole runs: losses, norms and the exported model; what moved, within a rank and between ranks, is as planned."""
+    """For whole runs, losses, norms and the export match; the traffic within and between ranks is as planned."""
     found: dict[int, tuple[list[tuple[float, float]], bytes]] = {}
     for size in sizes:
         run = made.copy(tmp_path / str(size))
@@ -215,7 +215,7 @@ def test_the_same_bits_on_any_number_of_ranks(
 
 
 def test_preferences_have_the_bits_of_one_process(made: SavedRun, tmp_path: Path) -> None:
-    """The reference that all ranks ask, losses, figures, evaluations and the model."""
+    """The reference log-probabilities, losses, figures, evaluations and the model match."""
     keys = (
         "training.gradient_lanes=4",
         "task=dpo",
@@ -264,7 +264,7 @@ SAVED = (*BATCH, "training.gradient_lanes=4")
 
 
 def go_on(run: SavedRun, size: int, steps: int, *keys: str) -> None:
-    """Run with so many processes to a step, from wherever the run stands."""
+    """Resume the run, from its current state, with the given number of processes for each step."""
     ended = launch(size, run.write_config(steps=steps), *options(*SAVED, *keys))
     assert ended.codes == [0], ended.err
 
@@ -278,7 +278,7 @@ def has_steps(run: SavedRun) -> bool:
 def test_ranks_of_one_machine_listen_on_the_loopback_alone(
     way: str, made: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Store and process group: nobody on the network can connect, whatever the rank's address is said to be."""
+    """Neither the store nor the process group accepts connections from the network, whatever address the rank has."""
     run = made.copy(tmp_path / "run")
     config = run.write_config(steps=400)
     monkeypatch.setitem(MEETING, ADDRESS, "localhost")
@@ -343,7 +343,7 @@ max_samples = 9
 eval_steps = 2
 metric_for_best_model = "eval_loss"
 greater_is_better = true
-"""  # the largest loss: that of the first evaluation
+"""  # the first evaluation has the largest loss
 
 
 def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
@@ -353,12 +353,12 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
 
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds: Sequence[int]) -> None:
-    """The same evaluations as one process has; they end the run early, and the best checkpoint is its model."""
+    """Evaluations match one process, end the run early, and make the best checkpoint the model."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = options(*SAVED, "checkpoint.load_best_model_at_end=true", "checkpoint.save_total_limit=2")
     patience, steps = 2, 6
     for size in worlds:
-        # Each start is patient for two evaluations more than the one before, and ends early then.
+        # Each start has a patience two evaluations longer than the previous start, and then ends early.
         given = [*keys, *options(f"evaluation.early_stopping_patience={patience}")]
         ended = launch(size, run.write_config(steps=20, more=BEST), *given)
         said = " ".join((ended.out + ended.err).split())
@@ -377,7 +377,7 @@ def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds
 
 
 def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
-    """Compare a run with one of one process that nothing interrupted."""
+    """Compare a run with an uninterrupted run of one process."""
     go_on(fresh, 1, steps)
     assert read_run(run)[:2] == read_run(fresh)[:2]
 
@@ -447,7 +447,7 @@ def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 3, 2, 1)])
 def test_ranks_go_on_from_whole_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
-    """Every start loses all drives afterwards; the next one, of another number of ranks, goes on from the copy."""
+    """After every start all drives are lost; the next start, with another number of ranks, resumes from the copy."""
     run, drive, step = made.copy(tmp_path / "run"), tmp_path / "run/drive", 0
     for size in worlds:
         step += 4
@@ -473,7 +473,7 @@ def test_ranks_go_on_from_whole_copies(worlds: Sequence[int], made: SavedRun, tm
 
 
 def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
-    """``status``, ``clean``, ``export`` and ``ckpt`` find the parts of all ranks, on the drive too."""
+    """``status``, ``clean``, ``export`` and ``ckpt`` find the parts of all ranks, including the ones on drives."""
     run, drive = made.copy(tmp_path / "run"), tmp_path / "run/drive"
 
     def tell(*words: object) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
     assert on_drive.keys() == {str(drive)} and status["saved_step"] == 4
     files = [path for rank in range(2) for path in (drive / rank_folder_name(rank) / "snap").rglob("c/*")]
     assert on_drive[str(drive)] == sum({path.stat().st_ino: path.stat().st_blocks * 512 for path in files}.values())
-    # What dead runs left goes, no part of a checkpoint does.
+    # Leftovers of dead runs are removed, parts of checkpoints are not.
     tell("clean", drive, "--yes", "--generations", "all")
     assert all(path.exists() for path in files)
     tell("export", run.out, run.folder / "exported")
@@ -504,12 +504,12 @@ def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
     assert not status["checkpoint_bytes_on_drives"] and not list(drive.glob("rank*/snap/*/*"))
 
 
-#: Rank 1 dies between the two phases of a save; then rank 0 of three, once the document is there.
+#: Rank 1 dies between the two phases of a save; then rank 0 of three dies after the document was written.
 IN_CI = [(2, "1:kill:all whole:2"), (3, "0:kill:document written:3")]
 
 
 def any_kill(draw: random.Random) -> tuple[int, str]:
-    """Return with how many processes to start, and which one is killed at which instant; "": at any, from outside."""
+    """Draw a number of processes, and the rank and instant to kill; "" kills from outside at a random time."""
     size = draw.choice((1, 2, 2, 3))
     if size == 1 or draw.random() < 0.4:
         return size, ""
@@ -524,11 +524,11 @@ def any_kill(draw: random.Random) -> tuple[int, str]:
         pytest.param(0, 0, id="some"),
         *(
             pytest.param(30, seed, marks=[pytest.mark.slow, pytest.mark.timeout(0)]) for seed in range(14)
-        ),  # 316 are of a rank among several
+        ),  # 316 is the size of a rank among several
     ],
 )
 def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: SavedRun, tmp_path: Path) -> None:
-    """Each step is saved. Starts, of other numbers of ranks, go on from a whole checkpoint: bits of an unbroken run."""
+    """Each step is saved. Each start has another number of ranks, resumes a whole checkpoint and keeps the bits."""
     run, draw, before = made.copy(tmp_path / "run"), random.Random(seed), 0
     pids = tmp_path / "pids"
     pids.mkdir()
@@ -579,7 +579,7 @@ FAILS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FAILS)
 def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path) -> None:
-    """An error, silence, or a wrong bit on the drive of rank 1: one message that names it, and nothing is lost."""
+    """An error, silence, or a flipped bit on rank 1's drive gives one message that names it, and nothing is lost."""
     run, file = made.copy(tmp_path / "run"), tmp_path / "wrong"
     happens, says = FAILS[how]
     keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", "tiers.verify=always", "distributed.timeout=2s")
@@ -601,7 +601,7 @@ def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path
 
 @pytest.mark.parametrize("on_full", ["pause", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) -> None:
-    """All wait for it, and go on together; or all end. The rank is named."""
+    """All ranks wait and continue together, or all end. The message names the rank."""
     run, full = made.copy(tmp_path / "run"), tmp_path / "full"
     keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", f"tiers.on_disk_full={on_full}")
     config = run.write_config(steps=400)
@@ -629,7 +629,7 @@ def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
-    """torchrun passes SIGTERM on to its processes, which save; it turns their exit code 75 into 1. Nothing is lost."""
+    """torchrun passes SIGTERM to its processes, which save; it turns their exit code 75 into 1. Nothing is lost."""
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     run = made.copy(tmp_path / "run")
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
@@ -655,7 +655,7 @@ def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
 
 
 def requeue_condition(out: Path) -> str:
-    """Return the command of docs/distributed.md that decides whether a job is queued again, for another folder."""
+    """Return the command of docs/distributed.md that decides whether a job is requeued, for another folder."""
     page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
     (condition,) = re.findall(r"^(grep .*) && scontrol requeue", page, flags=re.MULTILINE)
     assert "outputs/first/" in condition

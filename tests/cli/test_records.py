@@ -1,4 +1,4 @@
-"""Records of a run that somebody edited: `status` and `report` show what they can, or name the folder."""
+"""For run records that a user edited, `status` and `report` show the readable part, or name the folder."""
 
 from __future__ import annotations
 

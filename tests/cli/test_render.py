@@ -1,4 +1,4 @@
-"""What is drawn: plain text in files, control characters only on terminals, colours only where wanted."""
+"""Rendering: plain text in files, control characters only on terminals, colours only on request."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_live_view_on_a_terminal(cli_module: CliModule, no_color: bool) -> None:
     shown = stream.getvalue()
     assert "21.0/22.0 GiB" in shown
     assert "wait io 0.4s" in shown
-    assert "\x1b[?25h" in shown  # the cursor is back
+    assert "\x1b[?25h" in shown  # the cursor is visible again
     assert ("\x1b[32m" in shown or "\x1b[1;32m" in shown) != no_color
 
 
@@ -94,7 +94,7 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
 
 def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system="standard")  # else bars have no rest
+    console = Console(file=stream, width=width, force_terminal=True, color_system="standard")  # for empty bar parts
     console.print(cli_module("render").live_view(*arguments, width=width))
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
 
@@ -136,7 +136,7 @@ def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -
 
 
 def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
-    """What is drawn follows the counters of the engine; the thread that trains draws nothing."""
+    """The view follows the counters of the engine; the training thread draws nothing."""
     stream, activity = io.StringIO(), Activity()
     console = Console(file=stream, force_terminal=True, width=80)
     observer = cli_module("render").LiveObserver(console=console, activity=activity)
@@ -159,7 +159,7 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
 
 
 def test_a_terminal_that_takes_nothing_holds_nobody_up(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-S, or a connection that is dead: a write does not return. The thread that trains goes on, and ends."""
+    """After Ctrl-S, or on a dead connection, a write does not return. The training thread still continues and ends."""
     render, released, entered = cli_module("render"), threading.Event(), threading.Event()
     monkeypatch.setattr(render, "_CLOSE_TIMEOUT_S", 0.05)
 

@@ -1,4 +1,4 @@
-"""What `run` says before its first step: a plan where it begins, a line where it goes on, none before an error."""
+"""`run` before its first step: a plan if it starts, a line if it resumes, neither before an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes.saved_run import NVME, SavedRun, call_in_new_process, make_run
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A run of 4 steps; tests copy it, or are refused in it."""
+    """A run of 4 steps; tests copy it, or get refusals in it."""
     made = make_run(tmp_path_factory.mktemp("start") / "w")
     result = made.run("--set", "lr_scheduler_type=cosine", steps=4)
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def test_no_plan_before_an_error(
 
 
 def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) -> None:
-    """Changed keys, files and ``config.json`` come in one message, before a row is tokenized or the model planned."""
+    """Changed keys, files and ``config.json`` are in one message, before a row is tokenized or the model is planned."""
     run = trained.copy(tmp_path / "w")
     words = ("--set", "lr_scheduler_type=cosine", "--set", f"data.cache_dir={tmp_path / 'tokens'}")
     (run.folder / "moved.txt").write_bytes((run.folder / "data.txt").read_bytes())
@@ -70,7 +70,7 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
 
 
 def test_a_refusal_lists_data_that_is_not_compared(trained: SavedRun) -> None:
-    """Another data set of the hub, which is not fetched for this; and files that are streamed from now on."""
+    """Covers another data set of the hub, which is not fetched to compare it, and files that are now streamed."""
     wrong = ("--set", "lr_scheduler_type=cosine", "--set", "learning_rate=5e-4")
     for words, line in (
         (("--set", "data.train.0.path=org/b"), ' -> "org/b" (if the contents differ)\n'),
@@ -93,7 +93,7 @@ def test_a_state_of_another_format_is_not_offered_what_is_refused(trained: Saved
 
 
 def test_a_path_that_is_not_there_is_placed(trained: SavedRun) -> None:
-    """The file that `init` wrote, before it was filled in: which line to fill."""
+    """The file that `init` wrote still has its placeholders; the message names the line to fill in."""
     path = trained.write_config(out="other", steps=4)
     path.write_text(path.read_text().replace('"model"', '"path/to/model"').replace("data.txt", "chats.txt"))
     lines = {line.split(" = ")[0]: number for number, line in enumerate(path.read_text().splitlines(), 1)}
@@ -124,7 +124,7 @@ def test_a_run_that_is_done_says_how_to_train_on(trained: SavedRun, tmp_path: Pa
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(trained: SavedRun, tmp_path: Path) -> None:
-    """A drive that is too small: the same exit code, and nothing is written."""
+    """The drive is too small: the exit code is the same, and nothing is written."""
     run = trained.copy(tmp_path / "w")
     config = run.write_config(out="new", more=NVME, checkpoint="").read_text().replace('"1MiB"', '"900TiB"')
     (run.folder / "run.toml").write_text(config)
@@ -138,12 +138,12 @@ def test_a_dry_run_refuses_what_a_run_refuses(trained: SavedRun, tmp_path: Path)
 
 
 def _drop_head(model: Path) -> None:
-    """Leave a model whose head is a matrix of its own without it."""
+    """Remove the separate head matrix of a model."""
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
 
 
-#: What happens to the weights of a model -> part of the message.
+#: Change of the model's weights -> part of the message.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent shard": (
         lambda model: (

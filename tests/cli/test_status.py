@@ -1,4 +1,4 @@
-"""``megatrain-tier status``: living runs, ended ones, and those that died."""
+"""``megatrain-tier status`` of live, ended and dead runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call(cli_module: CliModule) -> Callable[..., Result]:
 
 
 def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: timedelta = timedelta()) -> None:
-    """Leave what a run leaves that ended, or died, some time ago."""
+    """Leave the files of a run that ended, or died, some time ago."""
     with RunFolder(path) as folder:
         (path / "metrics.jsonl").touch()
         write_status(folder.path, status)
@@ -76,7 +76,7 @@ def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
 def test_a_run_that_waits_for_room_says_so_on_a_full_drive(
     tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new file finds no room; the one that is there is written over, also with less than it holds."""
+    """A new file gets no space, so the run overwrites the existing one, also with a shorter text."""
     with RunFolder(tmp_path / "out") as folder:
         write_status(folder.path, STATUS)
         real = Path.write_text
@@ -170,7 +170,7 @@ def test_runs_that_ended(
 
 
 def test_a_run_whose_drive_holds_other_files_is_not_said_to_go_on(tmp_path: Path, call: Callable[..., Result]) -> None:
-    """`run` and `check` refuse it by the same rule, and with the same words."""
+    """`run` and `check` refuse it by the same rule, with the same words."""
     leave(tmp_path / "out", replace(STATUS, state="stopped"), saved_step=412)
     drive = tmp_path / "drive"
     (tmp_path / "out/config.resolved.toml").write_text(f'[[tiers.nvme]]\npath = "{drive}"\n')

@@ -1,4 +1,4 @@
-"""Commands in a real terminal: what is there first, what is left, and a terminal that goes away."""
+"""Commands in a real terminal: their first output, their last output, and a terminal that closes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "
 
 
 class Terminal:
-    """A process whose controlling terminal is ours to read, to type into and to close.
+    """A process whose controlling terminal the test reads, types into and closes.
 
     Args:
         ignored: signals that it starts with ignored, as ``nohup`` does.
-        is_cold: it is a new interpreter, and has to import all that it needs.
+        is_cold: whether it is a new interpreter, which has to import everything.
     """
 
     def __init__(self, words: list[str], *, ignored: tuple[signal.Signals, ...] = (), is_cold: bool = False) -> None:
@@ -55,7 +55,7 @@ class Terminal:
         os.close(slave)
 
     def wait_for(self, pattern: str) -> None:
-        """Read until the text is there."""
+        """Read until the text appears."""
         self._read(lambda: re.search(pattern, self.text) is not None)
         assert re.search(pattern, self.text), self.text
 
@@ -71,7 +71,7 @@ class Terminal:
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
                     part = os.read(self._master, 65536)
-                except OSError:  # the last process that had it is gone
+                except OSError:  # the last process that had it has ended
                     return
                 if not part:
                     return
@@ -81,7 +81,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def close(self) -> None:
-        """Close it, as who closes the window."""
+        """Close the terminal, as a user does who closes the window."""
         master, self._master = self._master, -1
         if master >= 0:
             os.close(master)
@@ -97,7 +97,7 @@ class Terminal:
 
 
 def screen(text: str) -> list[str]:
-    """Return the lines that a terminal shows after this text, and that the cursor is visible, as the last of them."""
+    """Return the lines that a terminal shows after this text; the last one says whether the cursor is visible."""
     lines, row, column, cursor = [""], 0, 0, "visible"
     for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)", text):
         value, kind, back, feed, plain = match.groups()
@@ -119,7 +119,7 @@ def screen(text: str) -> list[str]:
 
 
 def python_words(package: str, words: list[str], before: str) -> list[str]:
-    """Return a process that gives a command after some code of ours."""
+    """Return a process that runs test code and then a command."""
     code = f"{before}\nimport runpy, sys\nsys.argv = {['megatrain-tier', *words]!r}\n"
     return [sys.executable, "-c", f"{code}runpy.run_module({package!r}, run_name='__main__')"]
 
@@ -190,7 +190,7 @@ sys.exit(75)
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_output_goes_on_in_the_log(kind: str, cli_package: str, tmp_path: Path) -> None:
-    """EIO of a terminal and EPIPE of a pipe; what came between the loss and the log is there as well."""
+    """A terminal gives EIO, a pipe EPIPE; the log also has the output between the loss and the switch."""
     log = tmp_path / "run.log"
     code = OUTPUT.format(package=cli_package, log=str(log))
     words = [sys.executable, "-c", code]
@@ -233,7 +233,7 @@ def test_ctrl_c_in_a_step_saves_and_leaves_a_whole_terminal(run: SavedRun) -> No
     assert lines[-1] == f"interrupted at step {step}, saved: run the same command again to continue"
     assert cursor == "visible" and not any("^C" in line for line in lines), lines
     (ended,) = [number for number, line in enumerate(lines) if line.startswith("stopped ")]
-    view = lines[ended - 5 : ended]  # the last picture, whole: figures, run, ram, speed
+    view = lines[ended - 5 : ended]  # the last view, complete: figures, run, ram, speed
     assert any(re.match(rf"step {step}/100000  loss ", line) for line in view), lines
     assert not any(line.startswith("now ") for line in lines), "nothing is done any more"
     status = read_status(run.out)
@@ -255,7 +255,7 @@ def test_a_closed_terminal_saves_and_the_output_goes_on_in_the_log(run: SavedRun
 
 
 def test_with_nohup_a_run_outlives_its_terminal(run: SavedRun) -> None:
-    """SIGHUP is ignored, and every write gives EIO: the run goes on to its end."""
+    """SIGHUP is ignored and every write gives EIO, but the run continues to its end."""
     with Terminal(words_of(run, steps=40), ignored=(signal.SIGHUP,)) as terminal:
         terminal.wait_for("fits")
         terminal.wait_for("start")
@@ -283,7 +283,7 @@ def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
         time.sleep(0.05)
 
     follow = [*command_words(), "status", "--follow", str(run.out)]
-    with Terminal(follow) as terminal:  # Ctrl-C leaves the view, not the run
+    with Terminal(follow) as terminal:  # Ctrl-C ends the view, not the run
         terminal.wait_for("s/step")
         terminal.type("\x03")
         assert terminal.wait() == 0

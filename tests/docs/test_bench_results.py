@@ -1,4 +1,4 @@
-"""The page of results quotes rows that there are, of every file, with commands of benches that there are."""
+"""The results page quotes existing rows, of every file, with commands of existing benches."""
 
 from __future__ import annotations
 

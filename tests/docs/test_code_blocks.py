@@ -1,6 +1,6 @@
 """Every code block of the pages is executed: Python runs, configs load, commands do what the page says.
 
-A page is read from top to bottom in a folder of its own, as a reader would: what one block makes, the next one finds.
+The blocks of a page run from top to bottom in one folder, as a reader would: each finds the files of earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatrain.config import load_config
 from oracles.code_blocks import LANGUAGES, NAMES, ROOT, SHELLS, Block, Command, blocks_of, commands_of
 from processes.saved_run import SavedRun, command_group, make_run
 
-#: Blocks that say, in a comment before them, that they are not executed: how many each page has.
+#: Number of blocks per page that a preceding comment exempts from execution.
 NOT_EXECUTED = {
     "README.md": 1,
     "bench/README.md": 6,
@@ -38,18 +38,18 @@ NOT_EXECUTED = {
     "docs/quickstart.md": 1,
 }
 
-#: Commands that are parsed with all their options, but not carried out: why, and which test does carry them out.
+#: Commands that are parsed with all their options but not executed: the reason, and the test that executes them.
 ONLY_PARSED = {
     "doctor": "measures this machine for a quarter of a minute; tests/cli/test_doctor.py",
     "verify": "trains a model several times; tests/megatrain/extras/test_verify.py",
     "save": "needs a run that goes on beside it; tests/cli/test_control.py",
     "stop": "needs a run that goes on beside it; tests/cli/test_control.py",
 }
-#: Pages whose commands are only parsed here, since another test gives them and compares what they print.
+#: Pages whose commands are only parsed here, because another test runs them and compares their output.
 COMPARED_ELSEWHERE = {"docs/sizing.md": "tests/docs/test_sizing.py"}
-#: Steps of the pages' runs -> those of the small run that stands for them.
+#: Steps of the pages' runs -> steps of the small runs that replace them.
 SMALL_STEPS = {"200": "2", "400": "4"}
-#: Words of a synopsis -> what stands for them in the folder of a page.
+#: Words of a synopsis -> their replacements in the folder of a page.
 PLACEHOLDERS = {
     "CONFIG": "run.toml",
     "RUN": "outputs/first",
@@ -57,7 +57,7 @@ PLACEHOLDERS = {
     "FILE|COMMAND...": "ds_config.json",
     "FOLDER": "outputs/first/final",
 }
-#: Pages whose blocks call trainers of others, which warn of what is none of our business.
+#: Pages whose blocks call trainers of other packages, whose warnings are not tested here.
 WARNS = (
     "docs/any_module.md",
     "docs/embedding_pytorch.md",
@@ -65,12 +65,12 @@ WARNS = (
     "docs/heads.md",
     "docs/teachers.md",
 )
-#: Pages whose runs are called otherwise, or are there before the first block.
+#: Pages whose runs have other names, or exist before the first block.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_first_run.md": "outputs/lora"}
 WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
 
 MINIMAL = 'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'
-#: The shape of the model that examples/quickstart.toml names; its weights are no part of the repository.
+#: The shape of the model that examples/quickstart.toml names; the repository does not have its weights.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -89,7 +89,7 @@ TRACED = "[profile]\ntrace_steps = [3]"
 
 @dataclass
 class Reader:
-    """Somebody who does what a page says, in a folder."""
+    """A reader who follows a page in a folder."""
 
     page: str
     folder: Path
@@ -113,7 +113,7 @@ class Reader:
                 self.give(command, block)
 
     def load(self, block: Block) -> None:
-        """Load a whole config, or a part of one over a small one."""
+        """Load a whole config, or a partial one merged into a small one."""
         base, part = self.folder / "base.toml", self.folder / "part.toml"
         base.write_text(MINIMAL)
         part.write_text(block.text)
@@ -135,7 +135,7 @@ class Reader:
             pytest.fail(f"{block}: nobody knows how to try '{command}'")
 
     def filled(self, word: str) -> str:
-        """Return a word with what stands for it here."""
+        """Return the replacement of a word."""
         if re.fullmatch(r"\[?(--)?[A-Za-z-]+\]?", word):
             word = word.strip("[]")
         if word in ("OUT", "PATH"):
@@ -144,7 +144,7 @@ class Reader:
         return PLACEHOLDERS.get(word, SMALL_STEPS.get(word, word))
 
     def call(self, words: list[str], command: Command, block: Block) -> None:
-        """Give a command in this process; the exit code is that of the comment beside it, else 0."""
+        """Run a command in this process; the exit code is in the comment of its line, otherwise 0."""
         if words[0] in ONLY_PARSED or self.page in COMPARED_ELSEWHERE:
             parse(words)
             return
@@ -158,14 +158,14 @@ class Reader:
         assert result.exit_code == expected, f"{block}: {words}\n{result.output}"
 
     def shortened(self, config: str) -> list[str]:
-        """Return the options that make a run of an example a short one."""
+        """Return the options that shorten a run of an example."""
         if "smollm2" in Path(config).read_text():
             return ["--dry-run", "--set", "model.train_from_scratch=true"]
         return ["--max-steps", "6"] if config.startswith("examples/") else []
 
 
 def parse(words: list[str]) -> None:
-    """Parse the options and arguments of a command, without carrying it out."""
+    """Parse the options and arguments of a command without executing it."""
     group = command_group()
     command: click.Command = group
     ctx = click.Context(group, info_name="megatrain-tier")
@@ -194,7 +194,7 @@ def check_extras(words: list[str], block: Block) -> None:
 
 
 def check_program(words: list[str], block: Block) -> None:
-    """A program of the repository is there and knows the options; tests/test_benches.py runs the benches."""
+    """Assert that a program of the repository exists and has the options; tests/test_benches.py runs the benches."""
     program = ROOT / words[0]
     assert program.is_file(), f"{block}: {words[0]}"
     text = "".join(path.read_text(encoding="utf-8") for path in {program, ROOT / "bench" / "common.py"})
@@ -203,13 +203,13 @@ def check_program(words: list[str], block: Block) -> None:
 
 
 def prepare(folder: Path, output_dir: str) -> SavedRun:
-    """Make what the pages take for granted: a config with its model and data, and files of other tools."""
+    """Make the files that the pages assume: a config with its model and data, and files of other tools."""
     run = make_run(folder)
     drive = '[[tiers.nvme]]\npath = "state"\nsize = "40MiB"\n'
     run.write_config(out=output_dir, steps=4, more=drive + TRACED)
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
     (folder / "ds_config.json").write_text(json.dumps(batch))
-    shared = {"model_name_or_path": "a/b", "learning_rate": 1e-5, "bf16": True, "output_dir": "o"}  # JSON is YAML, too
+    shared = {"model_name_or_path": "a/b", "learning_rate": 1e-5, "bf16": True, "output_dir": "o"}  # JSON is also YAML
     (folder / "sft.yaml").write_text(json.dumps({**shared, "dataset_name": "c/d", "max_length": 128}))
     (folder / "my_sft.yaml").write_text(json.dumps({**shared, "stage": "sft", "dataset": "e", "cutoff_len": 128}))
     make_chats(folder)
@@ -226,7 +226,7 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
 
 
 def make_chats(folder: Path) -> None:
-    """Make chats, and a model with a chat template that stands for the one that a page names."""
+    """Make chats, and a model with a chat template in place of the model that a page names."""
     asked, said = {"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Ishmael."}
     (folder / "chats.jsonl").write_text((json.dumps({"messages": [asked, said]}) + "\n") * 9)
     model = folder / "models/Qwen3-8B"
@@ -264,7 +264,7 @@ def test_every_block_says_what_it_is(page: str) -> None:
     assert sum(bool(block.reason) for block in BLOCKS[page]) == NOT_EXECUTED.get(page, 0)
 
 
-#: What test_readme.py and test_examples.py run as well.
+#: Commands that test_readme.py and test_examples.py also run.
 LONG_PAGES = ("docs/quickstart.md", "examples/README.md")
 
 
@@ -283,7 +283,7 @@ def test_blocks_are_executed(reader: Reader) -> None:
 
 
 def test_what_is_only_parsed_is_on_the_pages() -> None:
-    """The table names no command that nobody writes about."""
+    """Every command in the table is on a page."""
     given = {
         command.words[1]
         for blocks in BLOCKS.values()
@@ -297,7 +297,7 @@ def test_what_is_only_parsed_is_on_the_pages() -> None:
 
 
 def test_nothing_passes_that_should_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test itself can fail: wrong options, keys, targets, extras, programs and unknown commands are seen."""
+    """The test itself can fail: it rejects wrong options, keys, targets, extras, programs and unknown commands."""
     (tmp_path / "w").mkdir()
     monkeypatch.chdir(tmp_path / "w")
     reader = Reader("page.md", tmp_path / "w")

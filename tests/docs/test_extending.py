@@ -13,7 +13,7 @@ from oracles.code_blocks import blocks_of
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return what all blocks of the page together define."""
+    """Return the combined definitions of all blocks of the page."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "shelf"}
     for block in blocks_of("docs/extending.md"):

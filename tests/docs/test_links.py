@@ -76,7 +76,7 @@ def test_the_life_of_a_layer_names_code_of_the_engine() -> None:
 
 
 def test_pages_are_linked_not_named() -> None:
-    """A reader of the site can follow a name of a page."""
+    """A reader of the site can follow the name of a page."""
     named = [
         f"{name}: {page}"
         for name in NAMES
@@ -114,7 +114,7 @@ def module_of(name: str) -> Any:
 
 
 def test_pictures_are_what_their_text_draws() -> None:
-    """Written anew by ``python docs/draw.py``."""
+    """``python docs/draw.py`` writes the pictures again."""
     draw, drawn = module_of("draw"), 0
     for source in sorted((ROOT / "docs/pictures").glob("*.txt")):
         title, _, text = source.read_text(encoding="utf-8").partition("\n")
@@ -127,7 +127,7 @@ def test_pictures_are_what_their_text_draws() -> None:
 
 
 def test_the_site_needs_no_tests() -> None:
-    """It is built from an sdist, too: a link to a test is words there, any other link stays."""
+    """The site is also built from an sdist, so a link to a test becomes plain text; every other link stays."""
     pytest.importorskip("mkdocs")
     hook = module_of("site_hook")
     seen = 0
@@ -164,7 +164,7 @@ def test_the_reference_has_every_public_name(package: str) -> None:
 
 
 def test_pages_deny_nothing_that_import_translates() -> None:
-    """What `import` makes of preferences is on the page that somebody who comes from that tool reads first."""
+    """The keys of preferences that `import` translates are on the page that users of that tool read first."""
     for tool in ("llamafactory", "trl"):
         text = (ROOT / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
         assert 'task = "dpo"' in text and "preferences.md" in text

@@ -1,4 +1,4 @@
-"""The worked examples of docs/sizing.md are what the planner says, line by line."""
+"""The worked examples of docs/sizing.md equal the output of the planner, line by line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KV_HEADS = {"Qwen2.5-7B": 4, "Qwen2.5-72B": 8}
 
 
 def examples() -> list[tuple[Block, Block]]:
-    """Return (command, what it prints) for every worked example."""
+    """Return (command, printed text) for every worked example."""
     given = [number for number, block in enumerate(BLOCKS) if block.language == "sh"]
     return [(BLOCKS[number], BLOCKS[number + 1]) for number in given]
 
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card of the size in the config where there is none: a tier before RAM. Layers are traced on the CPU."""
+    """Add a GPU tier of the config's size before RAM on a machine without a GPU. Layers are traced on the CPU."""
     compute_tier = machine.compute_tier
     devices: list[str] = []
 

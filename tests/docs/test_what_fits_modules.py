@@ -1,4 +1,4 @@
-"""docs/what_fits_modules.py: its table is on the page, and what it counts is what a store has."""
+"""docs/what_fits_modules.py: its table is on the page, and its sizes match a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/python/diffusion.py: against the same program without the lines that tier it."""
+"""examples/python/diffusion.py, against the same program without the lines that tier it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of examples/python: losses as of the plain programs, in memory that is too small for these."""
+"""The programs of examples/python have the losses of the plain programs, in memory too small for the plain ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from oracles.tiered_run import QUICKSTART
 from processes import embed_examples, warm
 
 ROOT = Path(__file__).parents[2]
-#: Kernels of torch and ours round differently in fp32; so much of a loss it was after 8 updates.
+#: torch's fp32 kernels and the kernels of `tiered` round differently: relative loss difference after 8 updates.
 TOLERANCE = 1e-5
-#: Bytes that the plain program keeps for a parameter, of what the example keeps in the store.
+#: Bytes per parameter of the plain program for the data that the example keeps in the store.
 STATE_BYTES = {"pytorch_optimizer": 8, "pytorch_offload": 16, "lightning_offload": 16}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What the programs of one example printed, by run, and the weights that they saved."""
+    """Printed output of one example by run, and its saved weights."""
 
     by_name: dict[str, dict[str, Any]]
     weights: dict[str, dict[str, torch.Tensor]]
@@ -39,7 +39,7 @@ class Runs:
 
 @functools.cache
 def runs_of(name: str) -> Runs:
-    """Run an example in all variants: two processes, since what resumes knows nothing of what was stopped."""
+    """Run an example in all variants: two processes, because the resumed one has no memory of the stopped one."""
     with tempfile.TemporaryDirectory() as folder:
         lines = start(name, folder, "plain", "in_ram", "unbroken", "stopped") + start(name, folder, "resumed")
         weights = {which: saved_weights(Path(folder, which)) for which in ("plain", "in_ram", "unbroken", "broken")}

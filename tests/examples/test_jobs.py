@@ -1,4 +1,4 @@
-"""Files for schedulers: the batch script requeues a run that was interrupted, and the others are well formed."""
+"""Scheduler files: the batch script requeues an interrupted run, and the others are well formed."""
 
 from __future__ import annotations
 

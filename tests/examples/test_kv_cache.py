@@ -1,4 +1,4 @@
-"""The KV cache of examples/python/kv_cache.py stays in its RAM, changes no bit, and is short."""
+"""The KV cache of examples/python/kv_cache.py stays within its RAM, changes no bit, and is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier of objects against an S3 server on this machine: run where s3fs and moto are installed."""
+"""The object tier against an S3 server on this machine; needs s3fs and moto."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("moto", reason="pip install s3fs moto flask flask-cors py-pa
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, Any]]:
-    """Start an S3 server on this machine, with a bucket; yield what fsspec needs to reach it."""
+    """Start an S3 server on this machine, with a bucket; yield the fsspec options to reach it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

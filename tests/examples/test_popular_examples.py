@@ -1,4 +1,4 @@
-"""The examples of popular models: each is planned from its real config.json on three machines, as its comment says."""
+"""Each example of a popular model is planned from its real config.json on three machines, as its comment says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered.units import GiB
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"
 MACHINES = {"card_24gb": "rtx4090-128gb", "card_80gb": "h100-512gb", "cpu_server": "cpu-server-512gb"}
-#: Laid over 01_tiny.toml: tests/test_examples.py runs them.
+#: Merged into 01_tiny.toml: tests/test_examples.py runs them.
 OVERLAYS = ("average", "best_model", "muon", "small_states")
 #: Example -> folder of its config.json in examples/models.
 MODELS = {
@@ -35,17 +35,17 @@ MODELS = {
     "qwen3_32b": "Qwen3-32B",
     "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
 }
-#: Writes the comments anew instead of comparing them.
+#: Rewrites the comments instead of comparing them.
 REWRITE = "REWRITE_EXAMPLES"
 
 
 def planned_line(plan: Plan, machine: str) -> str:
-    """Return what the comment says of a machine."""
+    """Return the text of the comment about a machine."""
     assert plan.estimate is not None and plan.estimate.step_s is not None
     sizes = {tier.upper(): plan.totals[tier] for tier in plan.tiers if plan.totals[tier]}
     needs = ", ".join(f"{tier} {nbytes / GiB:,.0f} GiB" for tier, nbytes in sizes.items())
     speed = plan.estimate.tokens_per_step / plan.estimate.step_s
-    rounded = round(speed, 2 - len(str(int(speed))))  # more digits would promise what these rates do not have
+    rounded = round(speed, 2 - len(str(int(speed))))  # more digits would promise more than these rates have
     return f"#   {machine + '.toml':<15} {needs}; about {rounded:,.0f} tokens/s predicted"
 
 

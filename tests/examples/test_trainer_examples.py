@@ -1,4 +1,4 @@
-"""The examples with Hugging Face's Trainer and TRL's: against the same programs without the lines that tier them."""
+"""The examples with Hugging Face's Trainer and TRL's, against the same programs without the lines that tier them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MARK = "# megatrain"
 MOST_LINES = 5
 STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
-#: Losses and norms of fp32 runs; torch's AdamW fuses products and sums, ours rounds each.
+#: Losses and norms of fp32 runs; torch's AdamW fuses products and sums, this project rounds each.
 TOLERANCE = 2e-5
 NAMES = (
     "hf_trainer",
@@ -71,7 +71,7 @@ def test_trains_in_less_ram_than_the_state_takes(name: str) -> None:
 
 @pytest.mark.fault
 def test_resumes_from_the_trainers_own_checkpoint(name: str, whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "interrupted"  # stopped after step 4, and taken to another folder with an empty store
+    folder = tmp_path / "interrupted"  # stopped after step 4, and moved to another folder with an empty store
     shutil.copytree(whole / "checkpoint-4", folder / "checkpoint-4")
     run(EXAMPLES / f"{name}.py", folder, "--resume")
     assert history(folder) == history(whole)
@@ -84,7 +84,7 @@ def source(name: str) -> str:
 
 
 def run(program: Path, folder: Path, *more: str) -> Path:
-    """Run an example in a process of its own; return its folder."""
+    """Run an example in another process; return its folder."""
     done = warm.run([sys.executable, program, "--output", folder, *more], timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

@@ -1,9 +1,9 @@
-"""Fake tensors of a CUDA device where there is none: the trace of a plan for a GPU, on any machine.
+"""Fake tensors of a CUDA device on a machine without one: the trace of a plan for a GPU, on any machine.
 
-A plan for a GPU runs the engine on fake tensors that say ``cuda``. Shapes, strides and what fake kernels do about the
-device are torch's own then. In its place here: the choice of a kernel for attention, which a build without CUDA does
-not have; and autograd's streams, which C++ asks a driver for wherever a tensor says ``cuda``. To C++ they say ``lazy``,
-a type of device without streams, and what it asks for on ``lazy`` is made on ``cuda``.
+A plan for a GPU runs the engine on fake tensors with the device ``cuda``. Shapes, strides and device handling of fake
+kernels are torch's. Two things are replaced here: the choice of a kernel for attention, because a build without CUDA
+has none, and autograd's streams, because C++ asks a driver for them for any ``cuda`` tensor. To C++ the tensors report
+``lazy``, a device type without streams; tensors that it requests on ``lazy`` are made on ``cuda``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _torch_attention = functional.scaled_dot_product_attention
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Let fake tensors be on "cuda"; with a GPU there, nothing is changed."""
+    """Let fake tensors be on "cuda"; with a real GPU, nothing changes."""
     with nullcontext() if torch.cuda.is_available() else _in_place():
         yield
 
@@ -89,7 +89,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stand for sdpa on an H100 in deterministic mode: flash for 16 bits, one width and no mask."""
+    """Replace sdpa by its choice on an H100 in deterministic mode: flash for 16 bits, one width and no mask."""
     if query.device.type != "cuda":
         return _torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

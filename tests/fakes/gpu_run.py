@@ -1,4 +1,4 @@
-"""Runs on a GPU, or on a device in software where there is none: the same tests for both."""
+"""Runs on a GPU, or on a software device if there is none: the same tests for both."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ GPU_TIER_BYTES = 64 * MiB
 
 @contextmanager
 def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> Iterator[VirtualCuda]:
-    """Let ``device = "cuda"`` mean a device in software with so much memory, for the whole product.
+    """Let ``device = "cuda"`` mean a software device of this size, for the whole product.
 
-    An integrated one has the host's memory, in which tiers of ``tiered.ext.UnifiedTier`` let it compute.
+    An integrated device uses the host's memory: ``tiered.ext.UnifiedTier`` lets it compute in place.
     """
     device = VirtualCuda(total_bytes, is_integrated=is_integrated)
     trace = keeping(_trace_on_cpu) if is_keeping(traced.trace_visits) else _trace_on_cpu
     patches = [
-        # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process. The
-        # device's mode comes before that of fake tensors, too: what a trace makes up would be allocated.
+        # Their kernels are the CPU's, and fake tensors of a device that torch was built without end the process. The
+        # device's mode also precedes the fake mode, so it would allocate the tensors that a trace makes up.
         mock.patch.object(traced, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
-        # Made inside of torch, by its own idea of the device.
+        # Made inside of torch, by its own view of the device.
         mock.patch.object(bound_unit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
-        mock.patch.object(traced, "has_liger_kernels", return_value=False),  # they run on a GPU alone
+        mock.patch.object(traced, "has_liger_kernels", return_value=False),  # they only run on a GPU
         mock.patch.object(traced, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(by_tier, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(unified, "device_view", device.view_of_host),
@@ -59,7 +59,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(clip, "device_partials_of_parts", lambda parts: _queued_partials_of(parts, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),
-        # No Mock: it keeps what it was called with, and so all the memory.
+        # No Mock: it keeps its call arguments, and so all the memory.
         mock.patch.object(device_kernels, "are_for", _without_kernels),
     ]
     with device.in_place(), ExitStack() as stack:
@@ -88,7 +88,7 @@ def _without_kernels(tensor: Tensor) -> bool:
 
 
 def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
-    """Take sums of squares as the Triton kernel does: on the stream, with the host's bits."""
+    """Queue the sums of squares on the stream, as the Triton kernel does, with the host's bits."""
     count = -(-gradient.numel() // NORM_BLOCK_ELEMENTS)
     partials: Any = torch.zeros(count, dtype=torch.float64, device=DEVICE)
     to, of = partials.memory, gradient.memory
@@ -156,7 +156,7 @@ def gpu_config_text(folder: Path, model: Path, *, gpu_bytes: int = GPU_TIER_BYTE
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let torch choose kernels that add in a fixed order, where it has a choice: what differs then, placement did.
+    """Let torch choose kernels with a fixed order of additions, so that any difference comes from placement.
 
     CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS: ``tests/gpu/conftest.py`` does.
     """
@@ -173,10 +173,10 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def no_waits_allowed() -> Iterator[None]:
-    """Let torch raise where an operation makes the host wait for the GPU."""
+    """Let torch raise if an operation makes the host wait for the GPU."""
     try:
         with warnings.catch_warnings():
-            # Said once in a process, behind the change of the mode: as an error it would leave the mode as it is.
+            # torch warns once per process, after it changed the mode: an error would leave the mode set.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         yield

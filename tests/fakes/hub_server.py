@@ -1,4 +1,4 @@
-"""A small server that speaks as much of the hub's HTTP protocol as fetching and sending a model needs."""
+"""A small server with the part of the hub's HTTP protocol that fetches and pushes a model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TOKEN = "hf_of_the_test"
 
 @dataclass
 class FakeHub:
-    """What the hub has and what was asked of it.
+    """State of the fake hub, and the requests to it.
 
     Attributes:
         address: of the server.
         models: id -> its files; a model of the owner ``gated`` is refused.
         commit: of all models.
         asked: (method, path, range) of every request for the contents of a file.
-        cut: name of a file -> bytes that are sent of it before the connection breaks, every time.
-        sent: id -> path -> contents of what was pushed.
+        cut: file name -> bytes sent before the connection breaks, every time.
+        sent: id -> path -> pushed contents.
         lfs: contents by sha256.
     """
 

@@ -1,10 +1,10 @@
-"""A CUDA device that does nothing before somebody must have it: the worst one for whoever forgets an order.
+"""A CUDA device that delays all work until the host waits for it: the worst case for a missing order.
 
-Kernels and copies are queued on streams. They run only when the host waits for an event, and then only those that come
-before it: in its stream, or through the events that its stream waits for. So a copy that did not wait for the kernel
-before it moves stale bytes, and a kernel whose slot was reused too early reads somebody else's, every time.
+Kernels and copies are queued on streams. They run only when the host waits for an event, and then only the work before
+it, in its stream or through the events that its stream waits for. So a copy that did not wait for the kernel before it
+moves stale bytes, and a kernel whose slot was reused too early reads another block, every time.
 
-The memory is the host's. What is real here: the tiers, links, leases and the store, with all their threads.
+The memory is the host's. The tiers, links, leases and the store, with all their threads, are real.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class LazyDevice:
-    """Streams and events in the place of torch's, inside of ``in_place``.
+    """Streams and events that replace torch's within ``in_place``.
 
     Attributes:
         num_trims: calls of ``torch.cuda.empty_cache``. num_run: kernels and copies that ran.
@@ -39,26 +39,26 @@ class LazyDevice:
         self._current = threading.local()
 
     def check(self) -> None:
-        """Raise what the device has to say; called whenever the host asks something of it."""
+        """Raise a pending error of the device; every call of the host to the device runs this check."""
 
     def stream(self, *args: Any, **options: Any) -> LazyStream:
-        """Stands for ``torch.cuda.Stream``."""
+        """Replaces ``torch.cuda.Stream``."""
         with self.lock:
             self._streams.append(LazyStream(self))
             return self._streams[-1]
 
     def event(self, **options: Any) -> LazyEvent:
-        """Stands for ``torch.cuda.Event``."""
+        """Replaces ``torch.cuda.Event``."""
         return LazyEvent(self)
 
     def current_stream(self, device: Any = None) -> LazyStream:
-        """Stands for ``torch.cuda.current_stream``."""
+        """Replaces ``torch.cuda.current_stream``."""
         stream: LazyStream = getattr(self._current, "stream", self.default)
         return stream
 
     @contextmanager
     def use(self, stream: LazyStream) -> Iterator[None]:
-        """Stands for ``torch.cuda.stream``; copies inside are queued."""
+        """Replaces ``torch.cuda.stream``; copies inside are queued."""
         before, self._current.stream = self.current_stream(), stream
         try:
             with _QueuesCopies(stream):
@@ -71,13 +71,13 @@ class LazyDevice:
         self.current_stream().queue(kernel)
 
     def gate(self) -> Gate:
-        """Queue a kernel on the current stream that does not end before it is opened."""
+        """Queue a kernel on the current stream that ends only after it is opened."""
         gate = Gate(self)
         self.current_stream().queue(gate)
         return gate
 
     def synchronize(self) -> None:
-        """Run everything."""
+        """Run all queued work."""
         with self.lock:
             for stream in self._streams:
                 stream.run_to(len(stream.work))
@@ -86,14 +86,14 @@ class LazyDevice:
         self.num_trims += 1
 
     def gpu_tier(self, capacity_bytes: int, alignment_bytes: int = 512) -> GpuTier:
-        """Return a tier that takes its host memory for memory of this device."""
+        """Return a tier whose host memory counts as this device's memory."""
         tier = GpuTier(capacity_bytes, device="cpu", alignment_bytes=alignment_bytes)
         tier.device, tier._is_cuda = DEVICE, True
         return tier
 
     @contextmanager
     def in_place(self) -> Iterator[LazyDevice]:
-        """Put it in the place of torch's device."""
+        """Replace torch's device within the context."""
         names = {
             "Stream": self.stream,
             "Event": self.event,
@@ -106,7 +106,7 @@ class LazyDevice:
 
 
 class Gate:
-    """A kernel that runs as long as somebody wants."""
+    """A kernel that runs until a test opens it."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
@@ -122,13 +122,13 @@ class Gate:
 
 
 class LazyStream:
-    """Work in order, of which a part has run."""
+    """Work in order; the first part of it has run."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
         self.work: list[Callable[[], Any]] = []
         self.num_done = 0
-        self._behind: dict[LazyStream, int] = {}  # what is queued now begins after so much work of others
+        self._behind: dict[LazyStream, int] = {}  # stream -> count of its work that precedes new work here
         self._runner: int | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
@@ -137,7 +137,7 @@ class LazyStream:
             self.work.append(work)
 
     def wait_event(self, event: LazyEvent) -> None:
-        """Wait for what the event was recorded after. One that was never recorded is not waited for, as in CUDA."""
+        """Wait for the work recorded before the event. As in CUDA, an event without a record causes no wait."""
         place = event.place
         if place is not None:
             self.queue(lambda: place[0].run_to(place[1], counts=False))
@@ -151,11 +151,11 @@ class LazyStream:
         self.wait_event(event)
 
     def is_behind(self, stream: LazyStream, stop: int) -> bool:
-        """Return whether what is queued next begins after the first ``stop`` pieces of work of a stream."""
+        """Return whether the next queued work begins after the first ``stop`` pieces of work of a stream."""
         return stream is self or stream.num_done >= stop or self._behind.get(stream, 0) >= stop
 
     def all_before(self) -> dict[LazyStream, int]:
-        """Return how much work of each stream comes before what is queued next."""
+        """Return the amount of work of each stream that precedes the next queued work."""
         return {**self._behind, self: len(self.work)}
 
     def synchronize(self) -> None:
@@ -163,7 +163,7 @@ class LazyStream:
         self.run_to(len(self.work))
 
     def run_to(self, stop: int, *, counts: bool = True) -> None:
-        """Run the first ``stop`` pieces of work, or wait for the thread that is at it."""
+        """Run the first ``stop`` pieces of work, or wait for the thread that runs them."""
         lock, me = self._device.lock, threading.get_ident()
         with lock:
             while self.num_done < stop:
@@ -183,7 +183,7 @@ class LazyStream:
 
 
 def _done() -> None:
-    """Stand where work was that has run: what it held is free."""
+    """Mark a place whose work has run, so that its references are freed."""
 
 
 class LazyEvent:
@@ -211,7 +211,7 @@ class LazyEvent:
 
 
 class _QueuesCopies(TorchFunctionMode):
-    """Queues ``copy_`` on a stream in the place of copying."""
+    """Queues ``copy_`` on a stream instead of copying."""
 
     def __init__(self, stream: LazyStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

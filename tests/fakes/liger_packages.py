@@ -1,4 +1,4 @@
-"""liger-kernel for tests: one with torch in the place of its kernels, and the real one in Triton's interpreter."""
+"""liger-kernel for tests: a stand-in with torch operations, and the real package in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("liger_kernel", "liger_kernel.transformers")
 
 @contextmanager
 def stand_in_liger() -> Iterator[None]:
-    """Let ``import liger_kernel`` find the stand-in, installed or not."""
+    """Make ``import liger_kernel`` find the stand-in, whether the package is installed or not."""
     hidden = _forget()
     for name in PACKAGES:
         sys.modules[name] = ModuleType(name)
@@ -36,10 +36,10 @@ def _forget() -> dict[str, ModuleType]:
 
 
 def complete_interpreter() -> None:
-    """Add to Triton's interpreter what liger-kernel's kernels use and it lacks; for the rest of the process.
+    """Add to Triton's interpreter the functions that liger-kernel's kernels need, for the rest of the process.
 
-    To be called with TRITON_INTERPRET=1 since before the process first imported Triton. fp32 only, but where a kernel
-    itself turns what it loads into fp32: numpy knows no bfloat16.
+    TRITON_INTERPRET=1 must be set before the process first imports Triton. fp32 only, unless a kernel itself converts
+    its loads to fp32: numpy has no bfloat16.
     """
     import numpy as np
     import triton.language as tl
@@ -48,7 +48,7 @@ def complete_interpreter() -> None:
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._implicit_cvt
 
     def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)  # its own fails with numpy 2.5, as scalars are arrays of one element
+        patch_tensor(tensor, scope)  # Triton's fails with numpy 2.5: scalars are 1-element arrays
         scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
 
     def with_floats(value: Any) -> Any:
@@ -57,7 +57,7 @@ def complete_interpreter() -> None:
         return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
 
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patch, with_floats
-    # Functions of libdevice are machine code.
+    # libdevice functions are machine code.
     in_words = {"rsqrt": lambda x: tl.math.rsqrt(x), "tanh": lambda x: 1 - 2 / (tl.exp(2 * x) + 1)}
     for name in ("rms_norm", "geglu"):
         module = importlib.import_module(f"liger_kernel.ops.{name}")

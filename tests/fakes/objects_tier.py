@@ -1,4 +1,4 @@
-"""A tier of objects behind the drives of a run: the example's, planted where the tiers of a run are made."""
+"""An object tier behind the drives of a run: the tier of the example, added where a run makes its tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "objects"
 
 @contextmanager
 def objects_tier(url: str, capacity_bytes: int) -> Iterator[None]:
-    """Give every run a tier of objects, slower than all others.
+    """Give every run an object tier, slower than all others.
 
     Args:
         url: As fsspec takes it.

@@ -1,12 +1,12 @@
-"""Run a program, and the Python programs that it starts, where "cuda" is a CUDA device in software::
+"""Run a program, and the Python programs that it starts, where "cuda" is a software device::
 
     python tests/fakes/on_virtual_gpu.py bench/gpu.py --quick --device cuda --parts 7b_4k
     python tests/fakes/on_virtual_gpu.py -m cli run run.toml
     VIRTUAL_GPU_BYTES=50000000 python tests/fakes/on_virtual_gpu.py -m cli plan run.toml
     VIRTUAL_GPU_INTEGRATED=1 python tests/fakes/on_virtual_gpu.py -m cli run run.toml
 
-Takes what the interpreter takes: a file, ``-m MODULE`` or ``-c CODE``, and its arguments. Seconds mean nothing here:
-what doctor measures is kept apart from the machine's own figures.
+Its arguments are the interpreter's: a file, ``-m MODULE`` or ``-c CODE``, and arguments. Seconds mean nothing here:
+doctor's measurements are stored separately from the figures of the real machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _start(process: Any, start: Callable[..., None], command: Any, *args: Any, **options: Any) -> None:
-    """Start a process as ``subprocess.Popen`` does, but Python by way of this file."""
+    """Start a process as ``subprocess.Popen`` does, but run Python through this file."""
     start(process, _by_way_of_this_file(command), *args, **options)
 
 

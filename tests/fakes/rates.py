@@ -32,7 +32,7 @@ def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfi
 
 
 def make_machine(folder: Path, **changes: object) -> MachineProfile:
-    """Return rates of this machine, as doctor keeps them; of the drive of a folder as well."""
+    """Return rates of this machine, as doctor stores them, including the drive of a folder."""
     return MachineProfile.model_validate(
         {
             "host": platform.node(),

@@ -1,7 +1,7 @@
-"""Records what this process does to the files below a folder, as ``Recording``.
+"""Records this process's operations on the files below a folder, as ``Recording``.
 
-The calls of ``os`` and ``open`` are replaced while it records. ``Recording.disk`` plays them back; comparing that with
-the folder itself shows that no call was missed.
+The recorder replaces the calls of ``os`` and ``open``. ``Recording.disk`` replays them; a comparison with the folder
+shows that no call was missed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fakes.recorded_disk import ROOT, Names, Operation, Recording, Resize, Sync,
 
 
 class _Recorder:
-    """Carries out calls one at a time and notes what they did. Thread-safe."""
+    """Executes calls one at a time and notes their effects. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = os.path.realpath(root)
         self.lock = threading.RLock()
         disk, self.numbers = scan(root)
         self.recording = Recording(Path(self.root), disk)
-        self.now = disk.copy()  # names only are kept up to date
+        self.now = disk.copy()  # only names are kept up to date
         self.next_number = len(self.numbers)
 
     # -- where -------------------------------------------------------------------------------------------------
 
     def inside(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return a path relative to the recorded folder, or None if it lies elsewhere."""
+        """Return a path relative to the recorded folder, or None if it is elsewhere."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
@@ -40,7 +40,7 @@ class _Recorder:
         return text[len(self.root) + 1 :] if text.startswith(self.root + "/") else None
 
     def at(self, relative: str) -> tuple[int, str, int | None]:
-        """Return folder, name and number of a path; number None: nothing has that name."""
+        """Return folder, name and number of a path; the number is None if nothing has that name."""
         *parts, name = relative.split("/")
         folder = ROOT
         for part in parts:
@@ -48,7 +48,7 @@ class _Recorder:
         return folder, name, self.now.folders[folder].get(name)
 
     def of(self, fd: int) -> int | None:
-        """Return the number of an open file or folder, None if it lies elsewhere."""
+        """Return the number of an open file or folder, or None if it is elsewhere."""
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(self.root):
             return None
         status = os.fstat(fd)
@@ -68,7 +68,7 @@ class _Recorder:
         """Note a new file, folder or link."""
         status = os.lstat(os.path.join(self.root, relative))
         number, self.next_number = self.next_number, self.next_number + 1
-        self.numbers[(status.st_dev, status.st_ino)] = number  # an inode that was deleted before is another file now
+        self.numbers[(status.st_dev, status.st_ino)] = number  # a deleted inode number now belongs to another file
         if target is not None:
             self.recording.new.links[number] = target
         elif os.path.isdir(os.path.join(self.root, relative)):
@@ -89,7 +89,7 @@ Calls = dict[str, Callable[..., Any]]
 
 
 def _replacements(recorder: _Recorder) -> Calls:
-    """Return the calls of ``os`` that record, by name."""
+    """Return the recording replacements of ``os`` functions, by name."""
     own = _making(recorder) | _renaming(recorder) | _writing(recorder) | _resizing_and_flushing(recorder)
     return {name: _one_at_a_time(recorder, function) for name, function in own.items()}
 
@@ -149,7 +149,7 @@ def _renaming(recorder: _Recorder) -> Calls:
                 return
             assert old is not None and new is not None, f"renamed across the border of what is recorded: {path}"
             (folder, last, number), (new_folder, new_last, was) = recorder.at(old), recorder.at(new)
-            if number != was:  # else both are names of one file, and stay
+            if number != was:  # otherwise both names belong to one file, and stay
                 recorder.note(Names(((new_folder, new_last, number), (folder, last, None)), new))
 
         return rename
@@ -227,7 +227,7 @@ def _resizing_and_flushing(recorder: _Recorder) -> Calls:
 
 
 def _recording_open(recorder: _Recorder) -> Callable[..., Any]:
-    """Return ``open`` whose files note what is written to them."""
+    """Return an ``open`` whose files record every write."""
     real = io.open
 
     class RecordedFile(io.FileIO):
@@ -272,7 +272,7 @@ def _recording_open(recorder: _Recorder) -> Callable[..., Any]:
 
 @contextmanager
 def record(root: Path) -> Iterator[Recording]:
-    """Record what this process does to the files below ``root`` while the ``with`` block runs."""
+    """Record this process's operations on the files below ``root`` within the context."""
     recorder = _Recorder(root)
     replaced = [(os, name, function) for name, function in _replacements(recorder).items()]
     replaced += [(module, "open", _recording_open(recorder)) for module in (io, builtins)]

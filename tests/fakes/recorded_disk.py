@@ -1,4 +1,4 @@
-"""A disk in software: names, contents and flushes in order, played back whole or as a power cut may leave them."""
+"""A software disk: names, contents and flushes in order, replayed whole or as a power cut may leave them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Literal
 
 ROOT = 0  # the number of the recorded folder itself
 
-# Every file, folder and symbolic link has a number, its identity however many names it has.
-Change = tuple[int, str, int | None]  # in folder, this name now means this number, or nothing
+# Every file, folder and symbolic link has a number, which identifies it whatever names it has.
+Change = tuple[int, str, int | None]  # in folder, this name now maps to this number, or to nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the recorded program said about itself."""
+    """A message of the recorded program."""
 
     text: str
     place: str = ""
@@ -90,14 +90,14 @@ class Disk:
             del contents[nbytes:]
 
     def walk(self, folder: int = ROOT, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Yield (path, number) of everything that has a name, folders before what is in them."""
+        """Yield (path, number) of every named item, each folder before its contents."""
         for name, number in sorted(self.folders[folder].items()):
             yield prefix + name, number
             if number in self.folders:
                 yield from self.walk(number, f"{prefix}{name}/")
 
     def listing(self) -> dict[str, tuple[str, str | bytes]]:
-        """Return what can be seen: by path, the first path with the same contents, and contents or target."""
+        """Return the visible state: by path, the first path with the same contents, and contents or target."""
         first: dict[int, str] = {}
         seen: dict[str, tuple[str, str | bytes]] = {}
         for path, number in self.walk():
@@ -123,15 +123,15 @@ class Disk:
 
 @dataclass
 class Recording:
-    """What was there first, and every operation since. Everything there first counts as safely on the disk."""
+    """The initial tree and every later operation. The initial tree counts as flushed."""
 
     root: Path
     start: Disk
     operations: list[Operation] = field(default_factory=list)
-    new: Disk = field(default_factory=Disk)  # what was made since, empty: folders, files and links by number
+    new: Disk = field(default_factory=Disk)  # new folders, files and links by number, empty
 
     def blank(self) -> Disk:
-        """Return the first tree, with everything made later present but nameless and empty."""
+        """Return the first tree, with all later items present but nameless and empty."""
         disk = self.start.copy()
         disk.folders |= {number: {} for number in self.new.folders if number != ROOT}
         disk.files |= {number: bytearray() for number in self.new.files}
@@ -178,20 +178,20 @@ def scan(root: Path) -> tuple[Disk, dict[tuple[int, int], int]]:
     return disk, numbers
 
 
-#: What a drive writes whole or not at all.
+#: What a drive writes atomically.
 SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """How much of what was not flushed survives: a share of the names and of the contents, 0 to 1."""
+    """Share of the unflushed names and of the unflushed contents that survive, 0 to 1."""
 
     disk: Literal["strict", "journal"]
     names: float
     contents: float
 
 
-#: From "nothing that was not flushed" to "everything", and names without contents.
+#: From losing everything unflushed to keeping everything, and names without contents.
 SURVIVALS = tuple(
     Survival(disk, names, contents)
     for disk in ("strict", "journal")
@@ -200,7 +200,7 @@ SURVIVALS = tuple(
 
 
 def cut_power(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> Disk:
-    """Return what is on the disk when the power goes after the first ``cut`` operations."""
+    """Return the disk after the power goes at the first ``cut`` operations."""
     operations = recording.operations[:cut]
     synced = {operation.number: index for index, operation in enumerate(operations) if isinstance(operation, Sync)}
     names_until = _journal_end(recording, cut, survival, chance) if survival.disk == "journal" else 0
@@ -224,7 +224,7 @@ def cut_power(recording: Recording, cut: int, survival: Survival, chance: random
 
 
 def _write_torn(disk: Disk, operation: Write, survival: Survival, chance: random.Random) -> None:
-    """Write all of it, some sectors, or nothing."""
+    """Write all sectors, some, or none."""
     if chance.random() >= survival.contents:
         return
     if survival.contents == 1 or chance.random() < 0.5:
@@ -238,7 +238,7 @@ def _write_torn(disk: Disk, operation: Write, survival: Survival, chance: random
 
 
 def _journal_end(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> int:
-    """Return before which operation the journal ends: a flush writes it up to the last change of what is flushed."""
+    """Return the operation before which the journal ends: a flush writes it up to the flushed item's last change."""
     changed: dict[int, int] = {}  # when a file or folder last changed its names or entries
     least = most = 0
     for index, operation in enumerate(recording.operations[:cut]):

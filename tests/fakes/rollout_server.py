@@ -1,8 +1,8 @@
-"""A rollout engine on the CPU: what of vLLM's HTTP server TRL's own client asks for, with a real model behind it.
+"""A rollout engine on the CPU: the part of vLLM's HTTP server that TRL's client uses, with a real model.
 
-TRL's ``VLLMClient`` and ``VLLMGeneration`` run as they are. In the place of NCCL, which needs GPUs, a socket brings the
-weights, in the order that ``/update_weights`` announced. As NCCL's packed producer does, the sender gathers several
-tensors before it sends them.
+TRL's ``VLLMClient`` and ``VLLMGeneration`` run unchanged. NCCL needs GPUs, so a socket transfers the weights, in the
+order that ``/update_weights`` announced. As NCCL's packed producer does, the sender gathers several tensors before it
+sends them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-PACKED = 5  # tensors that are on their way together
+PACKED = 5  # tensors in flight together
 
 
 class RolloutServer:
-    """Serves a model of its own; ``received`` has the names of every update so far.
+    """Serves its model; ``received`` has the names of every update so far.
 
     Args:
-        model: an ordinary one; its weights are replaced by what is sent.
+        model: an ordinary one; updates replace its weights.
     """
 
     def __init__(self, model: Any) -> None:
@@ -37,7 +37,7 @@ class RolloutServer:
 
     @contextmanager
     def running(self) -> Iterator[RolloutServer]:
-        """Answer inside the context, and let TRL believe that vLLM is installed."""
+        """Serve within the context, and let TRL believe that vLLM is installed."""
         from trl.generation import vllm_client, vllm_generation
 
         thread = threading.Thread(target=self._served.serve_forever, daemon=True)
@@ -96,7 +96,7 @@ class RolloutServer:
 
     @torch.no_grad()
     def _choices(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield for each prompt the likeliest answer, and ``n`` - 1 that begin with the next likely tokens."""
+        """Yield for each prompt the greedy answer, and ``n`` - 1 answers that begin with the next likely tokens."""
         for prompt in request["prompt"]:
             for number in range(request["n"]):
                 ids, logprobs = list(prompt), list[float]()
@@ -112,7 +112,7 @@ class RolloutServer:
 
 
 class _Sender:
-    """Stands for vLLM's NCCL engine, the trainer's side."""
+    """Replaces vLLM's NCCL engine on the trainer's side."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, Tensor]], trainer_args: dict[str, Any]) -> None:
@@ -147,6 +147,6 @@ def _server_of(owner: RolloutServer) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     return ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""A real S3 server on the loopback address (moto's), and a way to it that can be cut, held up or taken down."""
+"""A real S3 server on the loopback address (moto's), and a connection to it that can be cut, stalled or closed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 
 @dataclass
 class Line:
-    """A port in front of the server, over which all its bytes pass.
+    """A port in front of the server, through which all its bytes pass.
 
     Attributes:
         port: on the loopback address.
-        is_down: every connection is ended at once.
-        stall_after: bytes of clients after which nothing passes any more; None: all passes.
-        cut_after: bytes of clients after which the connection is reset, once; None: it is not.
-        stalled: set once it happened.
+        is_down: whether every connection is closed at once.
+        stall_after: bytes of clients after which nothing passes any more, or None to pass all.
+        cut_after: bytes of clients after which the connection is reset once, or None.
+        stalled: set when a stall began.
         num_cuts: connections that were reset.
     """
 
@@ -44,7 +44,7 @@ class Line:
         self._released, self.stalled = threading.Event(), threading.Event()
 
     def serve(self, listener: socket.socket) -> None:
-        """Be the thread that accepts connections."""
+        """Run as the thread that accepts connections."""
         while True:
             try:
                 client, _ = listener.accept()
@@ -56,7 +56,7 @@ class Line:
             threading.Thread(target=self._connect, args=(client,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
-        """Be the thread of one connection."""
+        """Run as the thread of one connection."""
         with client, socket.create_connection(self.upstream) as server:
             back = threading.Thread(target=self._forward, args=(server, client, False), daemon=True)
             back.start()
@@ -86,13 +86,13 @@ class Line:
 
 @dataclass
 class S3:
-    """The server: where it is, what lies in it, and the line to it."""
+    """The server: its address, its contents, and the line to it."""
 
     line: Line
     direct: str
 
     def files(self) -> Any:
-        """Return the file system, not over the line."""
+        """Return a file system that bypasses the line."""
         import s3fs
 
         return s3fs.S3FileSystem(
@@ -102,7 +102,7 @@ class S3:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
-    """Start the server with the bucket "bucket"; the environment leads clients over its line."""
+    """Start the server with the bucket "bucket"; the environment directs clients to its line."""
     pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
     moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Documents as strangers may write them: any value at any place of what was a good one."""
+"""Documents with a random value at a random place of a good document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUES = (
 
 
 def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (mapping or list, key or index) of each value below a tree of JSON."""
+    """Yield (mapping or list, key or index) of each value below a JSON tree."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, (dict, list)):

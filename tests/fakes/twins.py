@@ -1,4 +1,4 @@
-"""Collectives of ranks that all have the same micro-batches, in one process: what the others send is one's own."""
+"""Collectives of ranks with identical micro-batches, in one process: every peer sends the caller's own data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatrain.ranks.world import World
 
 
 class Twins:
-    """Stands for the collectives of rank 0. As NCCL's they are queued on the current stream, where there is one.
+    """Collectives of rank 0. Like NCCL's, they are queued on the current stream, if one exists.
 
-    What is tested is on this side of them.
+    The tests cover the engine's side of them.
 
     Args:
         size: number of ranks.
@@ -27,7 +27,7 @@ class Twins:
 
     @classmethod
     def of(cls, world: World) -> Any:
-        """Return what stands for the class ``Collectives`` in a world."""
+        """Return a replacement for the class ``Collectives`` in a world."""
         return lambda tier, num_hosts: cls(world.size)
 
     def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> None:
@@ -41,7 +41,7 @@ class Twins:
             if len(part) == sent_lengths[self.rank]:
                 part.copy_(sent[: len(part)])
             else:
-                part.zero_()  # a member with more sums than this one
+                part.zero_()  # another member has more sums than this one
 
     def gather_objects(self, item: Any) -> list[Any]:
         return [item] * self.size

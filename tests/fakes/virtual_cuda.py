@@ -1,16 +1,16 @@
-"""A CUDA device in software: tensors that say ``cuda``, whose kernels run as late as they may.
+"""A software CUDA device: tensors that report ``cuda``, whose kernels run as late as allowed.
 
-What a test with host memory in the place of the GPU's cannot see, this device refuses, as a real one would: an
+A test with host memory in place of GPU memory misses some errors. This device refuses them as a real one would: an
 operation that mixes tensors of host and device, host code that takes the address of device memory, and, with
-``torch.cuda.set_sync_debug_mode("error")``, an operation that makes the host wait. Kernels and copies are queued on
-the current stream, as by ``fakes.lazy_device``, and run when the host waits for something behind them: a copy
-that did not wait for its kernel moves what was there before.
+``torch.cuda.set_sync_debug_mode("error")``, an operation that makes the host wait. Kernels and copies are queued on the
+current stream, as by ``fakes.lazy_device``, and run when the host waits for something behind them. So a copy that did
+not wait for its kernel moves stale bytes.
 
-Freed memory is handed on at once, as torch's caching allocator does, and only behind all that is queued on it
+Freed memory is reused at once, as by torch's caching allocator, and only behind all work queued on it
 (``fakes.virtual_tensor.ReusedMemory``).
 
-The arithmetic is the CPU's. Not covered: kernels with atomics, what libraries take inside of a kernel, and the speed of
-anything.
+The arithmetic is the CPU's. Not covered: kernels with atomics, memory that libraries take inside of a kernel, and
+speed.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _LOOKS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
-#: Views by a mark on the tensor, which ours do not carry: made at once.
+#: torch marks these views on the tensor, and device tensors here have no such marks: the result is made at once.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
-#: Products of half precision with a sum in fp32, and what computes the same of fp32 matrices.
+#: Products of half precision with a sum in fp32 -> the same operation for fp32 matrices.
 _SUMMED_IN_FP32 = {aten.mm.dtype_out: aten.mm.out, aten.addmm.dtype_out: aten.addmm.out}
-#: Products that torch hands to cuBLAS, which it asks for the setting that makes it add in the same order each time.
+#: Products that torch hands to cuBLAS, whose workspace setting fixes the order of additions.
 _CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
 _REPEATABLE = (":4096:8", ":16:8")
-#: May have tensors of the host among their arguments, which torch copies to the device.
+#: May have host tensors among their arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -78,16 +78,16 @@ class VirtualCuda(LazyDevice):
     """One CUDA device, while ``in_place`` is entered.
 
     Args:
-        total_bytes: Of its memory, as ``mem_get_info`` tells.
-        is_integrated: It has none of its own: pinned memory of the host is what it computes in, without a copy.
+        total_bytes: Size of its memory, as ``mem_get_info`` reports it.
+        is_integrated: Whether it has no memory: it computes in pinned memory of the host, without a copy.
 
     Attributes:
-        allocated_bytes: Of live tensors. peak_bytes: The most there were.
-        others_bytes: Of its memory, what other programs have taken.
-        num_calls: How often the host asked something of the device. last_call: The number of the call at which the
-            device fails; from then on all of them do, as after an illegal access or a fault of the hardware.
+        allocated_bytes: Bytes of live tensors. peak_bytes: Their maximum.
+        others_bytes: Bytes of its memory that other programs have taken.
+        num_calls: Number of calls of the host to the device. last_call: The number of the call at which the
+            device fails; from then on all calls fail, as after an illegal access or a hardware fault.
         waits: Operations that made the host wait, by name.
-        tells_addresses: Tests may ask tensors where they are; nobody else has use for that.
+        tells_addresses: Whether tests may read tensor addresses; the program never may.
     """
 
     def __init__(self, total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> None:
@@ -102,18 +102,18 @@ class VirtualCuda(LazyDevice):
         self._forbids_waits = self._has_warned_of_mode = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
-        self._registered: set[int] = set()  # addresses of those that were locked by cudaHostRegister
+        self._registered: set[int] = set()  # addresses that cudaHostRegister locked
         self._cublas_is_repeatable: bool | None = None
         self._last_error = threading.local()
         self._mode = threading.local()
 
-    # -- what torch.cuda is asked ------------------------------------------------------------------------------
+    # -- queries of torch.cuda ---------------------------------------------------------------------------------
 
     @contextmanager
     def in_place(self) -> Iterator[VirtualCuda]:
-        """Put it in the place of torch's device, in this thread and in those that start from now on."""
+        """Replace torch's device, in this thread and in threads that start within the context."""
         give_tensors_a_guard()
-        _device_constructors()  # remembers, once for the whole process, torch's functions and not those below
+        _device_constructors()  # caches torch's functions for the whole process, before the replacements below
         device, run = self, threading.Thread.run
 
         def run_with_device(thread: threading.Thread) -> None:
@@ -131,7 +131,7 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(_Dispatch(self))
             yield self
             self.synchronize()
-            gc.collect()  # page-locked memory in cycles asks for the device when it goes
+            gc.collect()  # freeing page-locked memory in cycles calls the device
 
     def _functions(self) -> dict[str, Any]:
         properties = SimpleNamespace(
@@ -172,7 +172,7 @@ class VirtualCuda(LazyDevice):
 
     def _set_sync_debug_mode(self, mode: str) -> None:
         self._forbids_waits = mode == "error"
-        if not self._has_warned_of_mode:  # once, and as torch does behind the change
+        if not self._has_warned_of_mode:  # once, and after the change, as torch does
             self._has_warned_of_mode = True
             warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
 
@@ -199,7 +199,7 @@ class VirtualCuda(LazyDevice):
         return zero | dict.fromkeys(names, self.allocated_bytes) | {"allocated_bytes.all.peak": self.peak_bytes}
 
     def count(self, nbytes: int) -> None:
-        """Add bytes to those of live tensors. Raises ``OutOfMemoryError``, as torch does in its words."""
+        """Add to the bytes of live tensors. Raises ``OutOfMemoryError`` with torch's words."""
         with self.lock:
             if nbytes > max(0, self._free_bytes()):
                 raise torch.OutOfMemoryError(
@@ -259,7 +259,7 @@ class VirtualCuda(LazyDevice):
         return any(start <= address < start + nbytes for start, nbytes in list(self._locked_pages.items()))
 
     def page_locked(self, tensor: Tensor) -> Tensor:
-        """Page-lock a new host tensor for as long as the device is there; return it."""
+        """Page-lock a new host tensor for the life of the device; return it."""
         self._locked_pages[tensor.data_ptr()] = max(tensor.nbytes, 1)
         tensor._keeps = self  # type: ignore[attr-defined]
         return tensor
@@ -271,24 +271,24 @@ class VirtualCuda(LazyDevice):
         return VirtualTensor(memory, allocation or Allocation(self, memory.untyped_storage().nbytes()))
 
     def view_of_host(self, memory: Tensor, device: Any) -> Tensor:
-        """Stand for ``tiered.links.unified.device_view``: the same bytes, of which none is the device's own."""
+        """Replace ``tiered.links.unified.device_view``: return the same bytes, which use no device memory."""
         assert not memory.numel() or self.is_page_locked(memory), "the device cannot reach memory that is not pinned"
         return self.tensor(memory, Allocation(self, 0))
 
     def wait(self, name: str) -> None:
-        """Let the host wait until the current stream has done its work."""
+        """Let the host wait until the current stream has finished."""
         if self._forbids_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
         self.waits.append(name)
         self.current_stream().synchronize()
 
     def launch_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what an operation does with tensors of the device, at once or by a kernel on the current stream."""
+        """Run an operation on device tensors, at once or by a kernel on the current stream."""
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default:
             return self._to_copy(*args, **kwargs)
-        # An operator of ours says to a trace how much it may give; how much it gives, the host waits for.
+        # Such an operator reports its maximum output size to a trace; at run time the host waits for the actual size.
         if func in _LOOKS or func.namespace == "megatrain" or self._looks_at_mask(func, args):
             self.wait(str(func))
             return self._wrap_new(self._run(func, args, kwargs))
@@ -303,7 +303,7 @@ class VirtualCuda(LazyDevice):
         return self._compute(func, args, kwargs)
 
     def note_use(self, *values: Any) -> None:
-        """Note that what is queued next on the current stream reads or writes some tensors."""
+        """Note that the next work queued on the current stream reads or writes these tensors."""
         stream = self.current_stream()
         for value in leaves(values):
             if isinstance(value, VirtualTensor):
@@ -322,7 +322,7 @@ class VirtualCuda(LazyDevice):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def _from_host(self, func: Any, args: Any) -> Any:
-        """Return the arguments with what torch lets live on the host replaced by its value now; refuse the rest."""
+        """Replace allowed host tensors in the arguments by their current values; refuse other host tensors."""
 
         def check(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, VirtualTensor):
@@ -361,13 +361,13 @@ class VirtualCuda(LazyDevice):
         return made
 
     def _raise_last_error(self) -> None:
-        """Behind the launch of a kernel torch asks the runtime for an error, and is told what failed before as well."""
+        """Raise the last runtime error: after a kernel launch, torch also gets the error of an earlier call."""
         number, self._last_error.number = getattr(self._last_error, "number", 0), 0
         if number:
             raise RuntimeError(f"CUDA error: {number}")
 
     def _check_cublas(self) -> None:
-        """Read the setting of cuBLAS at the first product, as torch does: once, whatever is set later."""
+        """Read the cuBLAS setting at the first product, as torch does: later changes have no effect."""
         if self._cublas_is_repeatable is None:
             self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _REPEATABLE
         if torch.get_deterministic_debug_mode() == 2 and not self._cublas_is_repeatable:
@@ -468,7 +468,7 @@ class _Dispatch(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """It is a device, not something that looks at operations."""
+        """Return False: this mode is a device, not an observer of operations."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

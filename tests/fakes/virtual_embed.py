@@ -1,7 +1,7 @@
-"""What lets ``megatrain.offload`` take parameters to a CUDA device in software, whose tensors are not torch's own.
+"""Lets ``megatrain.offload`` move parameters to a software CUDA device, whose tensors are a Python class.
 
-torch gives a parameter of the host the memory of a device by ``data``; it refuses that for tensors of another class.
-So the parameter changes places with a new one of the device, and stays of its class while it is present or absent.
+torch moves a host parameter to a device by setting ``data``, and refuses tensors of another class. So the parameter is
+exchanged for a new one of the device, and keeps that class while it is present or absent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Ten
 
 
 class _Data:
-    """Stands for ``Tensor.data``."""
+    """Replaces ``Tensor.data``."""
 
     def __get__(self, parameter: Any, owner: Any = None) -> Tensor:
         numbers: Tensor = Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "StoredParameter": _Stored,
         "stand_in": _stand_in,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
-        "references": lambda tensor: 0,  # queued kernels hold what they read, which is no use by anybody
+        "references": lambda tensor: 0,  # queued kernels hold their inputs, which is no use by the program
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "tells_addresses", True))
@@ -84,7 +84,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
 
 
 class _Storage:
-    """Stands for the storage of a tensor of the device, which torch does not know."""
+    """Replaces the storage of a device tensor, which torch does not know."""
 
     device = DEVICE
 
@@ -97,7 +97,7 @@ class _Storage:
 
 
 class _WeakStorage:
-    """Stands for ``WeakStorage``: a storage lives as long as its allocation."""
+    """Replaces ``WeakStorage``: a storage lives as long as its allocation."""
 
     def __init__(self, storage: _Storage) -> None:
         self._storage, self._allocation = copy(storage), ref(storage.allocation)

@@ -1,4 +1,4 @@
-"""Tensors of a CUDA device in software (``fakes.virtual_cuda``), and what is asked of operations on them."""
+"""Tensors of a software CUDA device (``fakes.virtual_cuda``), and helpers for operations on them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: How torch's C++ code knows such a tensor. No kernel of torch is registered for it, so that none can run by mistake.
+#: The type of such a tensor to torch's C++ code. torch registers no kernel for it, so none can run by mistake.
 INSIDE = torch.device("lazy", 0)
 
 
 class VirtualTensor(Tensor):
-    """A tensor of the device. ``memory`` is where its contents are once the kernels that make them have run."""
+    """A tensor of the device. ``memory`` has its contents after the kernels that make them have run."""
 
     memory: Tensor
     allocation: Allocation
@@ -56,7 +56,7 @@ class VirtualTensor(Tensor):
         return 0
 
     def record_stream(self, stream: Any) -> None:
-        """Keep its memory from being handed on before what is queued on a stream when it is freed has run."""
+        """Delay the reuse of freed memory until the work queued on a stream at that time has run."""
         self.allocation.recorded.add(stream)
 
     def data_ptr(self) -> int:
@@ -64,16 +64,16 @@ class VirtualTensor(Tensor):
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return what views of the same memory have in common; a wrapper of its own has a storage of its own."""
+        """Return the storage that views of the same memory share; torch's storage of a wrapper would differ."""
         return self.memory.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def tolist(self) -> Any:
-        """Copy it to the host first, which torch does inside, but not of a tensor of another class.
+        """Copy to the host first, which torch does internally, but not for a tensor of another class.
 
-        As any function of torch it may be answered by a mode, which knows it by name.
+        Like any torch function, a mode may answer the call, so it is registered by name.
         """
 
         def tolist(tensor: Tensor) -> Any:
@@ -83,12 +83,12 @@ class VirtualTensor(Tensor):
         return torch.overrides.handle_torch_function(tolist, (self,), self) if is_watched else tolist(self)
 
     def __getitem__(self, index: Any) -> Any:
-        """Index it: torch makes tensors of lists inside, and copies them to the device while the host waits.
+        """Index the tensor: torch converts lists to tensors internally, and copies them while the host waits.
 
-        Of this class alone: a class whose ``__getitem__`` was once replaced counts as a sequence to CPython ever after,
+        Only this class defines it: CPython treats a class as a sequence forever once its ``__getitem__`` was replaced,
         and ``torch.tensor`` then asks a tensor without dimensions for its length.
         """
-        # A mode is asked first, as it would be: it then calls this again.
+        # A mode comes first, as usual; it then calls this again.
         if torch._C._is_torch_function_mode_enabled():
             return torch.overrides.handle_torch_function(_getitem, (self,), self, index)
         return _getitem(self, index)
@@ -98,7 +98,7 @@ class VirtualTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached where modes are off: torch does that while it makes tensors of another class."""
+        """Run operations while modes are off: torch turns them off while it makes tensors of another class."""
         owner = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
         return owner.allocation.device.launch_op(func, args, kwargs or {})
 
@@ -109,17 +109,17 @@ def _getitem(tensor: VirtualTensor, index: Any) -> Any:
     return Tensor.__getitem__(tensor, index)
 
 
-_getitem.__name__ = "__getitem__"  # modes go by it
+_getitem.__name__ = "__getitem__"  # modes read it
 
 
 class Allocation:
     """Bytes of the device that live as long as a tensor in them.
 
     Attributes:
-        stream: for which they were allocated: what is freed is handed on to the next who asks on that stream.
-        uses: by stream, so much of its work comes before the end of the last kernel or copy that was queued on them.
+        stream: the stream of the allocation: freed bytes go to the next request on that stream.
+        uses: stream -> amount of its work up to the last kernel or copy queued on these bytes.
         recorded: streams that the allocator itself waits for.
-        first: so much work of ``stream`` may still read or write the bytes for whoever had them before.
+        first: amount of work of ``stream`` that may still use the bytes for their previous owner.
     """
 
     def __init__(self, device: VirtualCuda, nbytes: int) -> None:
@@ -138,11 +138,11 @@ class Allocation:
 
 
 class ReusedMemory:
-    """What torch's caching allocator does with freed memory: hands it on at once, to the stream that it was for.
+    """torch's caching allocator for freed memory: reused at once, by the stream of the allocation.
 
-    It does not look at what other streams have queued on it. So whoever asks next for no more bytes may get any that
-    were freed on the stream before, and that is refused here where kernels could meet in them: work of another stream
-    that the asking one is not behind, or a first use on a stream that is not behind those who had them before.
+    The allocator ignores work of other streams. A later request of at most this size may get any bytes freed on the
+    stream before. This class raises if kernels could then collide in them: if another stream has work that the
+    requesting stream is not behind, or if the first use is on a stream that is not behind the previous owners.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -150,7 +150,7 @@ class ReusedMemory:
         self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last uses
 
     def take_back(self, allocation: Allocation) -> None:
-        """Note what is queued on memory that is freed."""
+        """Note the work queued on freed memory."""
         with self._lock:
             found = self._freed.setdefault(allocation.stream, {}).setdefault(allocation.nbytes, {})
             for stream, stop in allocation.uses.items():
@@ -158,7 +158,7 @@ class ReusedMemory:
                     found[stream] = max(stop, found.get(stream, 0))
 
     def hand_out(self, stream: LazyStream, nbytes: int) -> int:
-        """Return ``Allocation.first`` of memory for a stream. Raises ``AssertionError``: another is at work in it."""
+        """Return ``Allocation.first`` of memory for a stream. Raises ``AssertionError`` if another stream uses it."""
         if not nbytes:
             return 0
         with self._lock:
@@ -171,7 +171,7 @@ class ReusedMemory:
             return max((uses.get(stream, 0) for uses in fitting), default=0)
 
     def use(self, allocation: Allocation, stream: LazyStream) -> None:
-        """Note a kernel or a copy that is queued next. Raises ``AssertionError``: the bytes are not yet its own."""
+        """Note a kernel or a copy that is queued next. Raises ``AssertionError`` if an earlier owner may use them."""
         with self._lock:
             assert stream.is_behind(allocation.stream, allocation.first), (
                 f"{allocation.nbytes} bytes are used on a stream that did not wait for the one they were allocated on, "
@@ -181,7 +181,7 @@ class ReusedMemory:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value, or what an operation takes or returns of values, changed; torch's own trees are slow."""
+    """Map the leaves of a value, or of an operation's arguments or results; torch's trees are slow."""
     if isinstance(value, tuple | list):
         return type(value)([map_leaves(change, item) for item in value])
     if isinstance(value, dict):
@@ -208,7 +208,7 @@ def memories(values: Any) -> Any:
 
 
 def on_host(kwargs: Any) -> Any:
-    """Return the keywords of a factory for a tensor of the host."""
+    """Return the keywords of a factory for a host tensor."""
     kept = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "layout")}
     return kept | ({"device": "cpu"} if is_ours(kwargs.get("device")) else {})
 
@@ -217,7 +217,7 @@ _shapes: dict[Any, Any] = {}
 
 
 def result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result's shapes: no kernel runs for that, as none would on a GPU."""
+    """Return the result's shapes without running a kernel."""
     key = func, _key(args), _key(kwargs)
     if key not in _shapes:
         _shapes[key] = _compute_on_meta(func, args, kwargs)
@@ -244,7 +244,7 @@ def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         found = func(*map_leaves(shape, memories(args)), **map_leaves(shape, memories(kwargs)))
-        if func is aten.native_layer_norm.default:  # the CPU's means are what the weights are, a GPU's fp32
+        if func is aten.native_layer_norm.default:  # the CPU's means have the dtype of the weights, a GPU's are fp32
             dtype = (args[0] if args[2] is None else args[2]).dtype
             return found[0], found[1].to(dtype), found[2].to(dtype)
         return found
@@ -256,7 +256,7 @@ def like(shape: Tensor) -> Tensor:
 
 
 def without_modes(kernel: Callable[[], Any]) -> Callable[[], None]:
-    """Return a kernel that runs on the host as it is, whatever the thread that runs it is in the middle of."""
+    """Return a kernel that runs on the host without modes, whatever modes the running thread has."""
 
     def run() -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]

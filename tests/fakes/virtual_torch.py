@@ -1,4 +1,4 @@
-"""What stands for functions of torch while a CUDA device in software is in place: each asks C++ about a device."""
+"""Replacements of torch functions that ask C++ about a device, for a software CUDA device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fakes.virtual_tensor import VirtualTensor, is_ours, map_leaves, memories
 aten = torch.ops.aten
 
 _NUM_DEVICE_TYPES, _LAZY, _META = 24, 13, 14
-_FLASH = 1  # what `_fused_sdp_choice` calls it
+_FLASH = 1  # the name in `_fused_sdp_choice`
 
 _torch_to = Tensor.to
 
 
 def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Stand for ``Tensor.to``, which asks the guard of "cuda" for its number unless it is there."""
+    """Replace ``Tensor.to``, which asks the guard of "cuda" for its number unless it is given."""
 
     def numbered(value: Any) -> Any:
         return DEVICE if isinstance(value, str | torch.device) and is_ours(value) else value
@@ -52,7 +52,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stand for sdpa, which chooses a kernel by device and knows none for ours: take the one of the CPU."""
+    """Replace sdpa, which chooses a kernel by device and has none for this device: use the CPU's."""
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         inputs = memories((query, key, value, attn_mask))
@@ -70,9 +70,9 @@ _torch_tensor = torch.tensor
 
 
 def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """Stand for ``torch.tensor``, which makes tensors of lists inside, and copies them to the device.
+    """Replace ``torch.tensor``, which makes tensors of lists internally, and copies them to the device.
 
-    It also reads what tensors in them hold, without telling anybody.
+    It also reads the values of nested tensors without a dispatch.
     """
     if isinstance(data, list | tuple):
         data = map_leaves(lambda each: each.tolist() if isinstance(each, Tensor) else each, data)
@@ -81,15 +81,15 @@ def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
 
 
 def class_of(make: Callable[..., Any]) -> type:
-    """Return a class whose instances something else makes: annotations need a class."""
+    """Return a class whose instances another function makes: annotations need a class."""
     return type("Made", (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
 
 
 @functools.cache
 def give_tensors_a_guard() -> None:
-    """Let autograd take our tensors: it asks the guard of a device type for its streams, and "lazy" has no guard.
+    """Let autograd take device tensors: it asks the guard of a device type for streams, and "lazy" has no guard.
 
-    The guard of meta tensors, which does nothing, serves. The registry is an array of pointers by device type.
+    The guard of meta tensors, which does nothing, is used. The registry is an array of pointers by device type.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")

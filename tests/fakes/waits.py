@@ -1,4 +1,4 @@
-"""Counts what would make the host wait for a GPU, on a CPU: operations whose result a host program reads."""
+"""Counts operations that would make the host wait for a GPU, on a CPU: their result is read by the host program."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAITS = (
     "unique_consecutive",
     "unique_dim",
 )
-# These go past torch's dispatcher.
+# These bypass torch's dispatcher.
 METHODS = ("cpu", "numpy", "tolist")
 
 
 class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that would wait, by name; also an index that is a mask: its hits are counted."""
+    """Counts operations that would wait, by name, including an index by a mask, whose hits are counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Yield the counts of what is called inside, backward included, on the calling thread."""
+    """Yield the counts of the operations inside, backward included, on the calling thread."""
     counter = CountsWaits()
     with counter, mock.patch.multiple(torch.Tensor, **{name: _counting(name, counter.counts) for name in METHODS}):
         yield counter.counts
@@ -66,7 +66,7 @@ def _counting(name: str, counts: Counter[str]) -> Any:
         mirror = _get_current_function_mode()
         before = getattr(mirror, "num_answers", 0)
         result = method(tensor, *args, **kwargs)
-        if getattr(mirror, "num_answers", 0) == before:  # else the host had a copy
+        if getattr(mirror, "num_answers", 0) == before:  # otherwise the host had a copy
             counts[name] += 1
         return result
 

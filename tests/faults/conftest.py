@@ -1,6 +1,6 @@
 """Real drives that can be filled, made read-only and killed: small file systems, mounted for one test.
 
-They need root and loop devices; without them a test is skipped and says why.
+They need root and loop devices; otherwise a test is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
 class Drive:
-    """A mounted ext4 file system in a file of its own."""
+    """A mounted ext4 file system in an image file."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.path, self._image = folder / "mounted", folder / "image"
@@ -50,13 +50,13 @@ class Drive:
         return shutil.disk_usage(self.path).free
 
     def fill(self, *, leave_bytes: int = MiB // 2) -> None:
-        """Let somebody else take all the space but ``leave_bytes``."""
+        """Take all the space but ``leave_bytes``, as another program would."""
         self._filler.touch()
         with self._filler.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, self._filler.stat().st_size + self.free_bytes() - leave_bytes)
 
     def make_room(self, nbytes: int | None = None) -> None:
-        """Give back that much of what ``fill`` took; None: all."""
+        """Give back that many bytes of ``fill``, or all if None."""
         if nbytes is None:
             self._filler.unlink()
         else:
@@ -73,7 +73,7 @@ class Drive:
         trigger.write_text("injected by a test")
 
     def die(self) -> None:
-        """From now on every access fails with EIO."""
+        """Fail every access with EIO from now on."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", 2))
@@ -83,10 +83,10 @@ class Drive:
             os.close(fd)
 
     def start_again(self) -> None:
-        """Mount it again after ``die``, as after a power cut: what only memory held is gone, the journal is read.
+        """Mount it again after ``die``, as after a power cut: unflushed data is lost, the journal is replayed.
 
         Raises:
-            AssertionError: somebody still has a file of it open, or the file system is beyond repair.
+            AssertionError: a process still has a file of it open, or the file system is beyond repair.
         """
         for command in (
             ["umount", str(self.path)],
@@ -115,7 +115,7 @@ def make_drive(tmp_path: Path) -> Iterator[Callable[[int], Drive]]:
 
 @pytest.fixture
 def folder_in_memory() -> Iterator[Path]:
-    """Return a folder that costs no disk, where the machine has one: for tests that make thousands of files."""
+    """Return a folder in memory, if the machine has one, for tests that make thousands of files."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
         yield Path(path)
@@ -129,7 +129,7 @@ def small_drive(make_drive: Callable[[int], Drive]) -> Drive:
 
 @pytest.fixture
 def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at a full drive every 20 ms."""
+    """Retry on a full drive every 20 ms."""
     monkeypatch.setattr("tiered.tiers.health.RETRY_S", 0.02)
 
 

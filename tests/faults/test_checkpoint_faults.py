@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written or used: what the user sees, and that what was saved before is still whole."""
+"""Checkpoints that cannot be written or used: the user's message, and the integrity of earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Work:
         return self.folder / "out/checkpoints"
 
     def steps(self, path: Path | None = None) -> list[int]:
-        """Return the steps of all checkpoints, each of which must be whole."""
+        """Return the steps of all checkpoints and assert that each is complete."""
         path = path or self.checkpoints
         for generation in list_generations(path):
             assert problems_of(path, generation) == []
@@ -86,7 +86,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and data, and what a run gives that nothing happens to."""
+    """A folder with a model and data, and the result of an undisturbed run."""
     folder = tmp_path_factory.mktemp("good")
     make_run(folder)
     result = Work(folder).run(output_dir=str(folder / "without_faults"))
@@ -113,7 +113,7 @@ def saved(work: Work) -> Work:
 
 @pytest.fixture
 def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let something happen when a step is to be saved: before its room is looked for, or after."""
+    """Arrange an event at the save of a step: before the saver checks the space, or after it."""
 
     def arrange(step: int, then: Callable[[], object], *, room_was_found: bool = False) -> None:
         from megatrain.checkpoint.saver import Saver
@@ -156,7 +156,7 @@ def on_drive(work: Work, small_drive: Any) -> Work:
     return work
 
 
-KEEP_ALL = {"checkpoint.save_total_limit": 9}  # else the room of an old checkpoint serves the new one
+KEEP_ALL = {"checkpoint.save_total_limit": 9}  # otherwise the new checkpoint reuses the space of an old one
 
 
 @pytest.mark.fault
@@ -197,7 +197,7 @@ def test_a_full_drive_pauses_the_run(
 
 
 def test_too_little_room_for_any_checkpoint_is_said_before_the_first_step(work: Work) -> None:
-    """Without it the run would train to its first save and wait there for ever."""
+    """Otherwise the run would train to its first save and wait there for ever."""
     result = work.run(**{"checkpoint.min_free_disk": "900TiB"})
     check_failure(
         result,
@@ -218,7 +218,7 @@ def test_too_little_room_for_any_checkpoint_is_said_before_the_first_step(work: 
 
 @pytest.fixture
 def stop_in_the_pause(monkeypatch: pytest.MonkeyPatch, before_save: Callable[..., None]) -> Callable[[int], None]:
-    """Let the drive have so little free space when step 3 is to be saved, and SIGTERM come while the run waits."""
+    """Limit the drive's free space at the save of step 3, and send SIGTERM while the run waits."""
     from megatrain.checkpoint import saver
 
     def arrange(free_bytes: int) -> None:
@@ -270,7 +270,7 @@ def test_a_stop_in_the_pause_without_any_room_says_what_is_left(
 def test_the_room_of_the_oldest_checkpoint_serves_the_next(
     on_drive: Work, small_drive: Any, before_save: Callable[..., None]
 ) -> None:
-    """A drive that holds as many checkpoints as are kept, and no more, is enough."""
+    """A drive with space for exactly the kept checkpoints is enough."""
     before_save(3, lambda: small_drive.fill(leave_bytes=MiB))
     result = on_drive.run(**{"tiers.on_disk_full": "error"})
     assert result.exit_code == 0, result.output
@@ -281,7 +281,7 @@ def test_the_room_of_the_oldest_checkpoint_serves_the_next(
 def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a line more fits into the metrics, long before the next checkpoint is due."""
+    """No further line fits into the metrics, long before the next checkpoint is due."""
     from megatrain.training.trainer import Trainer
 
     train_step = Trainer.train_step
@@ -302,7 +302,7 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
 
 def make_room_after(seconds: float, drive: Any) -> None:
     def make_room() -> None:
-        with contextlib.suppress(OSError):  # the test has failed meanwhile, and the drive is gone
+        with contextlib.suppress(OSError):  # the test failed meanwhile, and the drive is gone
             drive.make_room()
 
     threading.Timer(seconds, make_room).start()
@@ -358,7 +358,7 @@ def test_the_checkpoint_of_another_model_is_refused(saved: Work) -> None:
     make_model(saved.folder / "model", hidden_size=32)
     check_failure(saved.run(), str(saved.checkpoints), "the model's config.json", exit_code=2)
     assert saved.files() == before
-    result = saved.run("--allow-config-change")  # there is no way to continue it
+    result = saved.run("--allow-config-change")  # it cannot be continued
     check_failure(result, str(saved.checkpoints), "block 'model.embed_tokens/weight'")
     assert saved.files() == before
 
@@ -374,7 +374,7 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
 
 
 def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``timeout`` and some shells signal the process and then its whole group: that is no second thought."""
+    """``timeout`` and some shells signal the process and then its whole group; that is no second request."""
     from megatrain.training.trainer import Trainer
 
     train_step = Trainer.train_step
@@ -392,7 +392,7 @@ def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytes
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None], *, version: int | None = None) -> None:
-    """Change the body of a manifest as a program would that writes it."""
+    """Change the body of a manifest and its checksum, as a program would."""
     document = json.loads(path.read_text())
     change(document["body"])
     text = json.dumps(document["body"], sort_keys=True)
@@ -425,7 +425,7 @@ def test_checkpoints_of_a_newer_version_are_refused(saved: Work, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["checkpoint", "manifest"])
 def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str) -> None:
-    """To go on from the one before would throw away what the newer version did: never without a word."""
+    """Resuming the one before would silently discard the newer version's work."""
     make_newer(manifests(saved)[-1], kind)
     before = saved.files()
     check_failure(saved.run(), "has format 99, this version reads up to", "upgrade")

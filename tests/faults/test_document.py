@@ -1,4 +1,4 @@
-"""Every row of docs/faults.md names a test, and every test named there exists."""
+"""Every row of docs/faults.md names a test, and every test that it names exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives that fail, lie or die: EIO, cut-off and torn parts, flipped bits, read-only, gone."""
+"""Drives that fail, return wrong bytes or die: EIO, cut-off and torn parts, flipped bits, read-only, gone."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def test_a_failed_write_back_that_nobody_waits_for_is_raised_at_the_end(make_rig
     for _ in range(2):
         with pytest.raises(TransferError, match="EIO"):
             rig.store.wait_idle()
-    with pytest.raises(TransferError, match="EIO"):  # and not "the tier is too small"
+    with pytest.raises(TransferError, match="EIO"):  # not "the tier is too small"
         rig.store.reserve("ram", MiB // 2)
     rig.store.discard("block.0")
-    rig.store.wait_idle()  # nobody wants those bytes any more
+    rig.store.wait_idle()  # no lease needs those bytes any more
     rig.store.reserve("ram", MiB // 2)
     rig.store.reserve("ram", -MiB // 2)
 
@@ -128,7 +128,7 @@ def test_a_short_write_changes_the_first_half_of_the_bytes(faulty_links, tmp_pat
 @pytest.mark.parametrize("on", ["read", "write"])
 @pytest.mark.parametrize("kind", ["short", "flip"])
 def test_a_part_that_is_cut_off_torn_or_flipped_in_silence_is_found(make_rig, on: str, kind: str) -> None:
-    """The drive says that all went well: only the checksum knows."""
+    """The drive reports success, so only the checksum finds the error."""
     rig = make_rig(Fault(kind, on, path="block.1/", skip=2, times=1, bit=12345))  # type: ignore[arg-type]
     if on == "write":
         rig.put(1, 50)
@@ -136,7 +136,7 @@ def test_a_part_that_is_cut_off_torn_or_flipped_in_silence_is_found(make_rig, on
     else:
         slot = rig.ram.allocate(NUM_BYTES, name="somebody", home=False)
         assert slot is not None
-        rig.ram.tensor(slot, (NUM_BYTES,), torch.uint8).fill_(9)  # what a part that is not filled will show
+        rig.ram.tensor(slot, (NUM_BYTES,), torch.uint8).fill_(9)  # the contents of a part that is not filled
         rig.ram.free(slot)
     with pytest.raises(CorruptBlockError, match=r"'block\.1' is damaged: .*block\.1/c/0' bytes 0 to") as caught:
         rig.get(1)
@@ -155,7 +155,7 @@ def test_without_a_comparison_the_same_flip_goes_unseen_until_somebody_asks(make
 
 
 def test_a_drive_that_becomes_read_only(small_drive, make_rig) -> None:
-    """What ext4 does when the drive reports an error; here the error is injected into the mounted file system."""
+    """ext4 does this after an error of the drive; here the test injects the error into the mounted file system."""
     rig = make_rig(folder=small_drive.store)
     rig.store.commit({}).wait(60)
     small_drive.make_read_only()
@@ -171,7 +171,7 @@ def test_a_drive_that_becomes_read_only(small_drive, make_rig) -> None:
 
 
 def test_a_drive_that_dies_is_named(make_drive, tmp_path: Path, faulty_links) -> None:
-    """Two drives; every access to one of them fails from some moment on."""
+    """Two drives; every access to one of them fails after some operation."""
     drives = [make_drive(32 * MiB), make_drive(32 * MiB)]
     notices: list[str] = []
     tier = NvmeTier([d.store for d in drives], 16 * MiB, chunk_bytes=MiB // 8, on_notice=notices.append)
@@ -196,7 +196,7 @@ def test_a_drive_that_dies_is_named(make_drive, tmp_path: Path, faulty_links) ->
 
 @pytest.mark.fault
 def test_random_faults_never_lose_or_invent_bytes(tmp_path: Path, make_rig) -> None:
-    """A thousand operations on a drive on which every tenth call goes wrong: an error or the right bytes."""
+    """A thousand operations on a drive where every tenth call fails: each gives an error or the right bytes."""
     import random
 
     chance = random.Random(3)
@@ -213,20 +213,20 @@ def test_random_faults_never_lose_or_invent_bytes(tmp_path: Path, make_rig) -> N
         number = chance.randrange(3)
         try:
             if chance.random() < 0.4:
-                rig.put(number, value % 256)  # raises before it writes, if at all
+                rig.put(number, value % 256)  # if it raises, it raises before it writes
                 newest[number] = {value % 256}
             else:
                 assert rig.get(number) == newest[number]
         except (TransferError, CorruptBlockError) as error:
             num_errors += 1
             if isinstance(error, CorruptBlockError):
-                rig.put(number, value % 256)  # what the drive tore or flipped is gone, and that was said
+                rig.put(number, value % 256)  # the drive's torn or flipped bytes are gone, and an error reported it
                 newest[number] = {value % 256}
     assert num_errors > 20
 
 
 def test_latency_is_slept_and_flips_are_on_disk(tmp_path: Path, faulty_links) -> None:
-    """The injector itself."""
+    """Tests of the fault injector."""
     naps: list[float] = []
     rig = Rig(faulty_links, tmp_path / "store", Fault("late", "read", latency_s=3.5, times=2), verify="off")
     rig.mover._sleep = naps.append

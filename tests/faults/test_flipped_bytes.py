@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint, changed in turn: the damaged file is named, or what is read is bit for bit the same."""
+"""Every byte of a checkpoint, changed in turn: the damaged file is named, or the contents are unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered import GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredError, T
 pytestmark = pytest.mark.fault
 
 META = {"number": 2, "rate": 1e-05, "text": "any"}
-#: What no checkpoint consists of: what is being worked on, and notes about the directory.
+#: Files outside of any checkpoint: work in progress, and notes about the directory.
 _NOT_OF_IT = {"live", ".pool", "LOCK", "WEAR.json"}
 _SMALL = {"a": (4000, "ram"), "layer.0/b": (8100, "nvme"), "layer.0/c": (3900, "nvme")}
 _LARGE = {"a": (MiB + 1234, "ram"), "layer.0/b": (3 * MiB - 77, "nvme"), "layer.0/c": (2 * MiB, "nvme")}
@@ -40,11 +40,11 @@ class Checkpoint:
         return self.root / "checkpoints"
 
     def problems(self) -> list[str]:
-        """Return what is found wrong; where nothing is, read everything and return [] only if it is the same."""
+        """Return the problems found; if there are none, read everything and assert that it is unchanged."""
         try:
             reader = GenerationReader(self.path)
             if reader.notice is not None and reader.generation != META["number"]:
-                return [reader.notice]  # the generation before is read, which is said
+                return [reader.notice]  # the earlier generation is read, with a message
             if problems := list(reader.problems()):
                 return problems
             found = {}
@@ -58,7 +58,7 @@ class Checkpoint:
         return []
 
     def open(self) -> str:
-        """Open a store there and commit again; return the complaint, "" if all was the same and the commit is sound."""
+        """Open a store there and commit again; return the error, or "" if all was the same and the commit is sound."""
         notices: list[str] = []
         try:
             tiers = [RamTier(16 * MiB, pin_memory=False), _drives(self.root)]
@@ -105,10 +105,10 @@ def make_checkpoint(root: Path) -> Checkpoint:
                     lease.tensor.copy_(expected[key])
             store.commit({**META, "number": number}).wait(60)
     for drive in ("drive", "second"):
-        shutil.rmtree(root / drive / "live")  # else every linked file would be there twice
+        shutil.rmtree(root / drive / "live")  # otherwise every linked file would count twice
     files = [path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink()]
     files = [path for path in files if not _NOT_OF_IT & set(path.parts) and "00000001" not in path.parts]
-    files.remove(root / "second" / "zarr.json")  # says whose that directory is; nothing of the checkpoint
+    files.remove(root / "second" / "zarr.json")  # marks the owner of the directory; not part of the checkpoint
     checkpoint = Checkpoint(root, expected, scan(root)[0], files)
     assert checkpoint.problems() == []
     return checkpoint
@@ -141,7 +141,7 @@ def is_contents(path: Path) -> bool:
 
 
 def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
-    """Flip one bit after the other and back; count what was noticed, by kind of file."""
+    """Flip one bit after the other and back; count the detected ones by kind of file."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
         flip(path, offset, bit)
@@ -150,7 +150,7 @@ def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]
         where = f"bit {bit} of byte {offset} of '{path}'"
         assert not problems or any(is_named(path, text) for text in problems), f"{where}: {problems}"
         kind = "contents" if is_contents(path) else path.name
-        if path == checkpoint.path / "zarr.json":  # the arrays that it lists are for people who look
+        if path == checkpoint.path / "zarr.json":  # the arrays that it lists are for human readers
             kind = "list of arrays"
         counts[f"{kind}: {'named' if problems else 'harmless'}"] += 1
     assert checkpoint.problems() == []
@@ -178,7 +178,7 @@ def show(counts: Counter[str]) -> None:
 def check_counts(counts: Counter[str]) -> None:
     show(counts)
     harmless = {what.partition(":")[0] for what in counts if "harmless" in what}
-    # Only padding, 1E-05 for 1e-05, and format 0 for 1; and what nothing reads back.
+    # Only padding, 1E-05 for 1e-05, and format 0 for 1; and bytes that no reader uses.
     assert harmless <= {"contents", "MANIFEST.json", "list of arrays"}
     assert counts["contents: named"] > 10 * counts["contents: harmless"] or "contents: harmless" not in counts
 
@@ -204,7 +204,7 @@ def test_2500_flipped_bits_of_a_larger_checkpoint_are_named(large: Checkpoint) -
 
 
 def damage_and_open(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
-    """Open a store on one damage after the other; nothing else may be lost by that."""
+    """Open a store after one damage at a time, and assert that nothing else is lost."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
         flip(path, offset, bit)

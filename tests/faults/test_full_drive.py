@@ -1,4 +1,4 @@
-"""A drive that is full, at the start and in the middle of the work: for real, on a small file system."""
+"""A drive that is full at the start or during the work, on a small real file system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # 2 MiB and a bit each, in three 
 
 
 class Notices:
-    """Collects what the tier tells, and lets a test wait for a sentence."""
+    """Collects the notices of the tier, and lets a test wait for a sentence."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -43,7 +43,7 @@ def open_store(path: Path, on_full: Literal["pause", "error"], notices: Notices)
 
 
 def work(store: TieredStore, round_number: int, blocks: range = range(NUM_BLOCKS)) -> None:
-    """Change every block, through a RAM tier that holds three of the six; evict what was changed."""
+    """Change every block, through a RAM tier that holds three of the six; evict the changed ones."""
     for number in blocks:
         with store.acquire(f"block.{number}", "ram", "rw") as lease:
             lease.tensor.mul_(1.25).add_(number + round_number)
@@ -67,7 +67,7 @@ def contents(store: TieredStore) -> list[torch.Tensor]:
 
 
 def expected(tmp_path: Path, num_rounds: int) -> list[torch.Tensor]:
-    """What the same work gives on a drive with room."""
+    """Return the results of the same work on a drive with free space."""
     with open_store(tmp_path / "roomy", "error", Notices()) as store:
         start(store)
         for number in range(2, num_rounds + 1):
@@ -99,7 +99,7 @@ def test_a_drive_too_small_for_a_block_is_refused_when_it_is_registered(small_dr
 
 
 def test_full_after_a_commit_pauses_and_goes_on_with_the_same_bits(small_drive, quick_retry, tmp_path: Path) -> None:
-    """After a commit every write needs a new file, and somebody else took the space."""
+    """After a commit every write needs a new file, and another program took the space."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)
@@ -151,7 +151,7 @@ def test_full_after_a_commit_can_be_an_error_and_the_commit_stays(small_drive, t
 
 
 def test_after_an_error_the_work_can_go_on_once_there_is_room(small_drive, tmp_path: Path) -> None:
-    """A write-back that failed keeps its bytes in memory and is tried again."""
+    """A write-back that failed keeps its bytes in memory and is retried."""
     notices = Notices()
     with open_store(small_drive.store, "error", notices) as store:
         start(store)
@@ -201,7 +201,7 @@ def test_a_commit_of_blocks_in_memory_waits_for_room_too(small_drive, quick_retr
 
 
 def memory_store(path: Path, on_full: Literal["pause", "error"], notices: Notices) -> TieredStore:
-    """A store of blocks in memory whose generations lie on a drive that no tier uses."""
+    """Return a store of blocks in memory whose generations are on a drive that no tier uses."""
     ram = RamTier(8 * MiB, pin_memory=False)
     store = TieredStore([ram], path=str(path), on_full=on_full, on_notice=notices)
     for number in range(2):
@@ -221,7 +221,7 @@ def test_a_directory_of_generations_waits_for_room_too(small_drive, quick_retry)
     with memory_store(small_drive.store, "pause", notices) as store:
         store.commit({}).wait(60)
         write_memory(store, 6)
-        small_drive.fill(leave_bytes=3 * MiB)  # for the first block and not for the second
+        small_drive.fill(leave_bytes=3 * MiB)  # enough for the first block only
         commit = store.commit({})
         notices.wait_for("paused")
         assert not commit.is_done and current_generation(small_drive.store) == 1
@@ -295,7 +295,7 @@ def fill_to_the_last_byte(drive) -> None:
 
 
 def test_links_wait_for_room_too(small_drive, quick_retry) -> None:
-    """Links need folders, and folders need room."""
+    """Links need folders, and folders need space."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)
@@ -315,7 +315,7 @@ def test_links_wait_for_room_too(small_drive, quick_retry) -> None:
 
 
 def test_what_it_asks_for_lasts_until_the_end(small_drive, quick_retry) -> None:
-    """The first thing that fails is a document of 4 KiB; the step after it needs new files for all blocks."""
+    """The first failure is a document of 4 KiB; the step after it needs new files for all blocks."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)
@@ -340,7 +340,7 @@ def test_what_it_asks_for_lasts_until_the_end(small_drive, quick_retry) -> None:
 
 
 def test_without_a_small_drive(tmp_path: Path, faulty_links, quick_retry) -> None:
-    """The same pause where nothing can be mounted: the drive is full for the first five writes."""
+    """The same pause without a mounted drive: the drive is full for the first five writes."""
     notices = Notices()
     tier = NvmeTier([tmp_path / "store"], 40 * MiB, on_full="pause", on_notice=notices)
     ram = RamTier(8 * MiB, pin_memory=False)

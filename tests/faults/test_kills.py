@@ -1,4 +1,4 @@
-"""Killed at any instant, or stopped, and started again: the same bits as if nobody had disturbed the run.
+"""Runs that are killed or stopped at any instant, and restarted, have the bits of an undisturbed run.
 
 The short form is part of every test run. The long one prints where the signals hit:
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disturb(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per_run: int = 12) -> dict[str, Any]:
-    """Run ``processes.kills`` in a process of its own, which has one thread and may fork; return its figures."""
+    """Run ``processes.kills`` in another process, which has one thread and may fork; return its figures."""
     result = folder / "result.json"
     numbers = ["--kills", str(kills), "--stops", str(stops), "--seed", str(seed), "--per-run", str(per_run)]
     paths = ["--model", str(model), "--scratch", str(folder), "--result", str(result)]

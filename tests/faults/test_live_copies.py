@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def whole_steps(run: SavedRun) -> dict[int, int]:
-    """Return generation -> step of those whose files all exist with the recorded checksums. No code of the program."""
+    """Return generation -> step if all files exist with the recorded checksums. Uses no code of the program."""
     found = {}
     top = run.out / "checkpoints"
     for folder in sorted(top.glob("snap/*")):
@@ -67,7 +67,7 @@ def copies_of_live_runs(made: SavedRun, folder: Path, count: int, kind: str) -> 
                 if not list((source.out / "checkpoints").glob("snap/*/MANIFEST.json")):
                     time.sleep(0.01)
                     continue
-                # Files vanish while it reads them: it says so, and copies the rest.
+                # Files vanish while it reads them: it reports them and copies the rest.
                 subprocess.run(["cp", "-r", source.folder, target], capture_output=True, check=False)
                 if process.poll() is None:
                     copies.append(SavedRun(target))

@@ -1,6 +1,6 @@
-"""The power goes at any instant: what is on the disk opens as one whole generation, at least the last waited-for one.
+"""After a power cut, the disk opens as one complete generation, at least the last one that was waited for.
 
-First with a model of disks, which loses what real ones would keep; then with a real file system.
+First with a model of disks, which loses data that real ones would keep; then with a real file system.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Drive = Any  # of conftest.py
 
 
 def teller(recording: Recording) -> Callable[[str, int], None]:
-    """Return a function that puts what a trainer says between the operations of the disk."""
+    """Return a function that records the trainer's messages between the operations of the disk."""
     return lambda what, number: recording.mark(f"{what} {number}")
 
 
 def train(recording: Recording, layout: Layout) -> dict[int, Contents]:
-    """Commit ten times in three lives; change, add, discard and forget blocks in between; go back to an older state."""
+    """Commit ten times in three lives; change, add, discard and forget blocks in between; roll back once."""
     root, history, tell = recording.root, History(), teller(recording)
     with layout.new(root) as store:
         trainer = Trainer(store, history, tell)
@@ -76,7 +76,7 @@ def recorded(layout: Layout, root: Path) -> tuple[Recording, dict[int, Contents]
 
 
 def history_at(recording: Recording, expected: dict[int, Contents], cut: int, safe: int = 0) -> History:
-    """Return what had been committed when the power went; ``safe``: and before the recording."""
+    """Return the commits before the power cut; with ``safe``, the commits before the recording."""
     history = History(expected, safe, [safe] * bool(safe), [safe] * bool(safe))
     for operation in recording.operations[:cut]:
         if isinstance(operation, Mark):
@@ -97,7 +97,7 @@ _LATE_PHASES = ("sealing", "flipping", "deleting old ones")  # the commit's thre
 
 
 def phases(recording: Recording, generations: str) -> list[str]:
-    """Return for every number of operations in which phase of a commit a cut after them falls."""
+    """Return, for every number of operations, the phase of a commit in which a cut after them falls."""
     phase, found = "before the first commit", []
     for operation in recording.operations:
         found.append(phase)
@@ -115,7 +115,7 @@ def phases(recording: Recording, generations: str) -> list[str]:
 
 
 def choose_cuts(recording: Recording, generations: str, num: int, chance: random.Random) -> list[tuple[int, Survival]]:
-    """Return ``num`` cuts: two fifths while a commit is sealed and flipped, the others evenly; survivals in turn."""
+    """Choose ``num`` cuts: two fifths while a commit is sealed and flipped, the others evenly; survivals in turn."""
     all_phases = phases(recording, generations)
     dense = [cut for cut, phase in enumerate(all_phases) if phase in ("sealing", "flipping")]
     others = [cut for cut, phase in enumerate(all_phases) if phase not in ("sealing", "flipping")]
@@ -138,7 +138,7 @@ def remake(root: Path, disk: Disk) -> None:
 
 
 def commit_again(history: History, layout: Layout, root: Path, survival: Survival, chance: random.Random) -> None:
-    """Go on from what survived, commit once more, and cut the power again on the way."""
+    """Resume from the survivors, commit once more, and cut the power again on the way."""
     found = check_newest(root, layout, history)
     expected = dict(history.expected)
     with record(root) as recording, layout.open(root) if found else layout.new(root) as store:
@@ -155,7 +155,7 @@ def commit_again(history: History, layout: Layout, root: Path, survival: Surviva
 
 
 def cut_everywhere(layout: Layout, folder: Path, num: int) -> Iterator[str]:
-    """Cut a recorded run ``num`` times, check what survives; yield the rows of a table."""
+    """Cut a recorded run ``num`` times, check the survivors; yield the rows of a table."""
     root = folder / "recorded"
     chance = random.Random(f"{layout.name} {num}")
     recording, expected = recorded(layout, root)
@@ -206,7 +206,7 @@ def test_a_power_cut_at_the_very_start_leaves_a_place_to_start(layout: Layout, f
         trainer = Trainer(store, History(), teller(recording))
         trainer.register(layout)
         trainer.commit()
-    for cut in range(40):  # directories are made, and told to be ours
+    for cut in range(40):  # directories are made and claimed
         for survival in chance.sample(SURVIVALS, 3):
             remake(root, cut_power(recording, cut, survival, chance))
             assert check_newest(root, layout, history) == 0, (recording.operations[cut - 1], survival)
@@ -225,7 +225,7 @@ def test_600_power_cuts_each_leave_a_whole_generation(layout: Layout, folder_in_
 
 
 class DoomedRun:
-    """Commits without end in a thread of its own, until its drive dies."""
+    """Commits endlessly in a thread, until its drive dies."""
 
     def __init__(self, root: Path, layout: Layout, history: History, start: int) -> None:
         self.history, self.error = history, None
@@ -253,7 +253,7 @@ class DoomedRun:
 
 
 def cut_for_real(drive: Drive, layout: Layout, num: int, chance: random.Random) -> Counter[str]:
-    """Let a drive die ``num`` times while something commits to it; return how often which generation was there."""
+    """Let a drive die ``num`` times during commits; count which generation survived."""
     history, found = History(), 0
     rows: Counter[str] = Counter()
     for _ in range(num):

@@ -1,4 +1,4 @@
-"""Several processes, and the drive of one of them is full: for real, on a small file system."""
+"""Several processes, one with a full drive, on a small real file system."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ KEYS = [
 
 @pytest.mark.slow
 def test_a_drive_of_one_rank_that_is_full_for_real(small_drive: Any, tmp_path: Path) -> None:
-    """Every save makes new files of what changes: rank 1 finds no room, all wait, and go on once there is some."""
+    """Every save makes new files for changes: rank 1 finds no space, all ranks wait, and then continue together."""
     run = make_run(tmp_path / "run")
     drive = run.folder / "drive"
-    claim_directory(drive)  # as a run before has: else the folder is somebody's
+    claim_directory(drive)  # as an earlier run has done: otherwise the folder belongs to a stranger
     small_drive.store.mkdir()
     (drive / "rank00001").symlink_to(small_drive.store)
     on_drive = [*KEYS, "--set", f"tiers.nvme.0.path={drive}"]

@@ -1,4 +1,4 @@
-"""Whole runs on drives that are full, fail, die or wear out: what the user sees, and what is lost."""
+"""Whole runs on drives that are full, fail, die or wear out: the messages and the losses."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that needs more RAM than the runs here get, and what it gives on a drive without faults."""
+    """A folder with a model that needs more RAM than the runs here get, and its result on a drive without faults."""
     folder = tmp_path_factory.mktemp("good")
     make_run(folder)
     result = Work(folder).run(out="without_faults", ram="64MiB")
@@ -93,7 +93,7 @@ def work(good: Path, tmp_path: Path) -> Work:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
-    """Faults that every engine made from now on has."""
+    """Faults that every new engine gets."""
     faults: list[Fault] = []
     real = FileEngine.__init__
 
@@ -160,7 +160,7 @@ def test_eio_ends_the_run_with_one_message(work: Work, faults, on: str) -> None:
 def test_one_eio_on_a_write_ends_the_run_or_changes_nothing(work: Work, faults) -> None:
     faults.append(Fault("error", "write", errno.EIO, skip=30, times=1))
     result = work.run()
-    if result.exit_code:  # somebody waited for that very room
+    if result.exit_code:  # a fetch waited for exactly that space
         check_failure(result, "write failed: Input/output error (EIO)")
     else:
         assert "stays in memory" in result.stdout
@@ -183,7 +183,7 @@ def test_the_limit_of_wear_ends_the_run_before_it_is_passed(work: Work) -> None:
     counter = work.folder / "scratch/WEAR.json"
     assert work.run(out="unlimited").exit_code == 0
     once = json.loads(counter.read_text())["written_bytes"]
-    limit = once + once // 2  # over all runs together
+    limit = once + once // 2  # total over all runs
     check_failure(work.run(more=f'max_written = "{limit}B"'), "max_written", "scratch", "Raise max_written")
     assert once < json.loads(counter.read_text())["written_bytes"] <= limit
     result = work.run(more=f'max_written = "{3 * once}B"')
@@ -210,7 +210,7 @@ def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, m
 
 
 def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    """Let ``then`` happen after the second step."""
+    """Call ``then`` after the second step."""
     from megatrain.training.trainer import Trainer
 
     real = Trainer.train_step
@@ -225,7 +225,7 @@ def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], No
 
 @pytest.mark.fault
 def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
-    """SIGKILL in the middle of the third step; the next run says what it took over, and is not disturbed."""
+    """SIGKILL hits the middle of the third step; the next run reports what it took over and continues undisturbed."""
     script = f"""
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
@@ -250,7 +250,7 @@ Work(Path({str(work.folder)!r})).run()
 
 @pytest.mark.fault
 def test_a_drive_that_fills_up_for_real_pauses(work: Work, small_drive, quick_retry, monkeypatch) -> None:
-    """Somebody links the run's files, as a backup does: every write then needs a new file, and there is no room."""
+    """A backup links the run's files: every write then needs a new file, and there is no space."""
     import os
 
     def freeze_and_fill() -> None:

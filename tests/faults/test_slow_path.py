@@ -1,4 +1,4 @@
-"""A path that slows down in the middle of the work is named, with figures; on a clock that the test turns."""
+"""A path that slows down during the work is named, with figures; the test controls the clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_many_parts_at_once_count_their_time_once() -> None:
         clock.now_s += 1
         with meter.moving(MiB, is_write=True, on_slow=news.append):
             clock.now_s += 1
-    clock.now_s += 100  # nothing under way: the path is idle, not slow
+    clock.now_s += 100  # nothing in flight: the path is idle, not slow
     with contextlib.suppress(OSError), meter.moving(MiB, is_write=False, on_slow=news.append):
         clock.now_s += 2
         raise OSError("the drive refused")
@@ -77,7 +77,7 @@ def test_the_slow_one_of_two_paths_is_named(tmp_path: Path, faulty_links) -> Non
     tier = NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB, chunk_bytes=64 * KiB, on_notice=notices.append)
     tier.meters = [PathMeter(window_bytes=256 * KiB, clock_s=clock) for _ in tier.paths]
     ram = RamTier(8 * MiB, pin_memory=False)
-    read, write, mover = faulty_links(tier, ram, num_threads=1)  # the clock is one for all
+    read, write, mover = faulty_links(tier, ram, num_threads=1)  # all paths share the clock
     mover._sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
     mover.faults = [Fault("late", on, latency_s=0.001) for on in ("read", "write")]  # type: ignore[arg-type]
     home, slot = tier.allocate(MiB, name="block", home=True), ram.allocate(MiB, name="block", home=False)

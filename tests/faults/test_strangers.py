@@ -1,4 +1,4 @@
-"""What strangers made or can read: run folders, data, models, names on screens, secrets of the environment."""
+"""Run folders, data and models of other users, names on screens, and secrets in the environment."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_no_secret_of_the_environment_is_written(done: SavedRun) -> None:
 
 
 def test_a_folder_that_everybody_can_write_in_is_warned_of(tmp_path: Path) -> None:
-    """What is in it is not refused: the user may have meant it."""
+    """Its contents are not refused: the user may intend it."""
     run = make_run(tmp_path)
     for folder, mode in ((run.out, 0o777), (run.out / "checkpoints", 0o1777), (run.folder / "drive", 0o757)):
         folder.mkdir()
@@ -91,7 +91,7 @@ def test_a_folder_that_everybody_can_write_in_is_warned_of(tmp_path: Path) -> No
 
 
 def write_one(folder: Path, path: str, generation: int = 1, xxh3_64: str = "0" * 16, **meta: Any) -> None:
-    """Write a document that makes a generation somewhere a checkpoint of one rank."""
+    """Write a document that makes a generation elsewhere a checkpoint of one rank."""
     ranks = (RankGeneration(path, generation, xxh3_64),)
     write_document(folder, [Checkpoint(folder, 9, ranks, meta)])
 
@@ -102,7 +102,7 @@ def listed(folder: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("path", ["../../mine/out/checkpoints", "ABSOLUTE", ".", "rank00001", "rank00000/../..", ""])
 def test_ranks_lie_in_no_other_folder(path: str, run: SavedRun, done: SavedRun, tmp_path: Path) -> None:
-    """Else `ckpt rm` of a stranger's folder would remove a checkpoint of one's own."""
+    """Otherwise `ckpt rm` on a stranger's folder would remove the user's checkpoint."""
     mine = done.copy(tmp_path / "mine")
     before = contents(mine.folder)
     place = str(mine.out / "checkpoints") if path == "ABSOLUTE" else path
@@ -124,7 +124,7 @@ def test_through_a_link_only_what_the_document_is_sealed_with_is_removed(
     assert generation in list_generations(mine)
     with pytest.raises(StopIteration):
         listed(folder)
-    # One's own checkpoints on another drive, behind a link: the document has the checksum of the manifest there.
+    # The user's checkpoints on another drive, behind a link: the document has the checksum of the manifest there.
     write_one(folder, "rank00000", generation, manifest_checksum(mine, generation))
     forget_checkpoint(listed(folder))
     assert generation not in list_generations(mine)
@@ -318,7 +318,7 @@ def test_one_text_of_many_rows_is_read_row_by_row(tmp_path: Path, small_rows: No
 
 @pytest.mark.parametrize("rows", ["texts", "messages", "a struct", "a map", "numbers", "plain texts"])
 def test_a_list_in_a_column_that_unpacks_to_too_much(rows: str, tmp_path: Path, small_rows: None) -> None:
-    """Two rows are read, and the third is refused before it is made."""
+    """Two rows are read, and the third is refused before it is materialized."""
     import pyarrow
     import pyarrow.parquet
 
@@ -346,7 +346,7 @@ def test_a_list_in_a_column_that_unpacks_to_too_much(rows: str, tmp_path: Path, 
 
 
 def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A billion equal numbers in one row take a few bytes of a file: it is refused before any of it is unpacked."""
+    """A billion equal numbers in one row take a few bytes of a file: they are refused before any is unpacked."""
     import pyarrow
     import pyarrow.parquet
 
@@ -388,7 +388,7 @@ def test_what_is_shown_obeys_nothing(text: str) -> None:
 def test_texts_without_controls_stay() -> None:
     text = "plain, \u00fcml\u00e4ut, \u65e5\u672c\u8a9e, \U0001f600\tand\n\x1b[31mred\x1b[0m"
     assert shown(text) == text
-    assert shown("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # a line of our own that is drawn again
+    assert shown("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # a line of the program that is drawn again
 
 
 def assert_shown(output: str) -> None:

@@ -1,4 +1,4 @@
-"""Bytes written to a path: counted for its life, through crashes, and never more than was allowed."""
+"""Bytes written to a path: counted for its life, through crashes, and never more than the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests on a GPU rely on. With ``-m gpu`` they run on one; what a device in software can show runs always."""
+"""Fixtures of tests on a GPU. With ``-m gpu`` they run on one; tests that a software device can run always run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["virtual", pytest.param("real", marks=pytest.mark.gpu)])
 def virtual(request: pytest.FixtureRequest) -> Iterator[VirtualCuda | None]:
-    """Run the test on a device in software, which it gets, and with ``-m gpu`` on the GPU, where it gets None."""
+    """Yield a software device for the test, or None with ``-m gpu``, when the test runs on the GPU."""
     if request.param == "real":
         yield None
         return

@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/one_step.py
 
-``--tool racecheck``, ``synccheck`` and ``initcheck`` take the same command. Without torch's cache every buffer is an
-allocation of its own, so that a kernel or a copy that leaves its slot is seen. Run it in the root of the repository.
+``--tool racecheck``, ``synccheck`` and ``initcheck`` take the same command. Without torch's cache every buffer is a
+separate allocation, so a kernel or a copy that leaves its slot is detected. Run it in the root of the repository.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel() -> None:
     gpu, ram = GpuTier(4 * NBYTES), RamTier(8 * NBYTES)
     link = CudaLink(ram, gpu)
     slots, sources = [slot_of(gpu), slot_of(gpu)], [slot_of(ram), slot_of(ram)]
-    for slot, source in zip(slots, sources, strict=True):  # streams and threads are there
+    for slot, source in zip(slots, sources, strict=True):  # streams and threads exist by now
         link.submit(source, slot, NBYTES).wait(60)
     for _ in range(5):
         busy()

@@ -1,4 +1,4 @@
-"""The GPU fails, or its memory runs out: one message, no hang, and the same command continues the last checkpoint."""
+"""The GPU fails, or its memory runs out: one message, no hang, and the same command resumes the last checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 @pytest.fixture(scope="module")
 def expected(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
-    """Return the weights of a run that nothing befell, and how often it called the device from step ``AT`` on."""
+    """Return the weights of an undisturbed run, and the number of its device calls from step ``AT`` on."""
     run = model.copy(tmp_path_factory.mktemp("expected") / "run")
     with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
@@ -58,11 +58,11 @@ def weights(run: SavedRun) -> bytes:
 
 
 def failed(run: SavedRun, act: Callable[[VirtualCuda], object]) -> str:
-    """Train while something befalls the device after step ``AT``; return what is said of it."""
+    """Train while ``act`` changes the device after step ``AT``; return the error message."""
     with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
         after_step(patch, AT, lambda: act(device))
         done = run.run(**TABLES)
-        device.last_call = None  # its end asks it for more
+        device.last_call = None  # closing the run calls the device
     assert done.exit_code == 1, done.output
     error = done.output[done.output.index("error:") :]
     assert "internal" not in error and "Traceback" not in error, error
@@ -106,7 +106,7 @@ def test_the_device_fails_in_the_middle(
 
 
 def test_lists_of_tensors_become_tensors_while_the_device_is_there_and_when_it_is_gone() -> None:
-    """As code of models does; a replaced ``Tensor.__getitem__`` would spoil it for the rest of the process."""
+    """Code of models does this; a replaced ``Tensor.__getitem__`` would break it for the rest of the process."""
     with virtual_gpu():
         there = torch.arange(3, device="cuda")
         assert torch.tensor([there[1], there[2]], device="cuda").tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Needs a CUDA device: what a step's own kernels compute there."""
+"""Needs a CUDA device: the results of a step's kernels on it."""
 
 from __future__ import annotations
 

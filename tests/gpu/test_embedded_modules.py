@@ -1,4 +1,4 @@
-"""``megatrain.offload`` on a GPU: the numbers of the plain model there, the same bits at every size of its memory."""
+"""``megatrain.offload`` on a GPU: the numbers of the plain model, and the same bits at every size of GPU memory."""
 
 from __future__ import annotations
 

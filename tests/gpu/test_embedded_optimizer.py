@@ -1,4 +1,4 @@
-"""TieredAdamW over ordinary parameters on a GPU: torch's numbers, the same bits wherever state is, no order lost."""
+"""TieredAdamW over ordinary parameters on a GPU: torch's numbers, the same bits wherever state is, no lost order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tiered(
         return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-# Of torch from 2.11 on: hooks keep nodes of the stream that the optimizer was made on. Streams are ordered anyway.
+# For torch 2.11 or newer: hooks keep nodes of the stream that created the optimizer. Streams are ordered anyway.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
@@ -92,7 +92,7 @@ def test_losses_are_those_of_torchs_optimizer(virtual: VirtualCuda | None, tmp_p
 
 
 def test_muons_products_are_made_where_the_parameters_are(virtual: VirtualCuda | None, tmp_path: Path) -> None:
-    """As torch's are, wherever the state is; a matrix that comes later gets room as well."""
+    """torch's do the same, wherever the state is; a later matrix also gets space."""
 
     def run(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[list[float], Tensor]:
         model = make_model(torch.float32)
@@ -128,7 +128,7 @@ def stepped(gradients: Sequence[Any]) -> Tensor:
 
 @pytest.mark.usefixtures("virtual")
 def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() -> None:
-    """It is queued when the copies have their place behind the backward already."""
+    """The kernel is queued after the copies were placed behind the backward."""
     generator = torch.Generator().manual_seed(1)
     numbers = [torch.randn(24, 64, generator=generator) for _ in range(STEPS)]
     crossed = stepped([lambda n=n: n.to("cuda").t() for n in numbers])
@@ -137,7 +137,7 @@ def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() ->
 
 
 class Sparse:
-    """What is asked of a sparse gradient; a device in software has none. Its numbers are there once a kernel ran."""
+    """The methods of a sparse gradient, which a software device lacks. A kernel makes its values."""
 
     layout, dtype = torch.sparse_coo, torch.float32
 

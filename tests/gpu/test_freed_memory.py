@@ -1,4 +1,4 @@
-"""The device in software hands freed memory on as torch's allocator does, and sees who would meet in it."""
+"""The software device reuses freed memory as torch's allocator does, and detects collisions in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a device, kept graphs and saved attention give a recompute's bits, and graphs take no more than was traced."""
+"""On a device, kept graphs and saved attention give a recompute's bits, and graphs stay within the traced size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that add in any order would differ between any two steps."""
+    """Use deterministic kernels: otherwise any two steps would differ."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -33,7 +33,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step(config: Any, dtype: torch.dtype, kept: Any, **saved: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
-    """Return the loss, the gradients, and the most memory that the step took beside weights and gradients."""
+    """Return the loss, the gradients, and the peak memory of the step without weights and gradients."""
     graph, model = build_graph(config, dtype=dtype), build_model(config, dtype).to("cuda")
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
     access._device, access.attention_nbytes = "cuda", 8 << 20
@@ -86,7 +86,7 @@ def test_saved_results_on_a_device(what: str, family: str, dtype: torch.dtype, v
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedResults, "answering", counted)
         saved_loss, saved_gradients, _ = step(config, dtype, (), **{what: range(1, 1 + config.num_hidden_layers)})
-    # Without a trace nothing is known to be unneeded: seven products, and attention where its kernel can be saved.
+    # Without a trace no product counts as unneeded: seven products, and attention if its kernel can be saved.
     is_fused = virtual is not None or dtype != torch.float32
     each = 1 if what == "saved_attention" else 7 + is_fused
     assert num_calls == [each] * config.num_hidden_layers * NUM_MICRO_BATCHES

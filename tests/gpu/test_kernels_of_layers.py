@@ -1,4 +1,4 @@
-"""On a device, compiled layers, MLPs in pieces and liger's kernels compute what layers do, and bits stay."""
+"""On a device, compiled layers, MLPs in pieces and liger's kernels compute the layers' results, and bits stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``offload_activations`` on a GPU with several streams: none gets memory that another one works in."""
+"""``offload_activations`` on a GPU with several streams: no stream gets memory that another one uses."""
 
 from __future__ import annotations
 

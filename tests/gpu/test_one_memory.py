@@ -1,4 +1,4 @@
-"""A GPU without memory of its own: one tier, no copies in it, the bits of every other placement."""
+"""A GPU that shares the host's memory: one tier, no copies within it, and the bits of every other placement."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_updates_without_a_kernel_of_the_gpu_are_made_by_the_host_in_place(tiny_
 
 @pytest.mark.usefixtures("integrated")
 def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
-    """With adapters over a base that is read from the model's folder into the one memory."""
+    """The run trains adapters over a base that is read from the model's folder into the shared memory."""
     run = make_run(tmp_path / "run")
     lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
     places = 'optimizer = ["nvme"]\nweights = ["folder", "ram"]\n'
@@ -95,7 +95,7 @@ def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path, text: str) -> list[tuple[float, float | None]]:
-    """Return losses and norms of steps of one of two ranks."""
+    """Return losses and norms of the steps of one of two ranks."""
     folder.mkdir()
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4")
     (folder / "run.toml").write_text(text)
@@ -143,7 +143,7 @@ def test_a_tenth_of_the_memory_is_left_to_the_machine(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("integrated")
 def test_a_gpu_tier_of_a_size_lies_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way out where one tier does not work: copies as on any GPU, and both tiers within the one memory."""
+    """The remedy if one tier does not work: copies as on any GPU, and both tiers within the shared memory."""
     monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
     monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
     specs = specs_of(tmp_path, '[tiers.gpu]\nsize = "60GiB"\n')

@@ -1,4 +1,4 @@
-"""Memory that CUDA does not page-lock is used as it is, and nothing else fails for it."""
+"""The engine uses memory that CUDA does not page-lock as it is, and nothing else fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and every gradient against plain Hugging Face on the same device, and the same bits wherever blocks live."""
+"""Loss and every gradient match plain Hugging Face on the same device, with the same bits wherever blocks are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 def test_loss_and_gradients_are_those_of_hugging_face(family: str, batches: str, virtual: VirtualCuda | None) -> None:
     """fp32 without TF32. Loss within 1e-5, each gradient within 1e-4 of its largest element.
 
-    The arithmetic is the same; sums are made in another order, by other kernels for other shapes: the head in pieces,
-    a recompute with contiguous inputs. On a CPU the tolerance is a tenth of that (tests/parity/test_families.py).
+    The arithmetic is the same, but kernels for other shapes add in another order: the head runs in pieces, a recompute
+    has contiguous inputs. On a CPU the tolerance is a tenth of this one (tests/parity/test_families.py).
     """
     assert not torch.backends.cuda.matmul.allow_tf32
     config = tiny_config(family)

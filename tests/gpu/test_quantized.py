@@ -1,4 +1,4 @@
-"""Blocks of packed bytes are unpacked on the device, by kernels that nothing waits for, to the host's bits."""
+"""Kernels unpack blocks of packed bytes on the device without a host wait, to the host's bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of ranks on a GPU: collectives on a stream of their own, in the right order, and no host wait for them."""
+"""Steps of ranks on a GPU: collectives on a separate stream, in the right order, without a host wait."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ WORLD = World.local(0, 2)
 
 
 def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tables: str) -> tuple[Any, ...]:
-    """Return losses and norms of some steps, the last of them without a host wait, and how far ahead it gathered.
+    """Return losses and norms of some steps, the last without a host wait, and how far ahead it gathered.
 
     Args:
         ahead: gather ahead.
-        passes: have parts of the vocabulary pass one by one.
+        passes: stream parts of the vocabulary one by one.
         tables: of ``config_text``.
     """
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Blocks that live and are updated in GPU memory give the bits of blocks that live in RAM."""
+"""Blocks that live and are updated in GPU memory have the bits of blocks that live in RAM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiered import parse_size
 NUM_STEPS = 2
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
-#: Each layer's norm comes to the host while the device computes the next layer.
+#: Each layer's norm is copied to the host while the device computes the next layer.
 BY_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
 
 
@@ -76,7 +76,7 @@ def test_homes_in_gpu_memory_change_no_bit(
 def test_matrices_are_made_orthogonal_on_the_device(
     dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """Wherever blocks are at home: the bits are the device's, and what crosses the bus is planned."""
+    """The bits are the device's wherever blocks are at home, and the bus traffic is planned."""
     model = write_tiny_model(tmp_path / "model")
     results: list[TieredRun] = []
     for gpu, nvme, tables in (("160MiB", 0, {"placement": ALL_RAM}), ("160MiB", 0, {}), ("44MiB", 1, {"ram": "9MiB"})):
@@ -114,7 +114,7 @@ def test_matrices_are_made_orthogonal_on_the_device(
 def test_updates_that_are_shared_between_host_and_device_change_no_bit(
     optimizer: str, dtype: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """State at home in RAM: some groups are updated there, the others are fetched to the device for their update."""
+    """State is at home in RAM: some groups are updated there, the others are fetched to the device for their update."""
     model = write_tiny_model(tmp_path / "model")
     results: dict[int, TieredRun] = {}
     for count in (0, 3, 100):
@@ -144,7 +144,7 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
 def test_updates_are_shared_where_rates_say_that_it_is_faster(
     params_per_s: float, bus: float, shares: bool, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """A slow processor beside a fast bus, and the other way round; without rates nothing is shared."""
+    """A slow processor with a fast bus shares updates, and the reverse does not; without rates nothing is shared."""
     model = write_tiny_model(tmp_path / "model")
     text = config_text(tmp_path, model, nvme=0, device="cuda", gpu="24MiB", placement=ALL_RAM)
     (tmp_path / "run.toml").write_text(text)
@@ -176,7 +176,7 @@ def test_updates_are_shared_where_rates_say_that_it_is_faster(
 
 
 def moved_state(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a step moves to the device; as many come back."""
+    """Return the bytes of optimizer state that a step moves to the device; the same number returns."""
     program, placement = plan.program, plan.placement
     moved = Traffic(program, placement.routes, placement.homes, placement.stays).of_step(
         lambda key: program.blocks[key].kind == "optimizer"
@@ -189,7 +189,7 @@ def moved_state(plan: Plan) -> int:
 def test_rows_keep_to_a_tier_that_has_no_room_for_a_mask(
     virtual: VirtualCuda | None, tmp_path: Path, packing: str
 ) -> None:
-    """Packed documents and single rows: neither makes a mask of [S, S]."""
+    """Neither packed documents nor single rows make a mask of [S, S]."""
     model = write_tiny_model(tmp_path / "model")
     size = "30MiB" if virtual is None else "19MiB"  # a GPU's attention takes workspace
     text = config_text(tmp_path, model, nvme=0, device="cuda", gpu=size, data=f"packing = {packing}")

@@ -1,4 +1,4 @@
-"""Steps on a GPU: nothing waits inside of one, nothing grows over many, and the memory checker finds nothing."""
+"""Steps on a GPU: no host wait within a step, no growth over many, and no findings of the memory checker."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def engine_in(
 def test_a_step_makes_the_host_wait_for_nothing_but_its_end(
     max_grad_norm: float, packing: str, placement: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """With torch set to raise at every operation that waits. The read at the end is an event, which it allows."""
+    """torch raises at every operation that waits. The read at the end is an event, which it allows."""
     tables = {"optimizer": f"max_grad_norm = {max_grad_norm}", "data": f"packing = {packing}", "placement": placement}
     with engine_in(tmp_path, tiny_model, 6, **tables) as (engine, loader, _):
-        for number in range(3):  # libraries set themselves up, and memory is made
+        for number in range(3):  # libraries initialize, and memory is allocated
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
         with no_waits_allowed():
             results = [engine.step(next(loader).micro_batches, number=n, lr=1e-3) for n in range(3, 6)]
@@ -70,7 +70,7 @@ def test_a_step_makes_the_host_wait_for_nothing_but_its_end(
 
 @pytest.mark.usefixtures("virtual")
 def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
-    """Also the first time in a process, when torch warns behind the change, which is an error here."""
+    """This includes the first time in a process, when torch warns after the change; the warning is an error here."""
     number = torch.ones((), device="cuda")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), no_waits_allowed():
@@ -101,7 +101,7 @@ def test_nothing_grows_over_fifty_steps(
 def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
     gpu_bytes: int, is_tight: bool, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The largest tick needs 4.1 MiB, on a GPU 5.2. Where all sizes fit side by side, steps reuse what was made."""
+    """The largest tick needs 4.1 MiB, on a GPU 5.2. If all sizes fit side by side, steps reuse existing buffers."""
     if virtual is None and is_tight:
         gpu_bytes += MiB
     with engine_in(tmp_path, tiny_model, 4, gpu_bytes=gpu_bytes, placement=ALL_RAM) as (engine, loader, trainer):
@@ -110,7 +110,7 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
         for number in range(4):
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
         engine.finish_updates()
-        assert (tier.num_drops > 0) == is_tight  # in which of the steps depends on the order in which copies end
+        assert (tier.num_drops > 0) == is_tight  # the step depends on the order in which copies end
 
 
 @pytest.mark.usefixtures("virtual")
@@ -122,7 +122,7 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
             8,
             "32MiB",
             "36MiB",
-        ),  # without buffers of their own, copies drop seven slabs of RAM in every step
+        ),  # without separate buffers, copies drop seven slabs of RAM in every step
         pytest.param("7b_64k_equal", 28, "110MiB", "113MiB", marks=pytest.mark.slow),
         pytest.param(
             "14b+full_recompute+eager", 48, "124MiB", "113MiB", marks=pytest.mark.slow
@@ -133,7 +133,7 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
     ],
 )
 def test_no_step_of_a_shape_of_the_bench_allocates(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:
-    """At a 1024th of its parameters, with a 1024th of the memory of GPU and machine."""
+    """The shape has a 1024th of the parameters and of the memory of GPU and machine."""
     case, tiers = part_named(part), {"gpu": {"size": gpu}, "ram": {"size": ram}}
     if case.uses_drive:
         tiers["nvme"] = [{"path": str(tmp_path / "drive"), "size": "1GiB"}]  # type: ignore[assignment]
@@ -160,11 +160,11 @@ def test_no_step_of_a_shape_of_the_bench_allocates(part: str, layers: int, gpu: 
 
 
 def memory_of(tier: GpuTier) -> dict[str, int]:
-    """Return what must stay as it is between two steps, and the resident memory of the process."""
+    """Return the figures that must stay constant between two steps, and the resident memory of the process."""
     found = {"rss": psutil.Process().memory_info().rss, "drops": tier.num_drops}
     stats = torch.cuda.memory_stats()
-    # How many slots there are at once depends on how far fetches were ahead; the tier keeps those within its size.
-    # What was asked for: a block that the allocator takes from its cache may be larger, another one each time.
+    # The number of slots depends on how far ahead fetches are; the tier keeps them within its size.
+    # `requested_bytes` counts requests: a block from the allocator's cache may be larger, and varies.
     slot_bytes = tier._ledger.slot_bytes + tier._pool.pooled_bytes
     found["beside slots"] = stats["requested_bytes.all.current"] - slot_bytes
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}

@@ -1,4 +1,4 @@
-"""Updates that the device decides about have the bits of those that the host decides about."""
+"""Updates that the device decides about have the bits of updates that the host decides about."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps(run: Steps) -> tuple[list[tuple[float, float, bool]], dict[str, str]]:
 def test_bits_are_those_of_updates_that_the_host_decides_about(
     optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a step that is not finite, which leaves weights, state and the count of updates as they are."""
+    """A step that is not finite leaves weights, state and the count of updates unchanged."""
     tables = {"optimizer": f'{optimizer}\nnonfinite = "skip"'}
     with run_in(tmp_path / "ahead", tiny_model, **tables) as run:
         assert run.engine._access.updates_ahead

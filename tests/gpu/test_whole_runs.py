@@ -1,4 +1,4 @@
-"""The commands on a GPU: plan, run, status, export, doctor; stopped, killed, continued, at every size of its memory."""
+"""The commands on a GPU: plan, run, status, export, doctor; stopped, killed, continued, at every GPU memory size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 6
 EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
 SAMPLES = "predict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5\n"
 ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
-#: Placement, and what the GPU tier may take: "" for all that there is.
+#: Placement, and the size of the GPU tier: "" for all free memory.
 SIZES = {
     "all that there is": ("", ""),
     "a part streams": ("", "2MiB"),
@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
 
 @pytest.fixture(scope="module")
 def sampled_on_cpu(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What a run on the CPU continues its held-out rows with."""
+    """Return the held-out continuations of a run on the CPU."""
     run = model.copy(tmp_path_factory.mktemp("on_cpu") / "run")
     done = run.run(steps=3, more=f"{EVALUATION}{SAMPLES}")
     assert done.exit_code == 0, done.output
@@ -132,7 +132,7 @@ def test_evaluations_continue_rows_as_on_a_cpu(
 
 @pytest.mark.slow
 def test_averages_are_evaluated_alike_at_every_size(model: SavedRun, tmp_path: Path) -> None:
-    """Averaged and rounded on the device, or averaged on the host and rounded there."""
+    """The average is computed and rounded on the device, or computed on the host and rounded there."""
     found = []
     for number, size in enumerate(SIZES):
         run = model.copy(tmp_path / str(number))

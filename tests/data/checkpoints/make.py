@@ -1,9 +1,9 @@
-"""Make the golden checkpoints beside this file again, with the program as it is now; see README.md.
+"""Make the golden checkpoints in this folder again, with the current program; see README.md.
 
     PYTHONPATH=. python tests/data/checkpoints/make.py FOLDER
 
-FOLDER, which must not exist, is where the runs think they are: its path stays in what they write. What belongs to
-checkpoints is packed into archives beside this file, which must not exist either.
+FOLDER, which must not exist, becomes the folder of the runs: its path stays in their files. The checkpoints are packed
+into archives in this folder, which must not exist either.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ min_free_disk = "1MiB"
 size = "64MiB"
 """
 ON_DRIVE = '[placement]\noptimizer = "nvme"\n[[tiers.nvme]]\npath = "drive"\nsize = "16MiB"\n'
-#: Name -> processes of the first step and of the second, and what the config says besides.
+#: Name -> processes of the first step and of the second, and additional config tables.
 FORMS = {"one": ((1, 1), ON_DRIVE), "ram": ((1, 1), ""), "ranks": ((2, 2), ON_DRIVE), "both": ((1, 2), ON_DRIVE)}
-#: What else a run leaves in its folders: it belongs to no checkpoint.
+#: Files in the folders of a run that belong to no checkpoint.
 NOT_KEPT = ("live", ".pool", "LOCK", "README.txt", "out/*.json*", "out/rank?????")
 
 
 def write_model(folder: Path) -> None:
-    """Write a model of 0.9 k parameters, whose words are letters, and something to read."""
+    """Write a model with 0.9 k parameters and a vocabulary of letters, and a text to train on."""
     letters = "abcdefghijklmnopqrstuvwxyz ."
     vocabulary = {"<s>": 0, **{letter: number for number, letter in enumerate(letters, 1)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
@@ -76,7 +76,7 @@ def run(folder: Path, processes: int, text: str) -> None:
 
 
 def write(folder: Path) -> None:
-    """Have the runs write their checkpoints."""
+    """Let the runs write their checkpoints."""
     folder.mkdir(parents=True)
     write_model(folder / "model")
     for name, (processes, more) in FORMS.items():
@@ -90,14 +90,14 @@ def write(folder: Path) -> None:
 
 
 def pack(folder: Path) -> None:
-    """Put what belongs to checkpoints into an archive for each form: most of it is zeros, of shares past their ends."""
+    """Pack the checkpoints of each form into an archive; most bytes are zeros, in shares past their ends."""
     for name in FORMS:
         with tarfile.open(HERE / f"{name}.tar.xz", "x:xz") as archive:
             archive.add(folder / name, arcname=name, filter=kept)
 
 
 def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Return a file for an archive, without its owner; None: it belongs to no checkpoint."""
+    """Return an archive member without its owner, or None if it belongs to no checkpoint."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     path = Path(*Path(member.name).parts[1:])

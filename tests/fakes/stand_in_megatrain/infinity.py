@@ -1,4 +1,4 @@
-"""The calls of the reference's trainer that `bench/gpu.py` makes, on the CPU, where the reference itself cannot run."""
+"""The calls that `bench/gpu.py` makes to the reference's trainer, on the CPU, where the reference cannot run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class CPUMasterConfig(SimpleNamespace):
-    """Takes whatever it is given."""
+    """Accepts any arguments."""
 
 
 class CPUMasterModel:

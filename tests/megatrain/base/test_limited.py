@@ -1,4 +1,4 @@
-"""Work within limits of time and memory: what ends returns its result, the rest is an error that says which limit."""
+"""Work within limits of time and memory returns its result, or raises an error that names the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table of other tools' keys: it fits our schema, and what it says of a key reaches the user either way."""
+"""The table of other tools' keys fits this project's schema, and each remark reaches the user on both paths."""
 
 from __future__ import annotations
 

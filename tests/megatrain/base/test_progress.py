@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on: the counters of the engine, the status file, the words of the loop."""
+"""Progress of a live run: the counters of the engine, the status file, the words of the loop."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def fail_while_training(folder: Path) -> None:
 
 
 def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
-    """For who follows from another process; and the last word stays the last."""
+    """Another process can follow the status; the last message stays the last."""
     activity = Activity()
 
     def doing() -> Any:

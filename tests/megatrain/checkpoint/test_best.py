@@ -1,4 +1,4 @@
-"""The best evaluation: which one it is, whose checkpoint stays and becomes the model, and when a run ends early."""
+"""The best evaluation: its selection, the checkpoint that it keeps and exports, and early stopping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain.checkpoint.catalog import list_checkpoints
 from processes.saved_run import SavedRun
 
 VALUES = st.one_of(st.sampled_from([1.0, 1.1, 1.2, 0.9, math.nan]), st.floats(0, 2))
-#: The largest loss is the best one: that of the first evaluation, as the model gets better.
+#: The first evaluation has the largest loss, which counts as the best here; the model improves afterwards.
 WORST = 'eval_steps = 2\nmetric_for_best_model = "eval_loss"\ngreater_is_better = true\n'
 EVAL = '[[data.eval]]\nname = "held out"\npath = "data.txt"\n'
 
@@ -59,7 +59,7 @@ def test_patience_is_that_of_transformers(
         first_is_nan = best is not None and math.isnan(best.value)
         best = spec.after(best, step, value)
         if first_is_nan or math.isnan(values[0]):
-            return  # to theirs nothing is ever better than NaN
+            return  # torch's comparison never finds anything better than NaN
         assert (best.value, best.step) == (state.best_metric, state.best_global_step)
         assert spec.is_over(best) == control.should_training_stop
         if control.should_training_stop:
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:
     assert saved_steps(run) == [2, 4, 6]
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 2
     assert "nothing to do" in train(run, "", steps=6, **one)
-    # Two more than are kept beside it, in a run that goes on.
+    # The run continues and keeps two more checkpoints than the best.
     train(run, "", steps=12, **one)
     assert saved_steps(run) == [2, 8, 10, 12]
     assert run.call("export", "--step", 2, run.out, run.folder / "two").exit_code == 0
@@ -125,7 +125,7 @@ def test_a_run_that_gets_no_better_ends(run: SavedRun) -> None:
     assert "nothing to do" in train(run, "early_stopping_patience = 2\n", steps=20)
     assert "stopping early" in train(run, "early_stopping_patience = 3\n", steps=20)
     assert saved_steps(run) == [4, 6, 8]
-    # The count goes on where a run is continued.
+    # The count continues in a resumed run.
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
 
 

@@ -36,7 +36,7 @@ def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
 
 @pytest.fixture
 def on_nvme(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
-    """A run whose blocks lie on a drive; its folder must not be copied: the manifests name the drive."""
+    """A run whose blocks are on a drive; its folder must not be copied: the manifests name the drive."""
     run = SavedRun(tmp_path / "w")
     run.folder.mkdir()
     for name in ("model", "data.txt"):

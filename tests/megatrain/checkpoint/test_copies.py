@@ -1,4 +1,4 @@
-"""Whole copies of checkpoints, and drives that are lost: what is made, what is said, what a run goes on from."""
+"""Whole copies of checkpoints, and lost drives: the copies made, the messages, the checkpoint that a run resumes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copied_steps(run: SavedRun) -> list[object]:
 
 @pytest.fixture
 def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let training wait for every copy: which are made is then no matter of time."""
+    """Let training wait for every copy, so that the set of copies does not depend on time."""
     offer = CheckpointCopier.offer
 
     def offer_and_wait(self: CheckpointCopier, *arguments: Any, **options: Any) -> None:
@@ -60,7 +60,7 @@ def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointCopier, "offer", offer_and_wait)
 
 
-# -- which are made ----------------------------------------------------------------------------------------------
+# -- which checkpoints are copied --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_as_many_are_kept_as_checkpoints(run: SavedRun, copied_at_once: None) ->
 
 
 def test_numbers_that_begin_anew_are_copied(tmp_path: Path) -> None:
-    """A copy of generation 5 is there and its checkpoints were removed: the next one has number 1, and is copied."""
+    """A copy of generation 5 exists and its checkpoints were removed: the next number is 1, and it is copied."""
     table = CheckpointConfig(save_total_limit=1, save_copy=True, min_free_disk="0B")
     spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
 
@@ -117,7 +117,7 @@ def test_without_drives_there_is_nothing_to_copy(run: SavedRun) -> None:
 
 
 def test_a_slow_copy_never_reads_what_a_save_removes(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves come faster than copies: training waits only where a checkpoint would go under the copy, and says so."""
+    """Saves come faster than copies: training waits, with a message, only before it would remove one being copied."""
     rest = copier._Pace.rest
 
     def rest_longer(self: copier._Pace) -> None:
@@ -170,7 +170,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
         train_step(self)
 
     def stop_again(self: copier._Pace) -> None:
-        if not copying.is_set() and self._hurry.is_set():  # somebody waits for it: all is saved
+        if not copying.is_set() and self._hurry.is_set():  # a caller waits for it: all is saved
             copying.set()
             os.kill(os.getpid(), signal.SIGTERM)
             assert self._cancelled.wait(30)
@@ -199,7 +199,7 @@ def test_a_run_that_is_done_can_be_copied_afterwards(run: SavedRun) -> None:
     assert "copied checkpoint" not in result.stdout, "it is there already"
 
 
-# -- what a run goes on from -------------------------------------------------------------------------------------
+# -- the checkpoint that a run resumes ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_run_that_lost_its_drive_goes_on_from_the_copy(lost: SavedRun) -> None
 
 
 def test_a_copy_that_is_newer_than_what_is_left_comes_first(lost: SavedRun) -> None:
-    """An old checkpoint that needs no drive is worth less than a copy of a newer one."""
+    """A newer copy is preferred to an old checkpoint that needs no drive."""
     shutil.rmtree(lost.out / "checkpoints")
     result = lost.run(**ON_DRIVE)
     assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
@@ -345,7 +345,7 @@ def test_a_copied_folder_is_read_from_its_own_drives(run: SavedRun, tmp_path: Pa
     result = damaged.run(**ON_TWO_DRIVES)
     assert result.exit_code == 0 and "continuing after step 2 of 6" in result.stdout, result.output
 
-    shutil.rmtree(run.folder)  # the original is gone: moved, in effect
+    shutil.rmtree(run.folder)  # the original is gone, as after a move
     for words in (("ckpt", "ls"), ("ckpt", "verify"), ("status",)):
         result = sound.call(*words, sound.out)
         assert result.exit_code == 0 and str(run.folder) not in result.output, result.output
@@ -400,7 +400,7 @@ def test_a_live_copy_without_a_whole_checkpoint_names_its_own_folders(run: Saved
         assert part in result.stderr, result.stderr
 
 
-# -- what is said before anything is lost ------------------------------------------------------------------------
+# -- messages before anything is lost ----------------------------------------------------------------------------
 
 
 def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:

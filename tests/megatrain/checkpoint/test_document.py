@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md says of the format is so: its code opens the checkpoints of a run."""
+"""The format in docs/checkpoints.md is correct: its code opens the checkpoints of a run."""
 
 from __future__ import annotations
 

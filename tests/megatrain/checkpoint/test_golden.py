@@ -25,7 +25,7 @@ WITH_COPIES = [name for name, (_, copies) in FORMS.items() if copies]
 
 
 def longer(run: SavedRun) -> Path:
-    """Let the config take two steps more."""
+    """Extend the config by two steps."""
     path = run.folder / "run.toml"
     text = path.read_text()
     assert "max_steps = 2" in text
@@ -34,7 +34,7 @@ def longer(run: SavedRun) -> Path:
 
 
 def go_on(run: SavedRun) -> bytes:
-    """Return the weights after two steps more."""
+    """Return the weights after two further steps."""
     return finished(run, longer(run))
 
 
@@ -48,10 +48,10 @@ def finished(run: SavedRun, path: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights after four steps that nothing stopped.
+    """The weights after four uninterrupted steps.
 
-    Another processor may round the first two steps otherwise than that which wrote the golden ones: what is compared
-    is then what the simplest of the forms gives.
+    Another processor may round the first two steps differently than the one that wrote the golden checkpoints: then the
+    result of the simplest form is compared.
     """
     folder = tmp_path_factory.mktemp("unbroken")
     golden, run = unpack("ram", folder / "golden"), unpack("ram", folder)
@@ -102,7 +102,7 @@ def test_listed_and_verified(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_exported(form: str, tmp_path: Path) -> None:
-    """The same bytes, whoever wrote them: what lies on drives is gone where there is a copy."""
+    """All forms export the same bytes; blocks on drives are removed if a copy exists."""
     run, simplest = unpack(form, tmp_path), unpack("ram", tmp_path / "simplest")
     if form in WITH_COPIES:
         shutil.rmtree(run.folder / "drive")

@@ -1,4 +1,4 @@
-"""Work that is on disk is continued: with a top file that is older, and with clocks that were set back."""
+"""Saved work on disk is resumed, also with an outdated top file and with clocks that were set back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step_of(text: str) -> int:
 def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest(
     top: int | None, run: SavedRun
 ) -> None:
-    """Before, such a run started from the model, and its first save removed the sound checkpoints."""
+    """Before a fix, such a run started from the model, and its first save removed the sound checkpoints."""
     final = (run.out / "final/model.safetensors").read_bytes()
     folder = run.out / "checkpoints"
     for number in (1, 3):
@@ -57,7 +57,7 @@ def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest
 
 
 def test_a_run_whose_checkpoints_are_all_incomplete_does_not_start_anew(run: SavedRun) -> None:
-    """A copy of a live run may hold the top file, and of each generation a part alone."""
+    """A copy of a live run may hold the top file, and only a part of each generation."""
     folder = run.out / "checkpoints"
     for path in folder.glob("snap/*/MANIFEST.json"):
         path.unlink()
@@ -72,7 +72,7 @@ def test_a_run_whose_checkpoints_are_all_incomplete_does_not_start_anew(run: Sav
 
 
 def test_a_clock_that_was_set_back_costs_nothing(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of an old checkpoint with a later time was continued, and the newer checkpoints were dropped."""
+    """Before a fix, an old checkpoint with a later time was resumed, and the newer checkpoints were dropped."""
     run.folder.joinpath("drive").mkdir()
     shutil.rmtree(run.out)
     options = {"placement": ON_NVME, "more": NVME, "checkpoint": "save_copy = 2"}

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: shards of real stores that one document makes a checkpoint, or does not."""
+"""Checkpoints of several ranks: shards of real stores, which one document makes a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PATIENCE_S = 20.0
 
 
 class Gatherer:
-    """Lets threads, as ranks, give things to each other."""
+    """Lets threads, as ranks, exchange objects."""
 
     def __init__(self, size: int) -> None:
         self._items: list[object] = [None] * size
@@ -89,7 +89,7 @@ def saves_of(
 
 
 def write(folder: Path, size: int, steps: Sequence[int]) -> list[Checkpoint]:
-    """Save steps with so many ranks, each a thread; return the document's checkpoints."""
+    """Save steps with ``size`` ranks, each a thread; return the document's checkpoints."""
     gatherer, problems = Gatherer(size), []
 
     def run(rank: int) -> None:
@@ -134,7 +134,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], data: st.DataObject) -> None:
-    """What each rank of a new world owns, read from the shards of the old one, is what the whole block has there."""
+    """Each rank of a new world reads its ranges from the old shards and gets the values of the whole block."""
     folder = written[data.draw(st.sampled_from([1, 2, 3]))]
     (checkpoint,) = read_checkpoints(folder / "checkpoints")
     reader, key = CheckpointReader(checkpoint), data.draw(st.sampled_from(list(SIZES)))
@@ -197,7 +197,7 @@ def test_a_run_that_starts_over_keeps_unnamed_generations_until_it_has_a_checkpo
 
 
 def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:
-    """One rank has the next generation, another not: the document is as before, and the next start goes on from it."""
+    """Only one rank has the next generation: the document is unchanged, and the next start resumes its checkpoint."""
     (before,) = write(tmp_path, 2, [1])
     with rank_store(tmp_path, 0, 2) as store:
         store.load(before.ranks[0].generation)
@@ -226,12 +226,12 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
     assert [each.meta["step"] for each in known] == [1, 3]
     for each in known:
         assert_is(each)
-    # The future that was abandoned is gone.
+    # The abandoned future is gone.
     assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
 
 
 def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
-    """Not the older one that could: a crash during the save would leave none. And all know the same room and stop."""
+    """The older, loadable one stays, since a crash in the save would leave none. All ranks share one space and stop."""
     one, two = write(tmp_path, 2, [1, 2])
     gatherer, found, files = Gatherer(2), {}, []
     for each in two.ranks:  # a copy of the checkpoint on the same file system has links to files of it
@@ -342,7 +342,7 @@ def test_a_document_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
 
 
 def gather_by_files(folder: Path, rank: int, size: int) -> Callable[[object], list[Any]]:
-    """Lets processes give things to each other; a process ends when another is silent."""
+    """Let processes exchange objects; a process ends when another is silent."""
     turn = iter(range(1 << 30))
 
     def gather(item: object) -> list[Any]:
@@ -363,7 +363,7 @@ def gather_by_files(folder: Path, rank: int, size: int) -> Callable[[object], li
 
 
 def _rank_process(folder: Path, meeting: Path, rank: int, size: int) -> None:
-    """Go on from the newest checkpoint, and save step after step until somebody kills a rank."""
+    """Resume the newest checkpoint, and save step after step until a rank is killed."""
     torch.set_num_threads(1)
     with rank_store(folder, rank, size) as store:
         saves = saves_of(folder, rank, gather_by_files(meeting, rank, size), store)
@@ -400,7 +400,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
                     os._exit(4)
             children.append(child)
         acknowledged = tmp_path / "acknowledged"
-        if number % 2:  # else any instant from the start of the processes on
+        if number % 2:  # otherwise any instant after the start of the processes
             deadline = time.monotonic() + PATIENCE_S
             before = acknowledged.stat().st_mtime_ns if acknowledged.exists() else 0
             while not acknowledged.exists() or acknowledged.stat().st_mtime_ns == before:
@@ -409,7 +409,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
         time.sleep(chance.uniform(0.0, 0.4))
         victim = children[number // 2 % size]
         os.kill(victim, signal.SIGKILL)
-        time.sleep(chance.uniform(0.0, 0.1))  # what the other does meanwhile must not make a checkpoint of halves
+        time.sleep(chance.uniform(0.0, 0.1))  # the other rank's work must not make a checkpoint of halves
         for child in children:
             if child != victim:
                 os.kill(child, signal.SIGKILL)

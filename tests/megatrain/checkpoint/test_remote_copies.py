@@ -40,7 +40,7 @@ def server() -> Iterator[S3]:
 
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """The server, empty; runs save every three steps, as each request takes its milliseconds."""
+    """The server, empty; runs save every three steps, because each request takes milliseconds."""
     monkeypatch.setattr(saved_run, "CONFIG", saved_run.CONFIG.replace("save_steps = 2", "save_steps = 3"))
     yield server
     server.line.restore()
@@ -58,7 +58,7 @@ def run(unbroken: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Where no server is the subject: another folder, by the same way."""
+    """Return the URL of a folder, for tests that need no server."""
     return f"file://{tmp_path}/elsewhere/run"
 
 
@@ -91,7 +91,7 @@ def be_an_empty_machine(run: SavedRun) -> None:
 
 
 def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3: S3) -> None:
-    """The run is killed while its second copy is half there; an empty machine goes on from the first, to the bit."""
+    """The run is killed halfway through its second copy; an empty machine resumes the first, to the bit."""
     s3.line.stall_after = 2_400_000  # of one copy: 1.6 MB and headers
     process = run.start(**to_s3(**ON_DRIVE))
     try:
@@ -106,7 +106,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     assert half and not s3.files().exists(f"{half[0]}/CHECKPOINT.json"), "the cut came in the middle of a copy"
 
     be_an_empty_machine(run)
-    result = run.run(**to_s3())  # no drive there
+    result = run.run(**to_s3())  # there is no drive
     assert result.exit_code == 0, result.output
     assert "bringing back the checkpoint of step 3 from 's3://bucket/run'" in result.output
     assert "continuing after step 3 of 6" in result.output
@@ -155,7 +155,7 @@ def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeyp
 
 @pytest.mark.slow
 def test_a_machine_that_fell_behind_goes_on_from_the_url(run: SavedRun, s3: S3) -> None:
-    """Another machine went further: what is here is older, and of the same run."""
+    """Another machine got further: the local checkpoint is older, and of the same run."""
     assert run.run(steps=2, **to_s3()).exit_code == 0
     other = run.copy(run.folder.parent / "other")
     for each, steps in ((other, 4), (run, 6)):
@@ -165,11 +165,11 @@ def test_a_machine_that_fell_behind_goes_on_from_the_url(run: SavedRun, s3: S3) 
     assert weights(run) == weights(run, "undisturbed")
 
 
-# -- nothing is removed before it is there -------------------------------------------------------------------------
+# -- nothing is removed before its copy exists ---------------------------------------------------------------------
 
 
 def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One checkpoint stays, and each of six is still there when its copy is committed."""
+    """One checkpoint is kept, and each of six still exists when its copy is committed."""
     seen: list[tuple[int, bool]] = []
     commit = RemoteFolder.commit
 
@@ -293,7 +293,7 @@ def test_whose_url_it_is(run: SavedRun, url: str) -> None:
 
 
 def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run: SavedRun, url: str) -> None:
-    """The config is the same; the checkpoint holds the adapters alone, which were trained on other weights."""
+    """The config is the same; the checkpoint holds only the adapters, which were trained on other weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     lora = {"more": '[lora]\nr = 2\ntarget_modules = ["q_proj"]\n'}
@@ -312,7 +312,7 @@ def test_two_processes_that_share_a_url(url: str) -> None:
     folder = RemoteFolder(url)
     made = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "a"),), {"saved_at": "1"}, 1, {})
     folder.commit(made)
-    folder.commit(made)  # its answer was lost, so it was tried again
+    folder.commit(made)  # its answer was lost, so it was retried
     other = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "b"),), {"saved_at": "2"}, 1, {})
     with pytest.raises(remote.TakenError, match="two runs share it"):
         folder.commit(other)
@@ -346,7 +346,7 @@ def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, le
 
 
 def test_one_process_sends_the_parts_of_ranks_that_are_no_more(tmp_path: Path, url: str) -> None:
-    """Two ranks saved while the URL was out of reach; one process continues, and sends what both have."""
+    """Two ranks saved while the URL was unreachable; one process resumes, and uploads the parts of both."""
     run = unpack("ranks", tmp_path)
     config = load_config(run.folder / "run.toml", overrides=[f'checkpoint.save_copy="{url}"']).config
     copier = remote_copier.RemoteCopier(resolve_checkpoint(config), print, 0, lambda item: [item])
@@ -361,7 +361,7 @@ def test_one_process_sends_the_parts_of_ranks_that_are_no_more(tmp_path: Path, u
 
 
 def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
-    """What a run keeps as its best is there after the machine is gone, and becomes its model as ever."""
+    """The best checkpoint of a run survives the loss of the machine, and becomes its model as usual."""
     more = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
 
     def config(out: str, steps: int, **tables: str) -> Path:
@@ -377,7 +377,7 @@ def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
     result = run.call("run", config("out", 10, **to(url)), "--allow-config-change")
     assert result.exit_code == 0, result.output
     assert result.output.count("bringing back the checkpoint") == 2 == len(before), result.output
-    # The newest is fetched last, so that it is the newest here, too.
+    # The newest is fetched last, so that it is also the newest here.
     fetched = [int(step) for step in re.findall(r"bringing back the checkpoint of step (\d+)", result.output)]
     assert fetched == [before[1].step, 8] and "continuing after step 8 of 10" in result.output
     assert "is gone" not in result.output and weights(run) == weights(run, "whole")
@@ -386,7 +386,7 @@ def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
 def test_a_stop_while_the_url_is_away_saves_the_last_steps(
     run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training waits for a copy that cannot be made; a stop is asked for: the newest steps are saved."""
+    """Training waits for a copy that cannot be made; on a stop request the newest steps are saved."""
 
     def refuse(*arguments: Any) -> None:
         raise remote.RemoteError("the bucket went away")
@@ -469,7 +469,7 @@ def test_what_credentials_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
-    """Who can write at the URL may name anything: nothing outside of the folder that is fetched is written."""
+    """A writer at the URL may choose any name; nothing outside of the fetched folder is written."""
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1, "objects": {"../../escaped": [1, "00"]}}).encode()
     part = remote.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())

@@ -1,4 +1,4 @@
-"""What liger-kernel does to models that exist already, with torch in the place of its kernels, which need a GPU."""
+"""liger-kernel's changes to existing models, with torch operations in place of its kernels, which need a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply_liger_kernel_to_llama(
     swiglu: bool = True,
     model: Any = None,
 ) -> None:
-    """Patch a model, and for models that come later the names in its module."""
+    """Patch a model, and the names in its module for later models."""
     from transformers.models.llama import modeling_llama
 
     assert model is not None and rms_norm
@@ -42,7 +42,7 @@ def apply_liger_kernel_to_llama(
 
 
 def apply_to_norms(rms_norm: bool = True, model: Any = None) -> None:
-    """Patch the norms of a model; unlike liger-kernel leave its MLPs and experts alone."""
+    """Patch the norms of a model; unlike liger-kernel, leave its MLPs and experts unchanged."""
     assert model is not None and rms_norm
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
