@@ -1,4 +1,4 @@
-"""What a run starts from, and where its data goes on, when something is another than before."""
+"""The start of a run, and the position of its data, after some input changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
 
 
 def train(run: SavedRun, *options: str, **config: Any) -> int:
-    """Train on; return the step after which the run was continued, 0 for none."""
+    """Continue training; return the step of the resumed checkpoint, or 0 without one."""
     result: Result = run.run(*options, **config)
     assert result.exit_code == 0, result.output
     found = re.search(r"continuing after step (\d+)", result.output)
@@ -62,7 +62,7 @@ def test_a_model_of_another_dtype_is_written_anew(run: SavedRun) -> None:
 
 @pytest.mark.parametrize("key", ["config_xxh3_64", "dtype", "device", "attention", "name", "class", "num_parameters"])
 def test_what_of_the_model_alters_results(key: str, unbroken: SavedRun) -> None:
-    """Also what no key of the config says: ``auto`` may mean another kernel on another machine."""
+    """This includes facts outside of the config: ``auto`` may select another kernel on another machine."""
     found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     now = {**found.state.model, key: "another"}
     changes = changes_from(found.state.config_toml, config)
@@ -85,7 +85,7 @@ EXCLUDE = "optimizer.weight_decay_exclude"
 
 
 def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) -> None:
-    """What decays counts. A checkpoint of before that was noted is told by its globs, with which no vector decayed."""
+    """Only the decayed parameters count. Older checkpoints recorded only globs, with which no vector decayed."""
     found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     plan = plan_run(resolve(config))
 
@@ -149,7 +149,7 @@ def test_other_data_alters_results(unbroken: SavedRun) -> None:
 
 
 def test_with_another_batch_the_data_goes_on_at_the_same_row(run: SavedRun) -> None:
-    """Twelve rows are behind it."""
+    """Twelve rows are already used."""
     words = ("--set", "per_device_train_batch_size=1", "--allow-config-change")
     assert train(run, *words, steps=8) == 6
     found = epochs(run.out)

@@ -1,4 +1,4 @@
-"""What a scan finds out, in which order a run tries it, and what a save removes: with records, and golden folders."""
+"""Checkpoint scans, the order in which a run tries them, and removals by a save: with records and golden folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_one(number: int, saved_at: str) -> Checkpoint:
 
 
 def test_what_cannot_be_read_stays_behind_what_is_newer() -> None:
-    """Else a copy that is older than all of them would come first, as if it were the newest."""
+    """Otherwise a copy that is older than all of them would come first, as if it were the newest."""
     damaged, own = of_one(3, ""), of_one(2, "2026-02")
     for saved_at, place in (("2026-01", 2), ("2026-02", 2), ("2026-03", 1)):
         copy = of_one(1, saved_at)
@@ -41,7 +41,7 @@ def test_what_cannot_be_read_stays_behind_what_is_newer() -> None:
 
 
 def test_of_two_of_one_second_the_later_one_goes_on() -> None:
-    """A run of one process saves, and right after it one of two, whose generations have other numbers."""
+    """A run of one process saves, and right after it a run of two, whose generations have other numbers."""
     state = make_state()
     first, second = (of_one(number, state.saved_now().saved_at) for number in (2, 1))
     of_before = of_one(3, first.saved_at[:19] + "+00:00")  # by a version that wrote whole seconds
@@ -81,7 +81,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, 0, lambda item: [item], 2, print)
     known = [of_one(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
     assert folder.newest(known, 2) == known[2:] and folder.newest(known, 0) == []
-    # One is what generations it names: of several ranks there may be one with the same number.
+    # Generation numbers identify the best: another checkpoint of several ranks may have the same number.
     folder.best = replace(known[0], folder=tmp_path, nbytes=9)
     assert folder.newest(known, 2) == [known[0], *known[2:]] and folder.newest(known, 0) == known[:1]
     folder.best = replace(known[0], ranks=(RankGeneration("rank00000", 1, "0" * 16),))
@@ -90,7 +90,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_writer_of_one_process_knows_what_its_store_keeps(keep: int, tmp_path: Path) -> None:
-    """And which checkpoint the next commit replaces: a copy of it has to end before, also where one is kept."""
+    """It also knows the checkpoint that the next commit replaces: a copy of it must end first, even with keep = 1."""
     tiers = [RamTier(MiB, pin_memory=False)]
     with TieredStore(tiers, path=str(tmp_path), keep_generations=keep) as store:
         folder = CheckpointFolder(tmp_path, 0, lambda item: [item], keep, print)
@@ -141,7 +141,7 @@ def candidates_of(run: SavedRun) -> list[Checkpoint]:
 
 
 def test_a_drive_of_one_rank_is_not_there(tmp_path: Path) -> None:
-    """It may be one of another host: `ckpt` says what is not found, and a run tries it all the same."""
+    """The drive may belong to another host: `ckpt` reports the missing path, and a run still tries the checkpoint."""
     run = unpack("ranks", tmp_path)
     gone = run.folder / "drive/rank00001"
     shutil.rmtree(gone)

@@ -1,4 +1,4 @@
-"""``[[data.eval]]`` and ``[evaluation]``: defaults, names, and what cannot work."""
+"""``[[data.eval]]`` and ``[evaluation]``: defaults, names, and invalid values."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_rows_kept_from_training_are_evaluated_too(tmp_path: Path) -> None:
     assert (config.data.val_size, config.evaluation.eval_strategy) == (0.01, "steps")
     assert config_from_toml(to_toml(config)) == config
     now = load_config(write_val(tmp_path, "50")).config
-    assert now.data.val_size == 50 and not compare(config, now).altering  # the data's fingerprint tells
+    assert now.data.val_size == 50 and not compare(config, now).altering  # the data's fingerprint shows it
     loaded = load_config(write_val(tmp_path, "50"), overrides=["eval_strategy=no"])
     assert loaded.warnings == ('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates',)
 

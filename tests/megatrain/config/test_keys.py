@@ -1,6 +1,6 @@
-"""What is known of each key, and its JSON Schema: it says of values what the loader says.
+"""The description of each key, and its JSON Schema, which accepts the values that the loader accepts.
 
-The schema is checked by a validator for the words that it uses.
+A validator checks the schema for the keywords that it uses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ path = "chat.jsonl"
 
 
 def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
-    """Return what a value does not keep to; every word of the schema must be one that is known here."""
+    """Return the violations of a value; every keyword of the schema must be one of `known`."""
     known = {"type", "enum", "const", "anyOf", "pattern", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
     known |= {"multipleOf", "minLength", "minItems", "items", "properties", "required", "additionalProperties"}
     known |= {"propertyNames", "description", "default", "examples", "title", "$schema"}

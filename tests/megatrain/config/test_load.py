@@ -1,4 +1,4 @@
-"""A config file becomes one checked object, and comes back from what it writes."""
+"""A config file becomes one checked object, and the object survives a round trip through its written form."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_further_files_are_laid_over(tmp_path: Path) -> None:
 
 
 def test_home_and_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every path knows ``~``, ``$NAME`` and ``${NAME}``; one that is not set is named with its line, like others."""
+    """Every path expands ``~``, ``$NAME`` and ``${NAME}``; an unset variable is reported with its line."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RUNS", "runs")
     monkeypatch.delenv("NO_SUCH", raising=False)
@@ -388,7 +388,7 @@ def test_home_and_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_misspelled_key_is_the_only_problem_that_it_makes(tmp_path: Path) -> None:
-    """What follows from its absence is not told, and what is in a misspelled table is."""
+    """Consequences of the key's absence are not reported; problems inside a misspelled table are."""
     text = SMALLEST.replace("[[data.train]]", "[data]\nmax_lenght = 128\n[[data.train]]", 1)
     text += "[training]\ntrain_batch_tokens = 512\nmax_steps = 6.5\n[optimiser]\nlearning_rat = 3\n"
     with pytest.raises(ConfigError) as raised:
@@ -411,7 +411,7 @@ def test_other_words_for_a_choice(tmp_path: Path) -> None:
 
 
 def test_the_line_that_init_writes_is_no_second_wish(tmp_path: Path) -> None:
-    """Epochs are its default: only another number of them says something that max_steps overrides."""
+    """One epoch is the default: only another number of epochs conflicts with max_steps."""
     for epochs, count in ((1.0, 0), (2.0, 1)):
         loaded = load_config(write(tmp_path, SMALLEST), overrides=["max_steps=5", f"num_train_epochs={epochs}"])
         assert sum("num_train_epochs" in warning for warning in loaded.warnings) == count

@@ -1,4 +1,4 @@
-"""What is wrong with a config is said in words that tell what to write, all of it at once, with the line."""
+"""Every problem of a config is reported at once, with its line and the text to write instead."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -16,7 +16,7 @@ output_dir = "out"
 model_name_or_path = "model"
 [[data.train]]
 path = "chat.jsonl"
-"""  # six lines: what follows begins on line 7
+"""  # six lines: the rest begins on line 7
 
 
 def problems_of(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> list[str]:

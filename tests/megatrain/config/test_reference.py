@@ -1,4 +1,4 @@
-"""What `config explain` knows of a key, under which names it is found, and the page of all of them in docs/."""
+"""`config explain`: its text for a key, the names that find a key, and the page of all keys in docs/."""
 
 from __future__ import annotations
 

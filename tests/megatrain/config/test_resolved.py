@@ -1,4 +1,4 @@
-"""A resolved config: read back, where each of its values comes from, and compared with another one, key by key."""
+"""A resolved config: read back, traced to the source of each value, and compared with another config, key by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention document by document: as Hugging Face computes each alone, and without memory quadratic in a row."""
+"""Attention document by document: equal to Hugging Face on each document alone, without memory quadratic in a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 
-#: Documents of the rows of one micro-batch; windows of 4 tokens are longer and shorter than some, 130 than a piece.
+#: Documents in the rows of one micro-batch; the windows, 4 and 130 tokens, are shorter and longer than some of them.
 ROWS = ((1, 5, 3, 9), (12, 2, 4))
 
 
@@ -38,7 +38,7 @@ def packed_rows(rows: Sequence[Sequence[int]] = ROWS) -> dict[str, Tensor]:
 
 
 def one_by_one(packed: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return each document as a micro-batch of its own: no mask, no positions, nothing beside it."""
+    """Return each document as a separate micro-batch: no mask, no positions, no other documents."""
     found = []
     for ids, labels, positions in zip(packed["input_ids"], packed["labels"], packed["position_ids"], strict=True):
         begins = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
@@ -49,7 +49,7 @@ def one_by_one(packed: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what makes dense masks of those that are not there."""
+    """Return the callers that request dense masks."""
     found: list[str] = []
     plain = DocumentMask.dense
 
@@ -112,7 +112,7 @@ def test_windows_longer_than_a_piece_and_documents_of_several_pieces(dense: list
 
 @pytest.mark.parametrize("rows", [ROWS, ((3, 9),)])
 def test_dropout_draws_what_hugging_face_draws(rows: Sequence[Sequence[int]], dense: list[str]) -> None:
-    """That is for the row as a whole, so a mask is made."""
+    """Dropout is drawn for the row as a whole, so a mask is made."""
     config, batches = tiny_config("llama", attention_dropout=0.3), [packed_rows(rows)]
     expected = train_step(build_model(config), batches, 3)
     loss, gradients = engine_step(config, batches)
@@ -122,7 +122,7 @@ def test_dropout_draws_what_hugging_face_draws(rows: Sequence[Sequence[int]], de
 
 
 def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.MonkeyPatch, dense: list[str]) -> None:
-    """A bias on scores, added to the mask in the layers: the dense tensor is made for that, and says so in the plan."""
+    """Its layers add a bias on scores to the mask: the dense tensor is made for them, and the plan reports it."""
     config = tiny_config("llama")
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -150,7 +150,7 @@ def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.M
 
 
 def test_padding_in_front_and_masks_of_another_kind_are_made() -> None:
-    """Padding before a text is seen by it unless it is masked; a pattern that nobody noted is not guessed."""
+    """Tokens see padding before a text unless it is masked; a pattern without a record is not guessed."""
     with attention_by_documents():
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -195,7 +195,7 @@ def test_a_release_with_other_names_makes_masks(monkeypatch: pytest.MonkeyPatch)
 
 
 def probabilities(query: Tensor, key: Tensor, left: int, scale: float) -> Tensor:
-    """Return what each token of one sequence takes of each: [heads, tokens, tokens]."""
+    """Return the attention probabilities of one sequence: [heads, tokens, tokens]."""
     distance = torch.arange(len(query))[:, None] - torch.arange(len(key))
     allowed = (distance >= 0) & ((distance <= left) | (left < 0))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -211,7 +211,7 @@ def sequences(starts: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Give the CPU the operators of flash attention; return the sequences of each call."""
+    """Add flash attention operators to the CPU; return the sequences of each call."""
     found: list[int] = []
 
     def forward(
@@ -297,9 +297,9 @@ def test_documents_are_cut_into_calls_that_take_bounded_workspace() -> None:
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_plan_for_a_gpu_counts_the_kernel(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7B: rows of 64k packed tokens take what one document of that length takes, and no mask of 64k x 64k.
+    """7B: rows of 64k packed tokens take the memory of one document of that length, without a mask of 64k x 64k.
 
-    Where the plan is made, a GPU may be there: what asks torch for one gets another answer then.
+    The planning machine may have a GPU, which changes the answers of torch's queries.
     """
     monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     config = tiny_config(

@@ -1,4 +1,4 @@
-"""`model.use_liger_kernel`: what is asked of the package, what it may not change, what is said where it is missing."""
+"""`model.use_liger_kernel`: queries of the package, results that must not change, messages if it is missing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_modules_of_the_model_change_and_nothing_else() -> None:
     before = dict(vars(modeling_llama))
     check_liger_kernels(graph.model, CUDA)
     apply_liger_kernels(graph.model, with_mlps=True)
-    assert dict(vars(modeling_llama)) == before  # models that are built later are as they were
+    assert dict(vars(modeling_llama)) == before  # models that are built later are unchanged
     assert "forward" not in graph.model.__dict__  # the head computes the loss
     layer = next(unit.module for unit in graph.units if unit.is_layer)
     assert isinstance(layer.input_layernorm.forward, MethodType) and "_norm" in repr(layer.input_layernorm.forward)
@@ -114,7 +114,7 @@ def run_for(device: str, table: str = "") -> RunSpec:
 
 
 def test_the_choice_depends_on_the_device_and_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU never has these kernels; a key that says true or false is no choice."""
+    """A CPU never has these kernels; a key of true or false leaves no choice."""
     is_installed = True
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: is_installed)
     assert traced.takes_liger_kernels(run_for("cuda"))
@@ -128,7 +128,7 @@ def test_the_choice_depends_on_the_device_and_on_what_is_installed(monkeypatch: 
 
 @pytest.mark.usefixtures("liger")
 def test_a_model_without_kernels_is_planned_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the key leaves the choice open; where it says true, such a model is refused."""
+    """The key leaves the choice open; with true, such a model is refused."""
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: True)
     assert plan_run(run_for("cuda")).run.uses_liger
     assert not plan_run(run_for("cpu")).run.uses_liger
@@ -144,7 +144,7 @@ def refuse(model: object) -> None:
 
 @pytest.mark.usefixtures("liger")
 def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start decides, in this checkpoint and in one of a version that did not have the choice."""
+    """The first start decides, in this checkpoint and in one of a version without the choice."""
 
     def trainer(name: str, steps: int) -> Trainer:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
-    """Its checkpoint is resumed without them by a config that leaves the choice open."""
+    """Its checkpoint is resumed without the kernels by a config that leaves the choice open."""
     config = config_from_toml(config_text(tmp_path, tmp_path, nvme=0))
     assert config.model.use_liger_kernel == "auto"
     written = to_toml(config)
@@ -198,7 +198,7 @@ def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("liger")
 def test_a_run_uses_it_with_the_head_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole logits would read the head's weight once for every few rows of them."""
+    """liger's head would make whole logits and read the head's weight once per few rows."""
     monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     model = write_tiny_model(tmp_path / "model")

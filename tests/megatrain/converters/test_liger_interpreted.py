@@ -1,6 +1,6 @@
-"""liger-kernel's own kernels without a GPU: run by Triton's interpreter. Needs both packages.
+"""liger-kernel's kernels without a GPU, in Triton's interpreter. Needs both packages.
 
-The interpreter must be asked for before a process first imports Triton, so those tests run in one of their own.
+The interpreter must be selected before a process first imports Triton, so those tests run in another process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_step_is_that_without_it(family: str, batches: list[dict[str, Tensor]]
 
 @interpreted
 def test_kept_graphs_have_the_bits_of_a_recompute() -> None:
-    """Kernels write gradients over what they saved; a graph is used once, so that nobody reads it afterwards."""
+    """Kernels overwrite their saved tensors with gradients; a graph is used once, so nothing reads them afterwards."""
     batches = packed_batches()[:1]
     kept, again = (step("llama", batches, liger=True, kept=which) for which in (range(99), ()))
     assert kept[0] == again[0] and kept[2].keys() == again[2].keys()

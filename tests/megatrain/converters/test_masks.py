@@ -1,4 +1,4 @@
-"""Masks take memory quadratic in the length of a row where a model needs them, and the plan says so."""
+"""Masks take memory quadratic in the length of a row only if a model needs them, and the plan reports it."""
 
 from __future__ import annotations
 

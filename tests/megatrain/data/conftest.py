@@ -1,4 +1,4 @@
-"""Small real tokenizers: one of bytes (BPE, 1024 tokens), one of words that begin with a space, as Llama 2 has it."""
+"""Small real tokenizers: one of bytes (BPE, 1024 tokens), and one of words with a leading space, like Llama 2's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def word_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with Llama 2's rules: a space is put before every text, what has no token is spelt in bytes."""
+    """A tokenizer with Llama 2's rules: a space before every text, and bytes for characters without a token."""
     from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))

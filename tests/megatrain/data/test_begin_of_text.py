@@ -1,4 +1,4 @@
-"""Where the tokenizer begins a text with <bos>, each document that is cut out of a longer text begins with it, too."""
+"""If the tokenizer starts a text with <bos>, each document cut from a longer text also starts with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having l
 
 @pytest.fixture
 def with_bos(tokenizer: Any) -> Any:
-    """A tokenizer that puts <s> before every text, as those of Llama and Gemma do."""
+    """A tokenizer that puts <s> before every text, as Llama's and Gemma's do."""
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
@@ -92,7 +92,7 @@ def test_pieces_of_any_length(max_length: int, with_bos: Any) -> None:
     num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 2  # between its begin and its end
     assert int(dataset.lengths().max()) == min(max_length, num_tokens)
     begins = [tokens[0] == with_bos.bos_token_id for tokens, _ in documents(dataset)]
-    assert all(begins) or max_length == 2  # there is no room for more than it and a token that is not trained
+    assert all(begins) or max_length == 2  # only <bos> and one untrained token fit
 
 
 def test_packed_documents_begin_at_position_0(with_bos: Any) -> None:

@@ -1,4 +1,4 @@
-"""Prompts and completions are trained verbatim, wherever the border between them is."""
+"""Prompts and completions are trained verbatim, at any border between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained_text(tokenizer: Any, coded: Encoded) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(shown)).replace("\u2581", " ")
 
 
-#: Prompt, completion, and the text of the trained tokens: all that hold a character of the completion.
+#: Prompt, completion, and the text of the trained tokens: every token with a character of the completion.
 BORDERS = [
     ("Answer: ", "the", " the</s>"),
     ("Answer:", " yes", " yes</s>"),
@@ -82,12 +82,12 @@ def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) 
 
 
 def bytes_of(tokenizer: Any, token: int) -> str:
-    """Return a token as the byte-level alphabet writes it: one character a byte."""
+    """Return a token as the byte-level alphabet writes it: one character per byte."""
     return str(tokenizer.convert_ids_to_tokens([token])[0])
 
 
 def test_white_space_at_the_end_of_a_token_before_the_completion_is_trained() -> None:
-    """The end of a line is in the token of the mark before it, and its offsets leave it out."""
+    """The token of the mark before it contains the newline, which its offsets omit."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocab = {token: number for number, token in enumerate(["a", ":", "\u010a", ":\u010a", "b", "<end>"])}

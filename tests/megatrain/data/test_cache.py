@@ -145,7 +145,7 @@ def test_a_file_that_was_just_written_is_read_each_time(tmp_path: Path) -> None:
     stamp = path.stat()
     first = TokenCache(folder).file_checksum(path)
     path.write_text("two")
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # a clock too coarse to tell them apart
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # a clock too coarse to distinguish them
     assert TokenCache(folder).file_checksum(path) != first
     os.utime(path, (1_000_000_000, 1_000_000_000))
     assert TokenCache(folder).file_checksum(path) == TokenCache(folder).file_checksum(path)
@@ -281,7 +281,7 @@ def test_the_cache_is_bounded_and_the_oldest_goes(data: Path, tmp_path: Path) ->
     load(make_config(data, folder, overlong="drop", max_cache_size=limit))
     assert first in entries(folder)
     assert other not in entries(folder)
-    assert int(second.tokens.sum()) > 0  # who has it mapped keeps it
+    assert int(second.tokens.sum()) > 0  # processes that map it keep it
 
 
 def test_a_cache_that_is_too_small_is_refused(data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is trained decodes to exactly what the assistant wrote and its end of turn, for every kind of template."""
+"""The trained tokens decode to exactly the assistant's text and its end of turn, for every kind of template."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -46,7 +46,7 @@ DROPS_OLD_THOUGHTS = (  # thoughts of earlier turns are removed, an empty though
     "{% else %}{{ answer }}{% endif %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ANSWERS_INSIDE = (  # the answer of a tool stands in the turn that called it, before the end of that turn
+ANSWERS_INSIDE = (  # a tool's answer is in the turn that called it, before the end of that turn
     "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
     "{% for call in m.get('tool_calls') or [] %}{{ call.function.name }} {{ call.function.arguments['of'] }} "
     "{% endfor %}"
@@ -113,7 +113,7 @@ def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(toke
     coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
     first, last = trained_runs(tokenizer, coded)
     assert first.strip() == "Call me Ishmael."
-    assert last.strip() == "So be it<|endoftext|>"  # nothing in this template says that the last turn is over
+    assert last.strip() == "So be it<|endoftext|>"  # this template has no token for the end of the last turn
 
 
 def test_each_turn_has_its_own_end(tokenizer: Any) -> None:

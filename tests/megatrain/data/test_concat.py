@@ -62,7 +62,7 @@ def test_each_row_begins_with_bos_where_texts_do(tokenizer: Any) -> None:
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    for max_length in range(3, 24):  # a border falls on every place of a text, its beginning too
+    for max_length in range(3, 24):  # a border falls on every position of a text, including its start
         dataset = encode(tokenizer, *TEXTS, max_length=max_length)
         rows = rows_of(dataset)
         assert all(row[0] == bos and row[1:2] != [bos] for row in rows), max_length
@@ -73,7 +73,7 @@ def test_each_row_begins_with_bos_where_texts_do(tokenizer: Any) -> None:
         assert 0 <= num_lost <= 1 and texts == joined[: len(joined) - num_lost]
         for row, trained in zip(rows, trained_of(dataset), strict=True):
             assert not trained[0]
-            assert all(trained[2:]), row  # only what <bos> stands before in the middle of a text is not
+            assert all(trained[2:]), row  # only a token after a <bos> inside a text is untrained
 
 
 def test_a_config_that_joins(tmp_path: Path, tokenizer: Any) -> None:
@@ -90,6 +90,6 @@ def test_a_config_that_joins(tmp_path: Path, tokenizer: Any) -> None:
     assert dataset.source_starts == (0, first, 2 * first)  # texts of two sources share no row
     assert [counts.num_rows_lost for counts in dataset.report.sources] == [1, 1]
     apart = load_dataset(resolve_data(load_config(path, overrides=["packing=true"]).config), tokenizer)
-    assert (len(apart), len(dataset)) == (32, 26)  # not the same entry of the cache
+    assert (len(apart), len(dataset)) == (32, 26)  # a separate cache entry
     with pytest.raises(ConfigError, match=r'"concat" joins plain text.*Write packing = true'):
         load_config(path, overrides=["task=sft"])

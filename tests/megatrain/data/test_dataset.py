@@ -1,4 +1,4 @@
-"""From a config to tokens: several sources, tokenizers that cannot be opened, rows that a task does not take."""
+"""From a config to tokens: several sources, tokenizers that cannot be opened, rows that a task refuses."""
 
 from __future__ import annotations
 

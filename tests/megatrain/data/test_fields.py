@@ -99,7 +99,7 @@ def test_parts_of_tools_and_calls_that_are_left_out_are_named(
     second = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome", "days": 37}}}
     said = {**CALLING, "tool_calls": [CALL, second]}
     encoder = RowEncoder(tokenizer)
-    for _ in range(2):  # the first row proves what is shown
+    for _ in range(2):  # the first row shows which fields appear
         coded = encode_row(encoder, row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
         assert coded.left_out == left_out
         is_lost = "arguments of tool_calls" in left_out
@@ -126,7 +126,7 @@ def test_templates_with_tools_leave_nothing_out(tokenizer: Any, name: str) -> No
     rows = [row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL])] * 2  # the first proves the field, the second its text
     for coded in encoder.encode_many(rows):
         assert not isinstance(coded, RowError), coded
-        # Three of them show the tools of a row never, by a fixed line, or before a last question alone.
+        # Three of them show a row's tools never, by a fixed line, or only before a last question.
         assert coded.left_out == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
 
 

@@ -1,4 +1,4 @@
-"""The kinds of files that are read, splits of folders, and datasets of the hub."""
+"""Supported file kinds, splits of folders, and datasets of the hub."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_folder_without_splits_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_only_files_of_mds_shards_are_refused(tmp_path: Path) -> None:
-    """The files that the message asks for may keep the name of the shard; a folder of that name holds no shard."""
+    """The files that the message requests may have the shard's name; a folder with that name has no shard."""
     names = ["old.mds/b.jsonl", "shard.00000.mds.jsonl", "shard.00001.mds.parquet"]
     path = folder_with(tmp_path, *reversed(names))
     assert [file.relative_to(path).as_posix() for file in find_files(path)] == names
@@ -183,7 +183,7 @@ def test_a_name_of_the_hub_without_datasets(monkeypatch: pytest.MonkeyPatch) -> 
 def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    files = fetch_dataset(str(tmp_path))  # a folder, for want of a network; a name of the hub goes the same way
+    files = fetch_dataset(str(tmp_path))  # a folder replaces the network; a hub name takes the same path
     assert [file.suffix for file in files] == [".arrow"]
     assert [
         (row.prompt, row.completion)

@@ -1,4 +1,4 @@
-"""Rows of every format, and what is said about files that cannot be used."""
+"""Rows of every format, and the messages about unusable files."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations

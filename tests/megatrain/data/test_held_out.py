@@ -1,4 +1,4 @@
-"""``data.val_size``: whole rows kept from training, the same ones every time, and never seen by it."""
+"""``data.val_size``: whole rows withheld from training, the same ones every time, and never trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with images: every way to name one gives the same tokens and pixels; what cannot be used is said in words."""
+"""Rows with images: every way to name one gives the same tokens and pixels; unusable rows get a message."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_way_to_name_an_image_gives_the_same_batch(model: Path, tmp_path: 
     for name, batch in found.items():
         assert batch.keys() == first.keys(), name
         assert all(torch.equal(batch[key], first[key]) for key in first), name
-    # What Hugging Face's processor makes of the same conversation.
+    # The output of Hugging Face's processor for the same conversation.
     tokenizer = load_tokenizer(str(model))
     processor = images_module._open(str(model), tokenizer)
     from PIL import Image
@@ -222,7 +222,7 @@ def test_a_folder_without_a_processor_and_a_machine_without_pillow_are_told(
 
 
 def test_a_processor_that_asks_for_torchvision_is_opened_without_it(tmp_path: Path) -> None:
-    """It asks because the image processor in the file beside it does, and Pillow's is taken in its place."""
+    """Its image processor names torchvision, so the processor does too; Pillow's image processor replaces it."""
     folder = make_folder("mistral3", tmp_path)
     example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).example(2)
     assert example["pixel_values"].isfinite().all() and len(example["image_sizes"]) % 2 == 0

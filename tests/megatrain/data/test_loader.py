@@ -145,7 +145,7 @@ def test_seed_decides_and_epochs_differ() -> None:
     ],
 )
 def test_the_order_is_that_of_every_version(packing: bool, expected: list[list[int]]) -> None:
-    """The first token of each row. Where an upgrade changes it, a continued run sees some documents twice."""
+    """The first token of each row. If an upgrade changed the order, a resumed run would see some documents twice."""
     loader = make_loader(dataset_of([9, 5, 7, 3, 8, 6, 4, 2]), packing=packing, seed=7, rows=1, count=1)
     found = [[int(step.micro_batches[0]["input_ids"][0, 0]) for step in epoch_of(loader)] for _ in expected]
     assert found == expected
@@ -163,7 +163,7 @@ def test_num_steps() -> None:
 
 
 def test_packed_documents_do_not_see_each_other(tokenizer: Any) -> None:
-    """Hugging Face keeps packed documents apart by their positions: a document's logits are those it has alone."""
+    """Hugging Face separates packed documents by positions: each document's logits equal its logits alone."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -207,7 +207,7 @@ def test_overlong(tokenizer: Any, overlong: str, kept: int) -> None:
     assert len(dataset) == kept
     report = dataset.report
     assert (report.num_rows, report.num_documents) == (3, kept)
-    if overlong == "truncate":  # of the last row only the prompt is left
+    if overlong == "truncate":  # only the prompt of the last row is left
         assert (report.num_truncated, report.num_untrained, report.num_too_long) == (2, 1, 0)
         assert "2 truncated, 1 dropped without a trained token (first: " in str(report)
     else:

@@ -1,4 +1,4 @@
-"""Rows and tokens that are dropped or cut: counted for each source, warned of, and refused above a share."""
+"""Dropped or cut rows and tokens are counted for each source, warned of, and refused above a share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messy chats, as people leave them: every row is trained, or left out with a count, a reason and an example."""
+"""Messy chats of real users: every row is trained, or dropped with a count, a reason and an example."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_messy_row_is_trained_or_explained(tokenizer: Any) -> None:
         ("`content` must be text, this is null", 1),
     }  # fmt: skip
     assert [(each.reason, each.count) for each in report.untrained_turns] == [("it is empty", 1)]
-    assert report.num_untrained == 2  # one without an answer, one with nothing but an empty one
+    assert report.num_untrained == 2  # one without an answer, one whose only answer is empty
     assert report.num_documents == report.num_rows - report.num_dropped == sum(row["trained"] for row in rows)
     for each in report.dropped:
         assert each.example.startswith(str(path))

@@ -1,4 +1,4 @@
-"""Files as spreadsheets, downloads and other tools leave them: other names, separators and places of the same rows."""
+"""Files as spreadsheets, downloads and other tools write them: other names, separators and folders of the same rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_config(path: str, **data: Any) -> RunConfig:
     return RunConfig.model_validate({"task": "sft", "output_dir": "out", "model": model, "data": values})
 
 
-# -- columns that are not there -------------------------------------------------------------------------------------
+# -- missing columns ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["auto", "prompt_completion"])
@@ -58,7 +58,7 @@ def test_a_preference_column_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_column_that_no_row_has_is_named_even_if_it_may_be_missing(tmp_path: Path) -> None:
-    """Some rows without a system prompt are usual; none with it is a mistake in the name."""
+    """Some rows may lack a system prompt; if all rows lack it, the name is wrong."""
     row = {"instruction": "a", "output": "b"}
     path = write(tmp_path, "a.jsonl", lines(row, {**row, "sys": "s"}, row))
     assert len(list(read_rows(path, columns={"system": "sys"}))) == 3
@@ -174,7 +174,7 @@ def test_a_column_may_be_within_an_object(tmp_path: Path) -> None:
     assert [row.text for row in found if isinstance(row, Document)] == ["a", "b"]
 
 
-# -- rows and files that hold nothing -------------------------------------------------------------------------------
+# -- empty rows and files -------------------------------------------------------------------------------------------
 
 
 def test_empty_files_are_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -204,7 +204,7 @@ def test_rows_that_are_no_objects_are_counted_together(tmp_path: Path, tokenizer
         load_dataset(resolve_data(make_config(path, bad_rows="error")), tokenizer)
 
 
-# -- what init sees -------------------------------------------------------------------------------------------------
+# -- detection by init ----------------------------------------------------------------------------------------------
 
 
 def test_more_than_the_first_row_is_looked_at(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=200)
 
 
 def pack(lengths: list[int], capacity: int, *, window: int = WINDOW) -> list[list[int]]:
-    """Return the documents of each row, packed in an order that is not that of their numbers."""
+    """Return the documents of each row, packed in an order that is not by number."""
     documents = np.arange(len(lengths), dtype=np.int64)[::-1]
     sizes = np.array(lengths, dtype=np.int64)
     members, starts = pack_documents(documents, sizes, capacity, window=window)

@@ -1,4 +1,4 @@
-"""Rows of preferences: every way of writing them, what is wrong with some, and what becomes of them."""
+"""Rows of preferences: every way to write them, their errors, and their handling."""
 
 from __future__ import annotations
 

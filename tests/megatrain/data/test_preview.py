@@ -1,4 +1,4 @@
-"""Previews show exactly what is trained; the figures of the data are those of the batches."""
+"""Previews show exactly the trained tokens; the figures of the data match the batches."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_overlong_rows_say_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [{}, {"train_batch_tokens": 4 * 32}], ids=["rows", "tokens"])
 def test_padding_is_that_of_real_micro_batches(tmp_path: Path, batch: dict[str, int]) -> None:
-    """Also where the config gives tokens per step, and the planner cuts them. Rows are sorted by length: a trap."""
+    """This includes a config with tokens per step, which the planner cuts. The rows are sorted by length on purpose."""
     rows = [{"text": "The whale " * count} for count in (1, 1, 1, 1, 2, 2, 6, 6, 6, 9, 9, 9)]
     config = make_config(tmp_path, rows, packing=False, max_length=32)
     config = config.model_copy(

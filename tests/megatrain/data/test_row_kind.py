@@ -1,4 +1,4 @@
-"""A new kind of rows is one object: encoding, previews, keys of caches, batches and counts ask it alone."""
+"""A new kind of rows is one object: encoding, previews, cache keys, batches and counts use only it."""
 
 from __future__ import annotations
 

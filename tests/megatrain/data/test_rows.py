@@ -1,4 +1,4 @@
-"""Rows as the formats of other tools have them."""
+"""Rows in the formats of other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores on disk: each document is read back as it was written, however many a part and its row groups hold."""
+"""Scores on disk: each document is read back as written, whatever the sizes of parts and row groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.data import scores as scores_module
 from megatrain.data.scores import DocumentScores, Format, ScoreFolder, ScoreKind, TeacherScores
 
 K, VOCAB = 3, 50
-#: Tokens of the documents of two parts; one of them has none that is scored.
+#: Tokens of the documents of two parts; one document has no scored token.
 PARTS = ([4, 1, 0, 7, 2], [3, 5, 1, 1, 1, 9, 2, 6, 1, 4, 2])
 
 

@@ -1,4 +1,4 @@
-"""Streamed rows: the same bits as read whole, from any step on, and as many of each source as the weights say."""
+"""Streamed rows: the same bits as rows read whole, from any step on, in the proportions of the weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def take(loader: StreamLoader, count: int) -> list[Any]:
 
 
 def rows_whole(tokenizer: Any, rows: Sequence[str], per_shard: int, window: int, *, packing: bool) -> list[list[int]]:
-    """Return the rows of batches of the first turn, each as its tokens: made of the rows read whole, by hand."""
+    """Return the rows of the batches of the first turn, as tokens, built by hand from the rows read whole."""
     num_shards = -(-len(rows) // per_shard)
     order = np.random.default_rng((SEED, 4, 0, 0)).permutation(num_shards)
     drawn = [row for shard in order for row in rows[shard * per_shard : (shard + 1) * per_shard]]
@@ -159,14 +159,14 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
     for _ in range(20):
         next(loader)
         counts.append(len(said))
-    assert counts == [0] * 5 + [1] * 15  # row 10, the first that may be a second time, is in step 6
+    assert counts == [0] * 5 + [1] * 15  # row 10, the first that may repeat, is in step 6
     name = f"data.train.0 ({tmp_path / 'shards'})"
     assert said == [f"{name} has been read to its end, and begins again with its shards in another order"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
 def test_blank_lines_are_no_rows(tmp_path: Path, kind: str) -> None:
-    """A cursor counts rows: from each of them on, exactly the rest is read, with the line of the file."""
+    """A cursor counts rows: from each row on, exactly the rest is read, with its line number in the file."""
     lines = ["", '{"text": "a"}', "", "  ", '{"text": "b"}', '{"text": "c"}', "\t", '{"text": "d"}', ""]
     content = "\n".join(lines).encode()
     if kind == "gz":
@@ -193,7 +193,7 @@ def _documents(loader: StreamLoader, count: int) -> list[tuple[int, list[int]]]:
 def test_a_cursor_goes_on_to_the_bit(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool | str
 ) -> None:
-    """From every step, over ends of windows, of shards and of sources, and changes of weights."""
+    """Resumes from every step, across ends of windows, shards and sources, and changes of weights."""
     monkeypatch.setattr(stream, "WINDOW_ROWS", 16)
     write(tmp_path / "a", "parquet", texts(30, "a"))
     write(tmp_path / "b", "zst", texts(9, "b"), per_shard=4)
@@ -216,7 +216,7 @@ def test_a_cursor_goes_on_to_the_bit(
 def test_weights_follow_their_schedule(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """Counted by what the rows say they are: within a row of each share, and from the very step on.
+    """The shares of the rows are within one row of the weights, and change at the exact step.
 
     Windows of most sizes begin inside a step of eight rows.
     """
@@ -245,11 +245,11 @@ def test_weights_follow_their_schedule(
             assert share > 0 or total[name] == 0
 
 
-# -- what is read --------------------------------------------------------------------------------------------------
+# -- file accesses -------------------------------------------------------------------------------------------------
 
 
 class CountingFiles(MemoryFileSystem):
-    """Objects in RAM; notes which are opened, and fails as a server would."""
+    """Objects in RAM; records which are opened, and fails as a server would."""
 
     protocol = "counted"
     store: ClassVar[dict[str, Any]] = {}
@@ -288,7 +288,7 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
     loader = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2)
     assert counted.opened == [], "shards are listed, not read"
     position = [batch.position for batch in itertools.islice(loader, 30)][-1]
-    loader._makes.result()  # the window that is made ahead
+    loader._makes.result()  # the window that is prepared ahead
     num_before = len(set(counted.opened))
     assert 30 * 2 / 8 <= num_before < 12
     counted.opened.clear()
@@ -301,7 +301,7 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
 def test_a_server_that_fails_is_asked_again(tokenizer: Any, counted: type[CountingFiles]) -> None:
     undisturbed = loader_of(tokenizer, {"path": "counted://rows"})
     expected = take(undisturbed, 3)
-    undisturbed._makes.result()  # what its thread still opens is none of the failures
+    undisturbed._makes.result()  # so that its thread takes none of the failures
     counted.num_failures = 3
     said: list[str] = []
     assert take(loader_of(tokenizer, {"path": "counted://rows"}, said=said), 3) == expected
@@ -346,7 +346,7 @@ def test_what_cannot_be_read_is_named(
 
 
 def test_rows_that_cannot_be_trained(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are left out and counted; where they are more than the config allows, the run ends and says so."""
+    """They are dropped and counted; if they exceed the config's limit, the run ends with a message."""
     monkeypatch.setattr(stream, "WINDOW_ROWS", 20)
     folder = tmp_path / "a"
     folder.mkdir()

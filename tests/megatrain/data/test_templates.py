@@ -1,7 +1,7 @@
-"""For the chat templates of 36 families: what is trained decodes to exactly the assistant's turns and their ends.
+"""For the chat templates of 36 families, the trained tokens decode to exactly the assistant's turns and their ends.
 
 The templates under tests/data are written for this project after the published layouts of the families: the same
-special tokens, roles, white space, refusals and rewriting, less of their prose.
+special tokens, roles, white space, refusals and rewriting, with less prose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oracles.rows_in_memory import encode_row
 FOLDER = Path(__file__).parents[2] / "data/chat_templates"
 TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
-_WORD_BORDER = "\u2581"  # in special tokens of families whose tokenizer is made of bytes
+_WORD_BORDER = "\u2581"  # in special tokens of families with a byte-level tokenizer
 TURNS = (
     ("user", "Hi there"),
     ("assistant", "Call me Ishmael."),
@@ -44,7 +44,7 @@ MakeTokenizer = Callable[[str], Any]
 
 
 def facts(family: str) -> dict[str, str]:
-    """Return what the comment at the top of a template says about it."""
+    """Return the facts in the comment at the top of a template."""
     text = (FOLDER / f"{family}.jinja").read_text(encoding="utf-8")
     lines = text.split("-#}")[0].splitlines()[1:]
     return {key: value.replace("\\n", "\n") for key, _, value in (line.partition(": ") for line in lines)}
@@ -93,7 +93,7 @@ def trained_runs(tokenizer: Any, coded: Encoded) -> list[str]:
 
 
 def expected_runs(family: str, texts: list[str]) -> list[tuple[str, str]]:
-    """Return (text with what leads to it, end of turn) of each turn of the assistant."""
+    """Return (text with its lead-in, end of turn) of each assistant turn."""
     known = facts(family)
     lead, end = known.get("lead", ""), known["end"]
     runs = [(lead + text if known.get("every") else text, "" if known.get("open") else end) for text in texts]
@@ -106,7 +106,7 @@ def check(tokenizer: Any, family: str, coded: Encoded, texts: list[str]) -> None
     assert len(runs) == len(expected), runs
     for run, (text, end) in zip(map(str.rstrip, runs), expected, strict=True):
         assert run.endswith(end), (run, end)
-        written = run.removesuffix(end).strip().replace("|> ", "|>")  # words begin with a space, also behind a border
+        written = run.removesuffix(end).strip().replace("|> ", "|>")  # words begin with a space, even after a border
         assert written == text.strip(), (run, text)
 
 

@@ -1,4 +1,4 @@
-"""Sources with weights: how often their documents come in an epoch, chosen by the seed, seen by the fingerprint."""
+"""Sources with weights: the number of their documents in an epoch, chosen by the seed, part of the fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved tensors in a store: the same bits as plain PyTorch, whatever is saved, and no more memory than was promised."""
+"""Saved tensors in a store: the same bits as plain PyTorch, whatever is saved, within the promised memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gradients(parameters: list[Tensor], step: Step, context: offload_activations
 
 
 def saved_storages(step: Step, stays: Iterable[Tensor]) -> list[int]:
-    """Return the bytes of each storage that a step of plain PyTorch saves, without those of tensors that stay."""
+    """Return the bytes of each storage that a step of plain PyTorch saves, without tensors that stay in place."""
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ def test_the_same_bits_as_plain(store: TieredStore, name: str, knows_model: bool
     assert_same_bits(gradients(parameters, step, activations), expected)
     stats = activations.stats()
     assert stats.no_room_bytes == 0
-    # An LSTM saves storages of 2 KiB, lets them go, and saves the same again.
+    # An LSTM saves storages of 2 KiB, frees them, and saves the same again.
     assert stats.offloaded_bytes == saved or (name == "recurrent" and 0 <= stats.offloaded_bytes - saved <= 2 * KiB)
-    # The input, and buffers of a model that is not known, are in memory when the backward needs them.
+    # The input, and buffers of an unknown model, are in memory when the backward needs them.
     alive = {"mlp": 128 * 64, "attention": 2 * 64 * 64}.get(name, 0)
     if not knows_model:
         alive += sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
@@ -174,7 +174,7 @@ def test_the_same_bits_for_a_language_model(store: TieredStore, tmp_path: Path) 
     for _ in range(2):
         assert_same_bits(gradients(parameters, step, activations), expected)
     stats = activations.stats()
-    # q, k and v save the same input, as gate and up do: two steps of four layers have three copies each, and others.
+    # q, k and v save the same input, and so do gate and up: two steps of four layers share three copies each, or more.
     hidden_bytes = tokens.numel() * model.config.hidden_size * 4
     assert 2 * 4 * 3 * hidden_bytes <= stats.deduplicated_bytes < 2 * 4 * 10 * hidden_bytes
     assert stats.no_room_bytes == 0 and stats.in_use_bytes == 0
@@ -186,7 +186,7 @@ def test_the_same_bits_for_a_language_model(store: TieredStore, tmp_path: Path) 
 
 
 class Saved(torch.autograd.Function):
-    """Saves tensors; ``saved`` gives back what the backward would get."""
+    """Saves tensors; ``saved`` returns what the backward would get."""
 
     @staticmethod
     def forward(ctx, x: Tensor, *tensors: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_every_dtype_comes_back_bit_for_bit(store: TieredStore, dtype: torch.dty
     with activations:
         graph = save(tensor, tensor[2:, 1::5], tensor.t())
     stats = activations.stats()
-    # Of one storage: all of it once, and the 6 x 3 elements that lie apart.
+    # The storage once as a whole, and 6 x 3 strided elements.
     assert stats.offloaded_bytes == (8 * 12 + 6 * 3) * dtype.itemsize
     assert stats.deduplicated_bytes == 8 * 12 * dtype.itemsize
     del tensor, memory
@@ -399,7 +399,7 @@ def test_a_storage_that_changed_is_stored_again(store: TieredStore) -> None:
 
 
 def test_memory_that_changed_behind_a_saved_tensor_is_read_back(store: TieredStore) -> None:
-    """What ``data`` gives counts changes of its own: the change is no error, and shows in the memory alone."""
+    """A ``data`` tensor has a separate version counter: the change raises no error, and only the memory shows it."""
     base = torch.ones(4096)
     with offload_activations(store, min_bytes=1) as activations:
         first = save(base)
@@ -440,7 +440,7 @@ def test_a_small_part_does_not_keep_a_large_storage(store: TieredStore) -> None:
     assert activations.stats().offloaded_bytes == 0 < activations.stats().small_bytes
 
 
-# -- what stays ----------------------------------------------------------------------------------------------------
+# -- tensors that stay ---------------------------------------------------------------------------------------------
 
 
 def test_weights_stay(store: TieredStore) -> None:
@@ -673,7 +673,7 @@ def test_with_recompute(store: TieredStore, use_reentrant: bool, is_inside: bool
     else:
         found = gradients(parameters, step, activations)
     assert_same_bits(found, expected)
-    if not (is_inside and use_reentrant):  # else the recompute saves tensors too
+    if not (is_inside and use_reentrant):  # otherwise the recompute also saves tensors
         assert activations.stats().restored_bytes == sum(saved_storages(step, parameters))
 
 
@@ -754,7 +754,7 @@ def test_saved_outputs_make_no_cycle(store: TieredStore) -> None:
         gc.enable()
 
 
-# -- others around -------------------------------------------------------------------------------------------------
+# -- other contexts ------------------------------------------------------------------------------------------------
 
 
 def test_hooks_around_get_what_is_not_taken(store: TieredStore) -> None:

@@ -1,4 +1,4 @@
-"""Models of all kinds, offloaded: losses, gradients and weights of plain PyTorch; and the same bits with all in RAM."""
+"""Offloaded models of all kinds: losses, gradients and weights of plain PyTorch; the same bits with all in RAM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tiered import KiB
 
 NUM_STEPS = 3
 RATE = 1e-3
-#: Kernels of torch and ours round each update differently. Gradients and losses follow from weights that differ so.
+#: torch's kernels and the tiered ones round updates differently, and so do the following gradients and losses.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-#: Run each time: one of each kind. The others are like these.
+#: Always run: one of each kind. The others are similar.
 FIRST = ("Flux", "Wan", "UNet", "T5", "Whisper", "ViT", "reward", "protein")
 
 
@@ -160,7 +160,7 @@ def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) 
 
     whole = make("Wan")
     whole.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
-    with accelerate.init_empty_weights():  # parameters alone: buffers that no file has are made
+    with accelerate.init_empty_weights():  # parameters only: buffers that no file has are made
         model = diffusers.WanTransformer3DModel.from_config(
             diffusers.WanTransformer3DModel.load_config(tmp_path / "whole")
         )

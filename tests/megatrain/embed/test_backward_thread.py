@@ -1,4 +1,4 @@
-"""The backward in another thread than the forward, where autograd runs that of a device: the same bits."""
+"""The backward in another thread than the forward, as autograd runs a device's backward: the same bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(folder: Path, backward: Callable[[Tensor], Any], **options: Any) -> tu
                 optimizer.zero_grad()
         num_saved = (
             len(rows) * 6 * 32 * (128 + 256 + 256)
-        )  # of each layer: its input, and that of GELU and what it gives
+        )  # per layer: its input, and GELU's input and output
         assert context.stats().restored_bytes == 4 * num_saved or not tiered
         return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

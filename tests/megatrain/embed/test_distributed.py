@@ -1,4 +1,4 @@
-"""Two ranks with the state of each in folders of its own: what one process with both halves computes."""
+"""Two ranks, each with its state in separate folders: the result equals one process with both halves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered import TieredStore
 
 
 def make(seed: int = 0) -> nn.Module:
-    """Return the module that both train."""
+    """Return the module that both ranks train."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
@@ -41,7 +41,7 @@ def optimizer_of(module: nn.Module, store: TieredStore) -> Any:
 
 
 def refusals(store: TieredStore) -> list[str]:
-    """Return what is said to things that would train each rank by itself."""
+    """Return the errors of wrappers and optimizers that would train each rank separately."""
     said = []
     tiered = megatrain.offload(make(1), store)
     for spoil in (
@@ -56,7 +56,7 @@ def refusals(store: TieredStore) -> list[str]:
 
 
 def train(world: World, folder: Path) -> dict[str, Any]:
-    """Train 4 steps, save after 2, and load that into a second store of the rank."""
+    """Train 4 steps, save after 2, and load the save into a second store of the rank."""
     rank, results = world.rank, dict[str, Any](norms=[])
     with megatrain.open_store(ram="8MiB", nvme=folder / "store", nvme_size="16MiB") as store:
         results["path"] = store.path

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer over an offloaded model: the same answers are written, and the same is learned from them."""
+"""TRL's GRPOTrainer over an offloaded model: the same answers and the same updates."""
 
 from __future__ import annotations
 

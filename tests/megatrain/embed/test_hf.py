@@ -19,7 +19,7 @@ from tiered import GenerationReader, TieredStore
 pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-# Their own warnings, of what they will rename.
+# transformers warns about future renames.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
 Stores = Callable[..., TieredStore]
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[Stores]:
-    """Return a function that opens a store; it closes the one before, as the end of a process does."""
+    """Return a function that opens a store; it closes the previous one, as the end of a process does."""
     opened: list[TieredStore] = []
 
     def make(**options: Any) -> TieredStore:
@@ -107,7 +107,7 @@ def test_tiered_or_only_its_optimizer_give_the_same_as_each_other_and_as_plain(
     tiered = train(model, arguments(tmp_path / "b", gradient_accumulation_steps=1))
     assert losses(tiered) == found[0]
     assert all(torch.equal(value, found[1][name]) for name, value in weights(tiered.model).items())
-    if dtype == torch.float32:  # in bf16 torch's AdamW has no master, and loses most of what it should move
+    if dtype == torch.float32:  # in bf16 torch's AdamW has no master, and loses most of the update
         for ours, theirs in zip(losses(tiered), losses(plain), strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5)
 
@@ -172,7 +172,7 @@ def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
 
 
 def test_adapters_of_peft_with_sft_trainer(folder: Path, tmp_path: Path, stores: Stores) -> None:
-    """``peft_config`` and a store give what the plain trainer gives; so do adapters that were made first."""
+    """``peft_config`` with a store matches the plain trainer, and so do adapters made beforehand."""
     from datasets import Dataset
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""Updates of ordinary parameters whose state is in RAM: the bits of those that fetch it, and no stale addresses."""
+"""Updates of ordinary parameters with state in RAM: the bits of updates that fetch it, and no stale addresses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_updates_that_fetch(kind: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize(("state_dtype", "rounding"), [("int8", 2**-4), ("bfloat16", 2**-7)])
 def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: float, tmp_path: Path) -> None:
-    """Also the bits of an offloaded module are those of ordinary parameters: an element is known by its number."""
+    """An offloaded module also has the bits of ordinary parameters: each element is identified by its number."""
     module, plain = nn.Linear(70, 30), nn.Linear(70, 30)
     plain.load_state_dict(module.state_dict())
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""TierStrategy in Lightning's trainer: the same numbers as its own strategy, and nothing left out silently."""
+"""TierStrategy in Lightning's trainer: the same numbers as Lightning's strategy, with no silent omissions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 from megatrain import lightning as tier_lightning  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the trainer: few workers, no logger, folders that exist
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # for the trainer: few workers, no logger, existing folders
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
@@ -34,7 +34,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Net(lightning.LightningModule):
-    """Layers, a frozen one among them, and a parameter of the module's own."""
+    """Layers, one of them frozen, and a parameter of the module itself."""
 
     def __init__(self, make: Make | None = None, width: int = 32) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def small_store(folder: Path, **options: Any) -> TieredStore:
 
 
 def trainer(folder: Path, store: TieredStore | None, **options: Any) -> Any:
-    """Return a trainer of two epochs of six batches, quiet; without a store one of Lightning's own strategy."""
+    """Return a quiet trainer of two epochs of six batches; without a store it uses Lightning's strategy."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": False, **quiet, **options}
     if store is not None:

@@ -1,4 +1,4 @@
-"""What is asked of an offloaded module outside of its forward: answered rightly, or refused with what to do."""
+"""Accesses to an offloaded module outside of its forward: a correct answer, or a refusal with a remedy."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
 
     module = nn.Sequential(Changes(8, 8), nn.Linear(8, 8))
     megatrain.offload(module, store, weights=home)
-    try:  # also where another error is being handled
+    try:  # also while another error is handled
         raise OSError
     except OSError:
         with pytest.raises(WeightInUseError, match=r"0\.weight was changed.*writable=True"):
@@ -186,7 +186,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
 
 
 def test_a_change_beside_another_error_still_counts(store: TieredStore) -> None:
-    """It is saved with the next generation, and the low half of the masters is forgotten."""
+    """The change is saved with the next generation, and the low half of the masters is dropped."""
     _, module = pair_of(lambda: make().bfloat16())
     megatrain.offload(module, store)
     optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-3)
@@ -221,7 +221,7 @@ def test_a_view_that_outlives_its_weights_is_refused(store: TieredStore) -> None
 
 
 def test_weights_that_are_handed_out_of_a_module(home: str, store: TieredStore) -> None:
-    """A parameter or a view of one that a module returns: right, or refused."""
+    """A module returns a parameter or a view of one: correct, or refused."""
 
     class Positions(nn.Module):
         def __init__(self, whole: bool) -> None:
@@ -272,7 +272,7 @@ def test_state_dict(home: str, store: TieredStore, tmp_path: Path) -> None:
     state = module.state_dict()
     assert state["0.head.weight"] is state["0.embed.weight"]
     assert not any(isinstance(one, nn.Parameter) for one in state.values())
-    state["0.head.weight"].zero_()  # a copy: the caller's own, and no longer what the next one is
+    state["0.head.weight"].zero_()  # a copy for the caller; it differs from the next one
     assert_same_weights(plain, module)
     variables = module.state_dict(keep_vars=True)
     assert variables["0.head.weight"] is module[0].embed.weight
@@ -307,7 +307,7 @@ def test_load_state_dict(home: str, store: TieredStore) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traces_of_jit_are_refused(store: TieredStore) -> None:
-    """In each way that starts one; the module computes on as before."""
+    """Each way to start a trace is refused; the module continues to work."""
     model = make().eval()
     expected = model(x())
     megatrain.offload(model, store)
@@ -347,7 +347,7 @@ def test_a_move_that_is_ignored_says_where_inputs_go(store: TieredStore, caplog:
     log_ignored_move.cache_clear()
     module.to("cpu")
     assert not caplog.records
-    module.to("meta")  # stands for any device that the store does not compute on
+    module.to("meta")  # represents any device that the store does not compute on
     module.to("meta")
     (record,) = caplog.records
     assert record.levelname == "WARNING"

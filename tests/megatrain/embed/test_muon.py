@@ -1,4 +1,4 @@
-"""`TieredMuon` beside torch's Muon and AdamW: the same weights, state that either takes over, and what is refused."""
+"""`TieredMuon` against torch's Muon and AdamW: the same weights, interchangeable state, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.05}
 
 
 def split(module: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """Return the matrices and all else, with their names."""
+    """Return the matrices and all other parameters, with their names."""
     own = list(module.named_parameters())
     return [each for each in own if each[1].ndim == 2], [each for each in own if each[1].ndim != 2]
 
@@ -30,7 +30,7 @@ def tiered(module: nn.Module, **options: Any) -> megatrain.TieredMuon:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """Of matrices the iteration is in bf16, and torch's transposes others than ours: bf16 rounding of a small step."""
+    """Compare within bf16 rounding of a small step: Muon iterates matrices in bf16, and torch transposes others."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-4 if expected.ndim == 2 else 1e-6)
 
 
@@ -120,7 +120,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=text):
                 megatrain.TieredMuon(params, store=store, name=str(number), **options)
         assert not list(store.blocks()) and store.stats().tiers["ram"].used_bytes == 0
-        # What the iteration takes is taken from the store, and given back.
+        # The workspace of the iteration is taken from the store, and returned.
         optimizer = megatrain.TieredMuon([module[0].weight], store=store)
         taken = store.stats().tiers["ram"].used_bytes
         assert 0 < taken - sum(spec.nbytes for spec in store.blocks()) < 4096, "of a matrix of 16 rows"

@@ -17,7 +17,7 @@ from oracles.embedded import small_store
 from oracles.tiered_run import QUICKSTART
 from tiered import GpuTier, MiB, NvmeTier, RamTier, TieredStore
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers under an old name
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses an old name of transformers
 
 IDS = torch.randint(0, 1024, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -54,7 +54,7 @@ def test_yields_what_the_last_step_made(weights: str, dtype: torch.dtype, tmp_pa
         step(model, optimizer)
         assert_same(
             found, {name: p.detach() for name, p in plain.named_parameters()}
-        )  # copies: a later step is not seen
+        )  # copies: a later step does not change them
 
 
 def test_nothing_is_held_while_the_caller_has_a_tensor(tmp_path: Path) -> None:

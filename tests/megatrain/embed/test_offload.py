@@ -1,4 +1,4 @@
-"""Offloaded modules of every kind: outputs, gradients and weights of plain ones, bit by bit."""
+"""Offloaded modules of every kind: outputs, gradients and weights of plain modules, bit by bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_outputs_gradients_and_weights_are_those_of_a_plain_module(name: str, ho
 @pytest.mark.parametrize("name", ["encoder", "tied", "checkpoint", "rooted"])
 @pytest.mark.parametrize("homes", list(HOMES))
 def test_bf16(name: str, homes: str, tmp_path: Path) -> None:
-    """One micro-batch: the bits of plain bf16. Several: the store sums up in fp32, plain bf16 does not."""
+    """One micro-batch: the bits of plain bf16. Several: the store sums in fp32, plain bf16 does not."""
     plain, module = pair_of(lambda: ZOO[name]().bfloat16())
     with small_store(tmp_path) as store:
         megatrain.offload(module, store, **HOMES[homes])
@@ -117,7 +117,7 @@ def test_autocast(name: str, tmp_path: Path) -> None:
 
 
 def test_whatever_the_size_of_ram_it_is_refused_at_once_or_works(tmp_path: Path) -> None:
-    """Never an error in the middle of a step."""
+    """It never fails in the middle of a step."""
     size, refused, worked = 16 << 10, 0, 0
     while worked < 3:
         _, module = pair_of(lambda: Tied(reads_directly=True))
@@ -244,7 +244,7 @@ def test_training_goes_on_after_an_error(where: str, tmp_path: Path) -> None:
 
 
 def test_a_graph_that_is_out_of_date_is_refused(tmp_path: Path) -> None:
-    """Plain torch sees it by the version of the weights; hooks on saved tensors hide that from it."""
+    """Plain torch detects it by the version of the weights, which hooks on saved tensors hide."""
     _, module = pair_of(ZOO["sequential"])
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)
@@ -352,7 +352,7 @@ def test_a_module_from_the_meta_device_gets_its_weights_later(tmp_path: Path) ->
         assert_same_gradients(plain, module)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it cannot trace
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about code that it cannot trace
 def test_compiled_module(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["sequential"])
     with small_store(tmp_path) as store:
@@ -366,7 +366,7 @@ def test_compiled_module(tmp_path: Path) -> None:
 
 
 def test_checkpointed_modules_are_recomputed() -> None:
-    """Else the tests with them show nothing."""
+    """Otherwise the tests with checkpointed modules would prove nothing."""
     model = Checkpointed(reentrant=False, inside=True)
     calls: list[None] = []
     model.blocks[0].mlp[0].register_forward_hook(lambda *_: calls.append(None))

@@ -1,4 +1,4 @@
-"""Distillation on what the student writes, with TRL: the student offloaded, its teacher read from a folder."""
+"""Distillation on the student's samples, with TRL: the student is offloaded, its teacher read from a folder."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_losses_and_weights_are_those_of_the_plain_trainer(kind: str, where: str
 
 
 class Pair(nn.Module):
-    """Judges its own numbers by the weights of another module, outside of that one's forward."""
+    """Evaluates its numbers with the weights of another module, outside of that module's forward."""
 
     def __init__(self) -> None:
         super().__init__()

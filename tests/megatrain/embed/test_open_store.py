@@ -1,4 +1,4 @@
-"""Opening a store in one call, and what is refused there."""
+"""Opening a store in one call, and the refusals."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_one_process_has_a_folder(tmp_path: Path) -> None:
 
 
 def test_copies_do_not_take_the_room_of_homes(tmp_path: Path) -> None:
-    """Where blocks live depends on what was asked for, not on what lies in RAM just then."""
+    """The homes of blocks depend on the requested sizes, not on the current contents of RAM."""
     places = []
     for touches in (False, True):
         with megatrain.open_store(ram=8 * MiB, nvme=tmp_path / str(touches), nvme_size="64MiB") as store:

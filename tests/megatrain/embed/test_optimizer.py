@@ -1,4 +1,4 @@
-"""The optimizers in a loop of one's own: the same bits wherever things lie, schedulers, groups, what is refused."""
+"""The optimizers in a custom loop: the same bits at every placement, schedulers, groups, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def muon(params: Any, **options: Any) -> megatrain.TieredMuon:
-    """Return Muon for matrices and AdamW for the rest, which are in the same layers."""
+    """Return Muon for matrices and AdamW for the other parameters of the same layers."""
     own = list(params)
     groups = [
         {"params": [p for p in own if p.ndim == 2]},
@@ -108,7 +108,7 @@ def test_small_parameters_share_a_kernel_call(tmp_path: Path) -> None:
 
 
 def test_bf16_with_several_micro_batches(tmp_path: Path) -> None:
-    """Plain bf16 sums up in bf16; where gradients leave they are summed in fp32, so within 2**-7 of each other."""
+    """Plain bf16 sums in bf16; gradients that leave are summed in fp32: the results are within 2**-7 of each other."""
     names = ["plain", "plain, gradients leave", "tiered", "tiered, all on a drive"]
     found = [train("sgd", PLACES[name], tmp_path / name, torch.bfloat16, 3, 0.5) for name in names]
     for weights, norms in found[2:]:
@@ -183,7 +183,7 @@ def test_averages_of_other_optimizers(case: str, tmp_path: Path) -> None:
 def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """With the bits of one group after the other."""
+    """The averages have the bits of updates of one group after the other."""
 
     def train(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         module, _ = pair_of(lambda: make().to(dtype))
@@ -207,7 +207,7 @@ def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
 
 
 def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Read in the place of the weights, whose bits they leave alone; saved, loaded, and begun by who had none."""
+    """Check averages that replace the weights temporarily, and are saved, loaded, or started without a saved state."""
     options = dict(PLACES[place])
     tier = options.pop("tier", None)
 
@@ -232,13 +232,13 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
         twin = make().float()
         twin.load_state_dict(module.state_dict())
         oracle = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-        oracle.update_parameters(twin)  # torch's begins as the weights of its first call
-        with optimizer.averaged_parameters():  # before any step these are the weights
+        oracle.update_parameters(twin)  # torch's average starts as the weights of its first call
+        with optimizer.averaged_parameters():  # before any step the averages are the weights
             assert_equal(weights_of(module), weights_of(without))
         for x in xs[:4]:
             step(module, optimizer, x)
             step(without, other, x)
-            # A run in bf16 averages its fp32 masters, which nobody else has.
+            # A run in bf16 averages its fp32 masters, which exist nowhere else.
             twin.load_state_dict(masters_of(module, optimizer))
             oracle.update_parameters(twin)
             with optimizer.averaged_parameters():
@@ -256,7 +256,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             expected = oracle.module.state_dict()[name]
             found = optimizer.state[parameter]["ema"]
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        # An error inside leaves the weights as they are.
+        # An error inside the context leaves the weights unchanged.
         with pytest.raises(KeyError), optimizer.averaged_parameters():
             raise KeyError
         assert_equal(weights_of(module), now)
@@ -273,7 +273,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             step(resumed, again, x)
         with again.averaged_parameters(), optimizer.averaged_parameters():
             assert_equal(weights_of(resumed), weights_of(module))
-        if kind == "adamw":  # the state of an optimizer without averages: they begin there
+        if kind == "adamw":  # the state of an optimizer without averages: they start there
             resumed, again, _ = build("begun", seed=9, ema_decay=0.8)
             resumed.load_state_dict(weights)
             again.load_state_dict(other.full_state_dict())
@@ -292,7 +292,7 @@ def run_backward_free(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def masters_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return the fp32 masters, which are the weights or have these as upper halves."""
+    """Return the fp32 masters, which are the weights or have the weights as upper halves."""
     masters = {name: numbers.float() for name, numbers in module.state_dict().items()}
     optimizer.finish_updates()
     for name, parameter in module.named_parameters():
@@ -370,7 +370,7 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
 def test_gradients_that_somebody_cleared_are_not_used(max_grad_norm: float, tmp_path: Path) -> None:
-    """One by one before a step, and all of them between two backwards; they had left for the store by then."""
+    """They are cleared one by one before a step, and all between two backwards; they were already in the store."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         options = {"lr": 0.1, "store": store, "max_grad_norm": max_grad_norm}
@@ -402,7 +402,7 @@ class EitherWeight(nn.Module):
 
 
 def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> None:
-    """One weight's gradient waits on the drive, its room in RAM is somebody else's, when another's arrives."""
+    """One weight's gradient waits on the drive without a copy in RAM when another weight's gradient arrives."""
     plain, module = pair_of(EitherWeight)
     with small_store(tmp_path, "256KiB") as store:
         megatrain.offload(module, store, gradients="nvme")
@@ -444,7 +444,7 @@ def test_weights_of_one_block_have_rates_and_steps_of_their_own(
 
 
 def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
-    """Also where the gradient is the same tensor with the same version: written through ``data``."""
+    """This includes a gradient that is the same tensor with the same version: written through ``data``."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)
@@ -457,7 +457,7 @@ def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
 
 
 def leave_ram(store: TieredStore) -> None:
-    """Evict from RAM what lives elsewhere, and write NaN all over the room that is free then."""
+    """Evict from RAM the copies of blocks at home elsewhere, and fill the free space with NaN."""
     for spec in store.blocks():
         if spec.home != "ram" and "ram" in store.where(spec.key):
             store.evict(spec.key, "ram").wait()
@@ -584,7 +584,7 @@ def test_a_second_step_without_a_backward_warns(place: str, tmp_path: Path) -> N
             megatrain.offload(module, store)
         optimizer = KINDS["adamw"](module.parameters(), store=store, **options)
         (x,) = batches(1, torch.float32)
-        optimizer.step()  # nothing was consumed before
+        optimizer.step()  # no backward ran before
         run_backward(module, x, 1.0)
         optimizer.step()
         after = {name: numbers.clone() for name, numbers in module.state_dict().items()}
@@ -594,4 +594,4 @@ def test_a_second_step_without_a_backward_warns(place: str, tmp_path: Path) -> N
         run_backward(module, x, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.step()  # as in torch: there is nothing to use
+        optimizer.step()  # as in torch: there is no gradient

@@ -1,4 +1,4 @@
-"""What the optimizers refuse, and gradients that are cleared, replaced or not finite."""
+"""Refusals of the optimizers, and gradients that are cleared, replaced or not finite."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_zero_grad_of_either_object_clears_the_sums(is_tiered: bool, tmp_path: P
             clear()
             assert all(parameter.grad is None for parameter in module.parameters())
             before = [p.detach().clone() for p in plain.parameters()]
-            optimizer.step()  # there is nothing to use
+            optimizer.step()  # there is no gradient
             assert all(torch.equal(a, b) for a, b in zip(before, module.state_dict().values(), strict=True))
             for this, chosen in ((plain, twin), (module, optimizer)):
                 run_backward(this, other)
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="order is: megatrain"):
             megatrain.offload(module, store)
         with pytest.raises(ValueError, match="name"):
-            adamw(other.parameters(), store=store)  # the first one has these names of blocks
+            adamw(other.parameters(), store=store)  # the first one already uses these block names
         megatrain.offload(other, store)
         adamw(other.parameters())
         with pytest.raises(ValueError, match="has an optimizer already"):
@@ -187,7 +187,7 @@ def test_no_room_is_told_by_the_constructor_and_leaves_nothing_behind(tmp_path: 
             megatrain.TieredAdamW(module.parameters())
         assert caught.value.tier == "ram"
         assert [spec.key for spec in store.blocks()] == known
-        megatrain.TieredSGD(module.parameters(), lr=1e-2)  # which keeps no state
+        megatrain.TieredSGD(module.parameters(), lr=1e-2)  # it has no state
     other = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with megatrain.open_store(ram="1000KiB", path=tmp_path) as store:
         with pytest.raises(CapacityError, match="Give a tier more room"):

@@ -1,4 +1,4 @@
-"""Adapters of peft on an offloaded model: merged, taken out and saved as on an ordinary one; vocabularies resized."""
+"""peft adapters on an offloaded model: merged, removed and saved as on an ordinary one; vocabularies resized."""
 
 from __future__ import annotations
 

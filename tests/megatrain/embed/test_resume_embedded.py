@@ -1,4 +1,4 @@
-"""Saving and loading by ``state_dict``: bit for bit, other sizes and folders, and what is refused."""
+"""Saving and loading by ``state_dict``: bit for bit, other sizes and folders, and refusals."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_going_back_within_a_run(tmp_path: Path) -> None:
         steps(module, optimizer, 0, 2)
         state = optimizer.state_dict()
         losses = steps(module, optimizer, 2, 5)
-        run_backward(module, batch(9))  # gradients and an update that are under way are forgotten
+        run_backward(module, batch(9))  # gradients and a pending update are dropped
         optimizer.step()
         run_backward(module, batch(10))
         optimizer.load_state_dict(state)
@@ -153,7 +153,7 @@ def test_going_back_within_a_run(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_of_one_store_are_saved_together(tmp_path: Path) -> None:
-    """An update that one of them has put off is in the generation that the other commits."""
+    """A deferred update of one optimizer is in the generation that the other commits."""
     results, states = [], list[Any]()
     for is_resumed in (False, True):
         with small_store(tmp_path / "store") as store:
@@ -176,7 +176,7 @@ def test_two_optimizers_of_one_store_are_saved_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_the_order_of_loading_does_not_matter(first: str, tmp_path: Path) -> None:
-    """Weights that are loaded again leave the low halves of their masters alone."""
+    """A second load of weights does not change the low halves of their masters."""
     with small_store(tmp_path / "one") as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 3)
@@ -195,7 +195,7 @@ def test_the_order_of_loading_does_not_matter(first: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_ordinary_parameters(offload_gradients: bool, tmp_path: Path) -> None:
-    """Their weights are in the module's own ``state_dict``; what is below bf16 in the optimizer's generation."""
+    """Their weights are in the module's ``state_dict``; the bits below bf16 in the optimizer's generation."""
     runs: list[Any] = []
     for is_resumed in (False, True):
         module, _ = pair_of(make)
@@ -344,7 +344,7 @@ with small_store(folder / "store") as store:
 
 
 def test_killed_between_or_in_the_middle_of_commits(tmp_path: Path) -> None:
-    """The newest files that are complete name generations that load, and training goes on from there."""
+    """The newest complete files name generations that load, and training continues from them."""
     code = _CHILD.format(tests=str(Path(__file__).parent), root=str(ROOT / "tests"), folder=str(tmp_path))
     child = warm.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with an offloaded policy whose answers another program writes, as vLLM's server does."""
+"""TRL's GRPOTrainer with an offloaded policy; another program writes the answers, as vLLM's server does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def vowels(completions: list[str], **rest: object) -> list[float]:
 def train(
     folder: Path, *, offloaded: bool, lora: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], RolloutServer]:
-    """Return what the trainer logged, the policy's weights as vLLM names them, and the engine."""
+    """Return the trainer's log, the policy's weights by vLLM's names, and the engine."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -106,7 +106,7 @@ def test_the_engine_has_the_weights_of_each_step(lora: bool, tmp_path: Path) -> 
 
 
 def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
-    class Generation:  # what is used of TRL's class, which needs vLLM in this mode
+    class Generation:  # the used part of TRL's class, which needs vLLM in this mode
         mode, accelerator, _weight_metadata = "colocate", SimpleNamespace(device=torch.device("cpu")), None
 
         def _iter_named_params(self) -> Any: ...
@@ -115,7 +115,7 @@ def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
             return name
 
         def sync_weights(self) -> dict[str, int]:
-            before = store.tier("gpu").usage().used_bytes  # where a sleeping engine takes memory for its weights
+            before = store.tier("gpu").usage().used_bytes  # a sleeping engine takes memory for its weights here
             names = [name for name, _ in self._iter_named_params()]
             assert names == [name for name, *_ in self._weight_metadata]
             return {"before": before, "meanwhile": store.tier("gpu").usage().used_bytes}

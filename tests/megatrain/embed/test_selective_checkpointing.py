@@ -1,4 +1,4 @@
-"""PyTorch's selective checkpointing of an offloaded model: products that it keeps are not computed again."""
+"""PyTorch's selective checkpointing of an offloaded model: kept products are not recomputed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _recompute(model: nn.Module, *, keeps_products: bool) -> None:
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if keeps_products:
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    if hasattr(model, "activation_checkpointing_enable"):  # what transformers calls it since 5.20
+    if hasattr(model, "activation_checkpointing_enable"):  # its name in transformers since 5.20
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)

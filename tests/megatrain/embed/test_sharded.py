@@ -1,4 +1,4 @@
-"""Parameters that two ranks share under FSDP2, with the state of each rank in a store of its own."""
+"""Parameters that two ranks shard with FSDP2; each rank has a separate store for its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import sharded_ranks
 from processes.ranks import run_on_ranks
 from processes.sharded_ranks import CASES, STEPS, Net, load_half, loss_of, make, optimizer_of, step
 
-#: Adds up as FSDP2's reduction of two ranks does. Clipping adds squares in other orders.
+#: Sums as FSDP2's reduction of two ranks does. Clipping adds squares in another order.
 SAME_BITS_AS_ONE_PROCESS = ("fp32", "bf16")
 PAGE = 4096
 pytestmark = pytest.mark.skipif(
@@ -31,12 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each rank found, by case."""
+    """Return the results of each rank, by case."""
     return run_on_ranks(2, sharded_ranks.run_all, folder, limit_s=240.0)
 
 
 def train_alone(module: Net, optimizer: Any, case: str, steps: range) -> list[list[float]]:
-    """Return the losses of both halves of each batch, added up in one process."""
+    """Return the losses of both halves of each batch, summed in one process."""
     losses: list[list[float]] = [[], []]
     for number in steps:
         for half in (0, 1):
@@ -55,7 +55,7 @@ def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) 
     for case, found in ((case, rank[case]) for case in CASES for rank in ranks):
         kinds = ["ram", "nvme", *CASES[case][3]]
         if case == "int8":
-            kinds.remove("tensors")  # encoded anew: see below
+            kinds.remove("tensors")  # encoded again: see below
         for kind in kinds:
             assert found[kind]["losses"] == found["ram"]["losses"], (case, kind)
             assert same(found[kind]["weights"], ranks[0][case]["ram"]["weights"]), (case, kind)
@@ -78,7 +78,7 @@ def test_two_ranks_and_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
-    """Each rank's state is its share: nearly all parameters are halved, and padded."""
+    """Each rank's state is its shard: nearly all parameters are halved, and padded."""
     module = make(CASES[case][0])
     with megatrain.open_store(ram="8MiB") as store:
         optimizer = optimizer_of(module, case, store)
@@ -127,7 +127,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(folder: Path, rank
 
 
 def test_a_generation_is_not_taken_for_tensors() -> None:
-    """torch.distributed.checkpoint would make a step with gradients of zeros, and save no state."""
+    """torch.distributed.checkpoint would make a step with zero gradients, and save no state."""
     module = nn.Linear(4, 4)
     with megatrain.open_store(ram="4MiB") as store:
         optimizer = megatrain.TieredAdamW(module.parameters(), store=store)

@@ -1,4 +1,4 @@
-"""A module that several ranks share: the bits do not depend on how many there are; ranks that differ are told so."""
+"""A module shared by several ranks: the bits do not depend on their number, and differing ranks raise an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import shared_module
 from processes.ranks import run_on_ranks
 from processes.shared_module import CASES, LANES, STEPS, loss_of, make
 
-#: Case -> bytes of the weight and the state of an element that is trained, and of the weight of a frozen one.
+#: Case -> bytes of weight and state per trained element, and of the weight per frozen element.
 ELEMENT_BYTES = {"fp32": (16, 4), "bf16": (8, 2), "int8": (2 + 2 + 2 * (1 + 4 / 256), 2), "gpu": (12, 4)}
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo"
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_ranks(world: int, folder: Path, cases: list[str]) -> list[dict[str, Any]]:
-    """Return what each rank found, by case."""
+    """Return the results of each rank, by case."""
     folder.mkdir()
     return run_on_ranks(world, shared_module.run_all, folder, cases, limit_s=240.0)
 
@@ -72,7 +72,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 def check_beside_torch(alone: dict[str, Any]) -> None:
-    """The mean of the lanes, as a plain loop has it."""
+    """Compare with a plain loop over the mean of the lanes."""
     module = make(torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
     for step in range(STEPS):
@@ -102,7 +102,7 @@ REFUSED = {
 
 
 def check_refusals(ranks: list[dict[str, str]]) -> None:
-    """Both ranks say the same, also where one alone has a reason."""
+    """Both ranks raise the same error, even if only one has a reason."""
     assert ranks[0] == ranks[1]
     assert ranks[0].keys() == REFUSED.keys()
     for name, expected in REFUSED.items():

@@ -13,7 +13,7 @@ from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.environment import DeterminismError, cublas_setting_read, deterministic_kernels
 
-CUDA = torch.device("cuda")  # only its name is looked at
+CUDA = torch.device("cuda")  # only its name is used
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_an_operation_without_such_a_kernel_is_named_with_what_to_do() -> None:
 
 @pytest.fixture
 def in_use() -> Iterator[None]:
-    """A GPU that somebody has multiplied on, without the setting."""
+    """A GPU that has already run a product without the setting."""
     with virtual_gpu():
         multiply()
         yield
@@ -81,7 +81,7 @@ def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """A torch that parses the setting at each product; a list of the setting where workspaces were freed."""
+    """Return the values of the setting at each freed workspace, with a torch that parses it at each product."""
     monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
     found: list[str | None] = []
     clear = lambda: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))  # noqa: E731
@@ -90,7 +90,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back(cleared: list[str | None]) -> None:
-    """Products need not parse it again; what asks for deterministic kernels inside knows that it was read."""
+    """Later products need not parse it again; nested contexts for deterministic kernels know that it was read."""
     megatrain._ask_for_repeatable_products()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
         with cublas_setting_read(CUDA):
@@ -117,7 +117,7 @@ def test_the_setting_stays_where_products_do_not_parse_it(
 def test_the_setting_stays_where_torch_keeps_its_size(
     cleared: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch parses it once in the versions that have a function to change the size."""
+    """torch versions with a function to change the size parse it once."""
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 1 << 25, raising=False)
     megatrain._ask_for_repeatable_products()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
@@ -174,7 +174,7 @@ for rows, inner, columns in itertools.product((1, 2, 5, 31, 96, 577), (31, 62, 6
 
 
 def test_a_product_has_the_same_bits_with_any_number_of_threads() -> None:
-    """Ranks of one host share its cores. By default MKL's sums depend on how many threads there are."""
+    """Ranks of one host share its cores. By default MKL's sums depend on the number of threads."""
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     environment["OMP_NUM_THREADS"] = "2"
     subprocess.run([sys.executable, "-c", _PRODUCTS_OF_ANY_NUM_THREADS], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""Torch's errors of a device and of memory are told in words for a person; all others pass as they are."""
+"""Device and memory errors of torch become messages for users; all others pass unchanged."""
 
 from __future__ import annotations
 

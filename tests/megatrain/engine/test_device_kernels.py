@@ -1,4 +1,4 @@
-"""What can be said of a step's GPU kernels without a GPU: Triton's interpreter runs them, its compiler takes them."""
+"""Checks of a step's GPU kernels without a GPU: Triton's interpreter runs them, its compiler accepts them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import the kernels anew, and again after the test."""
+    """Import the kernels again, and once more after the test."""
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     monkeypatch.delattr(sys.modules["megatrain.engine"], KERNELS.rsplit(".", 1)[1], raising=False)
     return importlib.import_module(KERNELS)
@@ -35,7 +35,7 @@ def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let kernels run in Triton's interpreter, on tensors of the host."""
+    """Run kernels in Triton's interpreter, on host tensors."""
     pytest.importorskip("triton")  # before the variable is set, which would change its own functions for good
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels = import_kernels(monkeypatch)
@@ -55,12 +55,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers of every magnitude, so that another order of a sum shows."""
+    """Return numbers of every magnitude, so that another order of a sum changes the result."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * torch.rand(*shape, generator=generator).pow(8)).to(dtype)
 
 
-# -- rows that are added to a matrix --------------------------------------------------------------------------------
+# -- rows added to a matrix -----------------------------------------------------------------------------------------
 
 WORDS, WIDTH = 50, 12
 #: Parts that end between rows, and within them.
@@ -76,12 +76,12 @@ def matrix_in_parts(borders: tuple[int, ...]) -> tuple[GradientAccumulator, list
 
 
 def sum_of(borders: tuple[int, ...], dtype: torch.dtype, ignored: int | None, index_dtype: torch.dtype) -> Tensor:
-    """Return the sum of two micro-batches, as a model looks words up: some again and again."""
+    """Return the sum of two micro-batches, as an embedding's lookups: some rows repeat."""
     sink, blocks = matrix_in_parts(borders)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         indexes = torch.randint(0, WORDS, (40,), generator=generator).clamp_(max=30).to(index_dtype)
-        rows = random(WIDTH, 40, seed=seed, dtype=dtype).t()  # rows whose columns are apart
+        rows = random(WIDTH, 40, seed=seed, dtype=dtype).t()  # rows with strided columns
         sink.add_rows("w", indexes[::2], rows[::2], ignored)
         sink.add_rows("w", indexes[1::2], rows[1::2].contiguous(), ignored)
     return torch.cat(blocks)[: WORDS * WIDTH].view(WORDS, WIDTH)
@@ -182,7 +182,7 @@ def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pyt
 
 
 def test_a_plan_counts_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a trace have no contents: nothing is launched, and Triton need not be there."""
+    """Tensors of a trace have no contents: nothing is launched, and Triton need not be installed."""
     monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():
@@ -195,7 +195,7 @@ def test_a_plan_counts_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -
 
 NUM_WORDS, ROWS, NUM_ITEMS = 50, 9, 7
 PARTS = (0, 13, 26, 39)
-#: Smoothing, z-loss, whether rows are weighed, and whether the first words are masked.
+#: Smoothing, z-loss, whether rows have weights, and whether the first vocabulary entries are masked.
 LOSSES = [(0.0, 0.0, False, False), (0.1, 1e-3, False, False), (0.0, 0.0, True, False), (0.0, 0.0, False, True)]
 
 
@@ -251,7 +251,7 @@ def test_interpreted_kernels_make_loss_and_gradient(
     loss, gradient = in_parts(logits, labels, smoothing, z_loss, weights)
     expected_loss, expected = cross_entropy(logits, labels, smoothing, z_loss, weights)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
-    rounding = 2.0**-7 if dtype == torch.bfloat16 else 2e-5  # the interpreter cuts numbers off, see the machine code
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 2e-5  # the interpreter truncates numbers, see the machine code
     torch.testing.assert_close(gradient.double(), expected, rtol=rounding, atol=1e-7)
 
 
@@ -266,7 +266,7 @@ def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
 def test_rows_at_any_address_have_the_bits_of_aligned_ones(
     interpreter: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 48 words, a multiple of 16 bytes, in a matrix whose rows begin anywhere; and by elements one at a time."""
+    """The part has 48 vocabulary entries, a multiple of 16 bytes, in rows of any alignment; also one at a time."""
     logits, labels = logits_of(dtype, is_masked=False)
     labels = labels.clamp(max=47)
     aligned, anywhere = logits[:, :48].contiguous(), logits[:, :48]
@@ -289,7 +289,7 @@ def test_logits_that_are_not_numbers_make_a_loss_that_is_none(interpreter: None)
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators of torch that make tensors of the size of the logits."""
+    """Records the torch operators that make tensors of the size of the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a plan, as tensors without contents are given to no kernel, as on a GPU."""
+    """This holds in a plan: tensors without contents reach no kernel, and the memory is the same as on a GPU."""
     monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():
@@ -319,7 +319,7 @@ def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyP
 
 
 def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
-    """Return the code for a device of compute capability 9.0. Numbers are i32 where nothing else is said."""
+    """Return the code for a device of compute capability 9.0. Arguments are i32 by default."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     kernel = getattr(kernels, name)
@@ -339,7 +339,7 @@ def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> None:
-    """Each sum is of one number and one row: none of several rows, no product, nothing flushed to zero."""
+    """Each addition has one number and one row: no sums of several rows, no products, no flush to zero."""
     types = {"place": "*fp32", "rows": f"*{dtype}", "groups": "*i32"}
     ptx = ptx_of(kernels, "add_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
     found = re.findall(r"^\s+(?:@\S+ )?((?:add|sub|mul|fma|mad)\S*\.f32)\b", ptx, re.MULTILINE)
@@ -355,12 +355,12 @@ def test_addresses_of_added_rows_have_64_bits(kernels: ModuleType) -> None:
     assert not re.search(r"mul\.lo\.[su]32|mad\.lo\.[su]32", ptx) and re.search(r"mul(\.wide\.s32|\.lo\.s64)", ptx)
 
 
-#: Dtype -> elements of 16 bytes, of which a thread loads and stores as many at once.
+#: Dtype -> elements in 16 bytes, which a thread loads and stores at once.
 UNITS = {"fp32": 4, "bf16": 8, "fp16": 8}
 
 
 def of_columns(ptx: str, bits: int) -> set[str]:
-    """Return the instructions that load and store columns: those of 16 bytes, and those of one element."""
+    """Return the instructions that load and store columns, by 16 bytes or by one element."""
     return set(re.findall(rf"(?:ld|st)\.global\.(?:v4\.b32|b{bits})\b", ptx))
 
 
@@ -400,11 +400,11 @@ def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_we
         assert of_columns(ptx, 16) == {"ld.global.v4.b32", "st.global.v4.b32"}
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
     assert is_weighed or "div.rn.f32" in ptx  # `/` would be an approximation
-    assert dtype == "fp32" or f"cvt.rn.{dtype.replace('fp', 'f')}" in ptx  # to the nearest
+    assert dtype == "fp32" or f"cvt.rn.{dtype.replace('fp', 'f')}" in ptx  # round to nearest
 
 
 def test_no_address_and_no_size_is_compiled_into_the_code(kernels: ModuleType) -> None:
-    """Else a launch in another placement may be one of other code, which adds in another order."""
+    """Otherwise a launch at another placement could run other code, with another order of additions."""
     floats = {"divisor", "z_factor", "share", "at_label"}  # never are
     for name in set(kernels.__all__) - {"LAUNCH_OPTIONS"}:
         params = [param for param in getattr(kernels, name).params if not param.is_constexpr]

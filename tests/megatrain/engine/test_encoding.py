@@ -1,4 +1,4 @@
-"""How blocks hold weights: a form that the engine does not know, and averages."""
+"""Encodings of weights in blocks: a form unknown to the engine, and averages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.engine.encoding import AveragedWeight, Encoding, decoding_bytes
 
 @dataclass(frozen=True)
 class EighthBytes:
-    """Weights that are whole eighths, a byte each: one more form, which is this class alone."""
+    """Weights that are multiples of an eighth, one byte each: a further form, defined only by this class."""
 
     nbytes: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""A pass of an evaluation uses each unit's weights once, and nothing else, in the order of the forward."""
+"""A pass of an evaluation uses only the units' weights, each once, in the order of the forward."""
 
 from __future__ import annotations
 

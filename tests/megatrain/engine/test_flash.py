@@ -38,7 +38,7 @@ MODEL = EXAMPLES / "quickstart" / "model"
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Register an FA3 that has no kernels, and return what happened to it."""
+    """Register an FA3 without kernels, and return its record of calls."""
     events: list[str] = []
 
     class Handle:
@@ -113,7 +113,7 @@ def test_kernels_follow_the_architecture(name: str, kernels: str) -> None:
 
 def allocated(kernels: str, batch: int, tokens: int, heads: int, key_heads: int, width: int) -> int:
     """Return the bytes that a deterministic causal backward of equal rows allocates, one tensor after the other."""
-    rows = {"FA3": 128 if width == 64 else 64, "FA4": 128}[kernels]  # of a block of queries; keys have 128
+    rows = {"FA3": 128 if width == 64 else 64, "FA4": 128}[kernels]  # per block of queries; keys have 128
     cluster = 2 if kernels == "FA4" and width >= 128 else 1
     queries, keys = -(-tokens // rows) * rows, -(-tokens // 128) * 128
     if cluster == 2 and keys // 128 % 2:
@@ -187,7 +187,7 @@ def test_a_free_order_of_sums_may_split_keys() -> None:
 
 
 def planned(folder: Path, machine: str, table: str) -> Plan:
-    """Plan the 0.82 M model in bf16, whose heads are widened to 64 numbers, for another machine."""
+    """Plan the 0.82 M model in bf16, with heads widened to 64 numbers, for another machine."""
     text = config_text(folder, MODEL, nvme=0).replace('device = "cpu"', "")
     text = text.replace("[data]", f"train_from_scratch = true\nuse_liger_kernel = false\n{table}\n[data]", 1)
     text = text.replace('compute_dtype = "float32"', 'compute_dtype = "bfloat16"')

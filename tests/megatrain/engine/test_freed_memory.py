@@ -1,4 +1,4 @@
-"""Tensors that are freed leave the process, whatever is still there between them, where it takes more than it may."""
+"""Freed tensors leave the process, even with live memory between them, once it exceeds its limit."""
 
 from __future__ import annotations
 
@@ -75,20 +75,20 @@ def test_freed_tensors_leave_the_process() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_memory_stays_where_it_and_the_next_op_fit_together() -> None:
-    """128 MiB of freed tensors and 192 MiB of room: an op of 32 MiB may begin with them, one of 128 MiB may not."""
+    """128 MiB of freed tensors and 192 MiB of space: an op of 32 MiB may begin with them, one of 128 MiB may not."""
     before_none, before_small, before_large, _ = run("before an op", room=192)
     assert before_large < 8 < 64 < before_small == before_none
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_not_every_op_gives_back_what_others_took() -> None:
-    """A little is kept where the process takes more than was foreseen: 8 MiB of 16, not 128."""
+    """Some memory is kept if the process exceeds the forecast: 8 MiB of 16, not 128."""
     little, much, _ = run("beside another", room=64)
     assert much < 4 < little
 
 
 def run(what: str, room: int = 0) -> list[int]:
-    """Return the MiB that a process has come to take, as it says."""
+    """Return the MiB by which a process has grown, from its output."""
     words = [sys.executable, "-c", PROGRAM, what, str(room)]
     environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Idle visits: an expert without tokens leaves its weights where they are, and its visit gives the same gradients."""
+"""Idle visits: an expert without tokens leases no weights, and its visit gives the same gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_VISIT = 7
 
 
 class NotingAccess(MemoryAccess):
-    """Keeps what it is told of idle visits."""
+    """Records its calls about idle visits."""
 
     told: list[tuple[list[int], set[int]]]
 
@@ -42,7 +42,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingAccess, list[BoundUnit
 
 
 def routed_to(chosen: list[int]) -> UnitCall:
-    """Return a call of which each token goes to one expert."""
+    """Return a call that routes each token to one expert."""
     return UnitCall(0, (torch.zeros(len(chosen), 1), torch.tensor(chosen)[:, None], None), {}, None)
 
 

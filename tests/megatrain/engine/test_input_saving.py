@@ -27,7 +27,7 @@ VISIT = 3
 
 
 class LeasesAccess(MemoryAccess):
-    """Keeps the order of leases of activations and results."""
+    """Records the order of leases of activations and results."""
 
     leases: list[tuple[str, int, int | None]]
 
@@ -49,7 +49,7 @@ class LeasesAccess(MemoryAccess):
 
 
 class Layer:
-    """One layer of a tiny model with dropout, and the forward of one micro-batch that waits at it."""
+    """One layer of a tiny model with dropout, and a micro-batch's forward that stops before it."""
 
     def __init__(self, *, results: bool = False) -> None:
         config = tiny_config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2)
@@ -70,7 +70,7 @@ class Layer:
         self.access.begin("forward", VISIT)
 
     def first_run(self) -> tuple[list[Tensor], SavedInputs]:
-        """Return the outputs of the first run, and what is kept of it."""
+        """Return the outputs of the first run, and its saved state."""
         with self.access.weights(self.bound.unit, VISIT) as weights, self.bound.bound(weights) as leaves:
             run = UnitRun.of_call(self.bound, self.waiting, 0)
             result, kept = self.keeping.run(run, self.waiting, leaves)
@@ -95,7 +95,7 @@ class Layer:
 def test_the_second_run_has_the_bits_of_the_first(results: bool) -> None:
     layer = Layer(results=results)
     first, kept = layer.first_run()
-    torch.manual_seed(99)  # the stream moves on in between
+    torch.manual_seed(99)  # the random stream advances in between
     second, gradients = layer.gradients(kept)
     assert len(first) == len(second) == kept.num_outputs > 0
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""Graphs kept from forward to backward: the bits of a recompute, nothing run twice, as much memory as was traced."""
+"""Graphs kept from forward to backward: the bits of a recompute, nothing run twice, memory as traced."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Side:
-    """A runner with weights of its own."""
+    """A runner with separate weights."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ def test_tied_weights(family: str) -> None:
 @pytest.mark.parametrize("kept", [{4}, {2, 3}, {0, 3}, {1, 2, 3, 4}])
 @pytest.mark.parametrize("family", ["llama", "gemma3n_text", "zamba2"])
 def test_some_visits_are_kept(family: str, kept: set[int]) -> None:
-    """Between visits that are run again: also where layers share keys and values, or are visited twice."""
+    """Recomputed visits are in between; layers may share keys and values, or be visited twice."""
     compare(tiny_config(family), kept=kept)
 
 
@@ -126,7 +126,7 @@ def test_noise_and_label_smoothing() -> None:
 
 
 def test_autocast() -> None:
-    """With its cache, a weight that is used twice would be cast once, and its gradients summed in bf16."""
+    """With autocast's cache, a weight used twice would be cast once, and its gradients summed in bf16."""
     config = tiny_config("gpt2", **DROPOUT)
 
     def step(kept: Any) -> tuple[StepLoss, Gradients]:
@@ -182,14 +182,14 @@ def test_a_change_of_what_the_graph_needs_is_refused_as_in_plain_pytorch() -> No
     side = Side(tiny_config("llama", tied=False), kept=ALL)
     bound = side.runner.bounds[2]
     forward = bound.forward
-    bound.forward = lambda *args, **kwargs: forward(*args, **kwargs).exp()  # whose backward needs the result
+    bound.forward = lambda *args, **kwargs: forward(*args, **kwargs).exp()  # the backward of exp needs its result
     change_outputs_outside(side, bound)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         side.step()
 
 
 def change_outputs_outside(side: Side, bound: Any) -> None:
-    """Let the model's own code, between two units, double what a unit gave, in place."""
+    """Let the model's code double a unit's output in place, between two units."""
     trunk = side.runner._trunk
     run = trunk._next_visit
 
@@ -204,7 +204,7 @@ def change_outputs_outside(side: Side, bound: Any) -> None:
     trunk._next_visit = next_visit
 
 
-# -- what is left out, and what stays --------------------------------------------------------------------------
+# -- excluded tensors, and tensors that stay -------------------------------------------------------------------
 
 
 def test_kept_units_run_once_for_every_micro_batch() -> None:
@@ -273,7 +273,7 @@ def test_an_evaluation_keeps_nothing() -> None:
 
 
 class RealLedger(CountingMode):
-    """Counts the bytes of real storages; answers nothing itself."""
+    """Counts the bytes of real storages; makes no decisions."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -284,7 +284,7 @@ class RealLedger(CountingMode):
 
 
 class CountedAccess(MemoryAccess):
-    """Notes what is alive when the head begins, without what is in blocks."""
+    """Records the live memory at the start of the head, without blocks."""
 
     ledger: RealLedger
     live_at_head = 0
@@ -296,7 +296,7 @@ class CountedAccess(MemoryAccess):
             self.live_at_head = self.ledger.live_nbytes
 
     def watched(self) -> RealLedger:
-        """Return a new ledger that counts what is made from now on."""
+        """Return a new ledger that counts allocations from now on."""
         self.ledger = RealLedger()
         with self.ledger.paused():
             for weight in self._weights.values():
@@ -352,7 +352,7 @@ def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
     workspace = planned_workspace(graph, trace, together)
     assert 0.8 * workspace < peak[False] <= workspace
     assert peak[True] <= fullest_bytes(graph, trace, program_of(graph, trace, order), together) <= workspace + planned
-    # Inputs of units are often the outputs of those before, and wanted by nobody else: they are counted at both.
+    # A unit's input is often the previous unit's output and used by no other: both count it.
     assert 0.8 * planned < live[True] - live[False] <= planned
 
 
@@ -417,7 +417,7 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("family", ["llama", "zamba2"])
 def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers: bool, order: str) -> None:
-    """What the graphs rely on: their views of the weights stay the same bytes."""
+    """The graphs rely on this: their views of the weights keep the same bytes."""
     graph = build_graph(tiny_config(family, tied=True))
     trace = trace_visits(graph, 2, 16, torch.float32)
     program = ProgramBuilder(
@@ -450,7 +450,7 @@ def sines_dropped(module: Any, args: tuple[torch.Tensor, ...], result: torch.Ten
 
 
 def test_a_result_in_the_place_of_what_was_saved_and_dropped_is_no_part_of_the_graph() -> None:
-    """Memory that autograd saved and let go is used again at once, often by the result of the layer."""
+    """Memory that autograd saved and freed is reused at once, often by the layer's result."""
     config = tiny_config("llama")
     plain, dropping = build_graph(config), build_graph(config)
     for layer in dropping.model.model.layers:

@@ -1,4 +1,4 @@
-"""A loss that the engine does not know, handed in from above: whole logits and parts, in turn and not."""
+"""A loss unknown to the engine, passed in from above: whole logits and parts, in turn and not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunningFocal(RunningSoftmax):
     def loss(self) -> Tensor:
         log_p = self.log_probs()
         missing = 1 - log_p.exp()
-        # By each log-probability: what the gradients of cross entropy are weighed with.
+        # The derivative by each log-probability: the factor on the gradients of cross entropy.
         slope = missing**self._gamma - self._gamma * missing ** (self._gamma - 1) * log_p.exp() * log_p
         self.weigh(slope / self._count)
         return -(missing**self._gamma * log_p).sum() / self._count
@@ -49,7 +49,7 @@ class RunningFocal(RunningSoftmax):
 
 @dataclass(frozen=True)
 class Focal(Loss, MicroBatchLoss):
-    """Each row by itself."""
+    """Evaluates each row alone."""
 
     gamma: float = 2.0
 
@@ -70,7 +70,7 @@ class Focal(Loss, MicroBatchLoss):
 
 @dataclass(frozen=True)
 class Likeliest(Loss):
-    """Weighs each row by its probability's share in that of its micro-batch: rows are compared."""
+    """Weighs each row by its probability's share in its micro-batch, so rows are compared."""
 
     @property
     def compares_rows(self) -> bool:
@@ -136,7 +136,7 @@ def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str,
 
 
 def expected_step(of_rows: Any) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients by whole logits, given a function of the log-probabilities of each micro-batch."""
+    """Return loss and gradient by whole logits, given a function of each micro-batch's log-probabilities."""
     model, total = build_model(tiny_config("llama")), torch.zeros(())
     for batch in padded_batches():
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}

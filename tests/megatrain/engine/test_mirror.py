@@ -1,4 +1,4 @@
-"""The host's copies answer a model's questions: always what the tensor itself would have said, or not at all."""
+"""Host copies answer a model's queries exactly as the tensor would, or not at all."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_look_is_answered_with_what_the_tensor_would_say(name: str) -> None:
         answer, mirror = looked(look)
     assert answer == expected and type(answer) is type(expected)
     assert 1 <= mirror.num_answers <= 2
-    waits.pop("tolist", None)  # of the call itself, which the mirror takes over
+    waits.pop("tolist", None)  # for the call itself, which the mirror handles
     assert set(waits) == {"numpy"}, "the tensor itself is not looked at"
 
 

@@ -1,4 +1,4 @@
-"""Weights whose parts pass: rows are looked up for all micro-batches at once, each part leased once, bits unchanged."""
+"""Weights with passing parts: rows are looked up for all micro-batches, each part leased once, bits unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = (range(30), range(30, 70), range(70, VOCAB))
 
 
 class Parts:
-    """Parts of a matrix, as a store leases them."""
+    """Parts of a matrix, with leases as in a store."""
 
     def __init__(self, matrix: Tensor, *, passes: bool = True) -> None:
         self._matrix, self.passes = matrix, passes

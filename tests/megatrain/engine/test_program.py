@@ -1,4 +1,4 @@
-"""What a run makes of a step's program: what stays between ticks, where updates run, what the prefetcher is told."""
+"""Effects of a run on a step's program: what stays between ticks, where updates run, the prefetcher's schedule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_copy_stays_where_its_next_use_comes() -> None:
 
 
 def test_an_update_runs_where_all_that_outlives_it_is() -> None:
-    """The gradient is dead afterwards: its home decides nothing."""
+    """The gradient is dead after the update, so its home does not matter."""
     homes = {"w": "gpu", "m": "gpu", "g": "ram"}
     update, forward = TICKS[UPDATE], TICKS[FORWARD]
     assert PROGRAM.tier_of(update, homes) == "gpu"
@@ -56,7 +56,7 @@ def test_an_update_runs_where_all_that_outlives_it_is() -> None:
 
 
 def test_the_schedule_has_what_moves_and_what_changes() -> None:
-    """A read at home needs no foresight; a write there must be known, so that no copy is fetched before it."""
+    """A read at home needs no schedule entry; a write there does, so that no copy is fetched before it."""
     homes = {"w": "ram", "m": "gpu", "g": "gpu"}
     schedule = PROGRAM.schedule(homes, 2, first_step=3)
     period = len(TICKS)
@@ -70,7 +70,7 @@ def test_the_schedule_has_what_moves_and_what_changes() -> None:
 
 
 def test_what_no_gradient_was_copied_into_is_zero() -> None:
-    """Padding, and parameters without a gradient: the norm is taken over the whole block."""
+    """Padding, and parameters without a gradient, are zero: the norm covers the whole block."""
     layout = build_layout("unit", [("a", (3,)), ("b", (5, 2)), ("c", (2, 2))], trainable=True)
     names = [entry.name for entry in layout.entries]
     for count in range(len(names) + 1):

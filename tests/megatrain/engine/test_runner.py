@@ -1,4 +1,4 @@
-"""What the engine asks of its access, and what it refuses."""
+"""The engine's calls to its access, and its refusals."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_arguments_keep_identity_and_carry_mutations_back() -> None:
 
 
 def test_an_item_that_was_replaced_is_carried_back_too() -> None:
-    """Containers as long as before, with the same keys."""
+    """Containers stay as long as before, with the same keys."""
     hidden, other = torch.ones(2, requires_grad=True), torch.zeros(2)
     states: list[Any] = [hidden, other]
     table = {"first": hidden, "second": other}
@@ -293,7 +293,7 @@ def test_trace_says_what_is_saved_and_held() -> None:
     hidden_nbytes = 2 * 16 * 32 * 4
     assert trace.visits[2].memory.held_nbytes == 2 * hidden_nbytes + trace.visits[2].memory.stays_nbytes
     assert all(0 < visit.memory.forward_nbytes <= visit.memory.backward_nbytes for visit in layers)
-    logits_nbytes = 2 * 16 * VOCAB * 4  # of which a loss makes others of that size
+    logits_nbytes = 2 * 16 * VOCAB * 4  # a loss makes further tensors of that size
     assert 2 * logits_nbytes < trace.head_nbytes < 4 * logits_nbytes and trace.exact
     assert 0 < layers[0].memory.stays_nbytes < layers[0].memory.held_nbytes
     assert all(parameter.is_meta for parameter in graph.model.parameters())
@@ -319,7 +319,7 @@ def test_held_memory_does_not_grow_with_depth() -> None:
 
 
 def test_trace_agrees_with_what_a_real_step_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What looks at values there; torch.compile, which other tests use, turns it off for the whole process.
+    # Validation reads values there; torch.compile, used by other tests, turns it off for the whole process.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     graph, trace = graph_with_trace("gemma3n_text")
     access = MemoryAccess(graph, dict(build_model(tiny_config("gemma3n_text")).named_parameters()), torch.float32)
@@ -340,7 +340,7 @@ def test_trace_agrees_with_what_a_real_step_saves(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_layers_that_may_be_left_out_by_chance_are_planned(rate: float) -> None:
-    """Also at rate 0, which leaves out none: some releases of transformers draw a number for it as well."""
+    """This includes rate 0, which skips none: some releases of transformers still draw a number for it."""
     graph, trace = graph_with_trace("opt", layerdrop=rate)
     planned = {visit.unit for visit in trace.visits}
     assert {unit.index for unit in graph.units if unit.is_layer} <= planned

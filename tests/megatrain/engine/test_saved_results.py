@@ -1,4 +1,4 @@
-"""Attention's results saved for the recompute: a recompute's bits, no kernel run twice, the bytes of the trace."""
+"""Attention's results saved for the recompute: a recompute's bits, no kernel run twice, the traced bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the forwards of attention kernels that are computed, and products."""
+    """Counts the computed forwards of attention kernels, and products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Side:
 
 
 def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **options: Any) -> tuple[Side, Side]:
-    """Return a step without and one with saved attention, after seeing that they have the same bits."""
+    """Return a step without and one with saved attention, after a check for equal bits."""
     batches = whole_rows() if batches is None else batches
     again, side = Side(config, (), batches, **options), Side(config, saved, batches, **options)
     assert side.loss == again.loss
@@ -91,7 +91,7 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str) -> None:
     again, side = compare(tiny_config(family, tied=False), padded_batches(), with_products=with_products)
     assert 2 * side.num_forwards == again.num_forwards, "none is computed again"
-    # A backward has twice the products of a forward: without those that are made again, two of three are left.
+    # A backward has twice the products of a forward; without recomputed products, two of three are left.
     if with_products:
         assert 0.6 * again.num_products < side.num_products < again.num_products
     else:
@@ -100,7 +100,7 @@ def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
 def test_each_product_of_a_layer_runs_once(order: str) -> None:
-    """Forward, gradients of the input and of the weight: three products of each matrix, and none a second time."""
+    """Forward, gradient of the input and of the weight: three products of each matrix, each run once."""
     config, batches = tiny_config("llama", tied=False), whole_rows()
     trace = trace_visits(build_graph(config), 2, 16, torch.float32, padded=False)
     again, side = compare(config, batches, with_products=True, order=order, trace=trace)
@@ -129,7 +129,7 @@ def test_bfloat16() -> None:
 
 
 def test_dropout_draws_what_it_drew() -> None:
-    """In attention, whose kernel then leaves scores in memory and is run again, and behind it."""
+    """Within attention, whose kernel then stores scores and runs again, and after it."""
     compare(tiny_config("gpt2", tied=False, **DROPOUT))
     behind = {**DROPOUT, "attn_pdrop": 0.0}
     again, side = compare(tiny_config("gpt2", tied=False, **behind))
@@ -138,7 +138,7 @@ def test_dropout_draws_what_it_drew() -> None:
 
 
 def test_the_trace_says_how_much_room_the_results_take() -> None:
-    """Where less is left, because rows have several documents, what fits is saved."""
+    """If less space is left, because rows have several documents, the results that fit are saved."""
     config, batches = tiny_config("llama", tied=False), whole_rows(length=48)
     trace = trace_visits(build_graph(config), 2, 48, torch.float32, padded=False)
     sizes = {visit.attention.nbytes for visit in trace.visits} - {0}
@@ -153,7 +153,7 @@ def test_the_trace_says_how_much_room_the_results_take() -> None:
 
 
 def test_a_unit_that_checkpoints_itself() -> None:
-    """It runs its attention again inside of its backward, where nothing is answered."""
+    """It runs its attention again inside of its backward, where no saved result is used."""
     config = tiny_config("llama", tied=False)
 
     def checkpointing(graph: ModelGraph) -> None:
@@ -166,13 +166,13 @@ def test_a_unit_that_checkpoints_itself() -> None:
 
 
 def test_a_call_that_differs_is_computed() -> None:
-    """Whatever a unit does: what was saved answers only a call with the same shapes and arguments."""
+    """A saved result answers only a call with the same shapes and arguments."""
     query, key = (torch.randn(1, 2, length, 8) for length in (6, 6))
     results, room = SavedResults(), torch.zeros(4096, dtype=torch.uint8)
     attend = torch.nn.functional.scaled_dot_product_attention
     with results.saving(room, {}):
         causal = attend(query, key, key, is_causal=True)
-    room.zero_()  # whatever is answered is seen
+    room.zero_()  # makes every answer visible
     with results.answering(room, {}):
         assert torch.equal(attend(query, key, key), attend(query, key, key))
     with results.answering(room, {}):

@@ -1,4 +1,4 @@
-"""Gradients that take turns in blocks: never two at once, and as few blocks as there are gradients at once."""
+"""Gradients that share blocks in turns: never two at once, in as few blocks as there are concurrent gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lives = list[tuple[int, int, int]]  # first tick, last tick, elements
 
 
 def program_of(lives: Lives, num_ticks: int = 30, *, deferred: bool = False) -> StepProgram:
-    """Return a program with a gradient for each life; one of several ticks is added to in between."""
+    """Return a program with a gradient for each life; a life of several ticks has additions in between."""
     blocks = {
         f"u{n}/grad.0": BlockPlan(f"u{n}/grad.0", "gradients", size, torch.float32)
         for n, (*_, size) in enumerate(lives)
@@ -75,7 +75,7 @@ def test_what_lives_into_the_next_step_shares_nothing() -> None:
 
 
 def test_sizes_of_many_layers_need_few_blocks() -> None:
-    """Layers that all differ, as of a searched architecture: blocks of a few sizes serve them all."""
+    """All layers differ, as in a searched architecture: blocks of a few sizes serve them all."""
     chance = random.Random(7)
     sizes = [1024 * chance.randint(64, 128) for _ in range(40)]
     program = program_of([(2 * n, 2 * n + 1, size) for n, size in enumerate(sizes)], num_ticks=80)

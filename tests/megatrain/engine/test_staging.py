@@ -1,4 +1,4 @@
-"""Micro-batches through page-locked memory, losses and norms back with one read; tests/gpu runs it on a device."""
+"""Micro-batches pass through page-locked memory; losses and norms return in one read; tests/gpu uses a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    """Stands in for a device event."""
+    """Replaces a device event."""
 
     log: list[str]
 
@@ -33,7 +33,7 @@ class Event:
 
 @pytest.fixture
 def staging(monkeypatch: pytest.MonkeyPatch) -> Staging:
-    """Return one that stages, with host memory in the place of the device's."""
+    """Return a stager with host memory in place of the device's."""
     Event.log = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     made = Staging(CPU, make_slab=lambda nbytes: HostSlab(nbytes))

@@ -1,4 +1,4 @@
-"""The tape: one rule says what is fetched, kept, written back, dropped. Counted by hand, and against a plain model."""
+"""The tape: one rule decides fetch, keep, write back and drop. Counted by hand, and against a plain model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_stays_everything_comes_for_each_use_and_goes_back_where_it_chan
 def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -> None:
     stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (FORWARD, "a"): BACKWARD, (BACKWARD, "g"): UPDATE}
     first = compile_step(PROGRAM, HOMES, stays, updates=False)
-    # Read only, so nothing of w goes home in a first step; what is saved and used again never leaves.
+    # w is only read in a first step, so it is not written back; a saved block that is used again never leaves.
     assert list(first.transfers(HOMES)) == [("w", *TO)]
     assert first.pinned == {"g": Pinned("ram", is_newer=True)}
     step = compile_step(PROGRAM, HOMES, stays, pinned=first.pinned)
@@ -91,7 +91,7 @@ def test_parts_of_an_update_are_leased_together_where_none_waits_for_room(away: 
 )
 @settings(max_examples=200, deadline=None)
 def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, str, bool, bool]], home: str) -> None:
-    """Versions are moved about as the tape says: each reader finds the newest, and no move is in vain."""
+    """Versions move as the tape says: each reader finds the newest, and every move is needed."""
     accesses = []
     for number, (mode, tier, is_last, wants_stay) in enumerate(uses):
         following = uses[number + 1] if number + 1 < len(uses) else None

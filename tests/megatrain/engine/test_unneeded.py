@@ -1,4 +1,4 @@
-"""Products that a recompute leaves out: which, that no bit changes, and that a mistake would be loud."""
+"""Products that a recompute skips: which ones, that no bit changes, and that a mistake would be loud."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Family -> ends of the names of the weights whose products no gradient needs, in any of its layers.
+#: Family -> name endings of weights whose products no gradient needs, in any of its layers.
 LEFT_OUT: dict[str, set[str]] = {
     "llama": {"mlp.down_proj.weight"},
     "qwen2": {"mlp.down_proj.weight"},
@@ -33,14 +33,14 @@ LEFT_OUT: dict[str, set[str]] = {
     "granite": {"mlp.down_proj.weight"},
     "gpt2": {"mlp.c_proj.weight"},
     "opt": {"fc2.weight", "project_in.weight", "project_out.weight"},
-    # Attention and MLP side by side: both results are added to the stream.
+    # Attention and MLP in parallel: both results are added to the stream.
     "gpt_neox": {"attention.dense.weight", "mlp.dense_4h_to_h.weight"},
     "cohere2": {"self_attn.o_proj.weight", "mlp.down_proj.weight"},
-    # Results of routed experts are multiplied with what the router gave, whose gradient needs them.
+    # Results of routed experts are multiplied by the router's output, whose gradient needs them.
     "qwen3_moe": {"mlp.down_proj.weight"},  # of the dense layer
     "deepseek_v3": {"mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
     "glm4_moe": {"mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
-    # Here what goes in is multiplied, and not what comes out.
+    # Here the inputs are multiplied, not the outputs.
     "llama4_text": {
         "feed_forward.shared_expert.down_proj.weight",
         "feed_forward.experts.down_proj",
@@ -53,7 +53,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "gemma2": set(),
     "gemma3_text": set(),
     "olmo2": set(),
-    # Units that are one product: what their results go into is outside of them.
+    # These units are one product; its result is used outside of them.
     "gemma3n_text": {
         "per_layer_model_projection.weight",
         "altup_projections.0.weight",
@@ -115,8 +115,8 @@ def test_one_that_is_needed_shows_in_the_gradients() -> None:
 def test_a_frozen_product_that_a_norm_follows_is_needed_and_one_that_is_added_is_not() -> None:
     _, graph, trace = traced("llama", freeze=("*.mlp.*", "*.self_attn.*"))
     layers = [visit for visit in trace.visits if graph.units[visit.unit].is_layer]
-    # Of frozen matrices autograd saves no inputs. Queries and keys are saved by attention; its output by nothing but
-    # the frozen product, whose result goes into the stream that the norm saves.
+    # Autograd saves no inputs of frozen matrices. Attention saves queries and keys. Its output goes only into the
+    # frozen product, whose result goes into the stream that the norm saves.
     assert [sorted(name.split(".", 3)[3] for name in visit.unneeded.weights) for visit in layers] == (
         [["mlp.down_proj.weight"]] * 3
     )
@@ -145,7 +145,7 @@ X = torch.randn(5, 4)
 
 
 class Scale(torch.autograd.Function):
-    """Holds a tensor past autograd's own way of saving."""
+    """Keeps a tensor outside of autograd's saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ UNITS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "multiplied": (lambda x, w: x * functional.linear(x, w), False),
     "squared": (lambda x, w: x + functional.linear(x, w).square(), False),
     "its sign": (lambda x, w: x + functional.relu(functional.linear(x, w)), False),
-    "dropped": (lambda x, w: x + functional.dropout(functional.linear(x, w), 0.5), True),  # the mask alone is saved
+    "dropped": (lambda x, w: x + functional.dropout(functional.linear(x, w), 0.5), True),  # only the mask is saved
     "the next product's": (lambda x, w: x + functional.linear(functional.linear(x, w), w), False),
     "read": (lambda x, w: x + functional.linear(x, w) * float(functional.linear(x, w).sum() > 0), False),
     "kept elsewhere": (lambda x, w: x + (KEPT.append(y := functional.linear(x, w)), y)[1], False),

@@ -1,4 +1,4 @@
-"""No host wait inside a step: what would make the host wait for a GPU is counted, with a CPU in its place."""
+"""No host wait inside a step: operations that would make the host wait for a GPU are counted on a CPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
+    """Make the engine act on the CPU as on a GPU: norms stay tensors, and host copies answer value reads."""
     for module in (host_io, weight_gradients):
         monkeypatch.setattr(module, "reads_sync_host", lambda device: True)
     monkeypatch.setattr(gradients, "SquaredNorm", NormOnDevice)
 
 
 class NormOnDevice(clip.SquaredNorm):
-    """Takes the norm as on a GPU, of parts on the CPU."""
+    """Computes the norm as on a GPU, of parts on the CPU."""
 
     def add(self, number: int, part: torch.Tensor) -> None:
         self._device[number] = clip.device_partials(part)
@@ -57,7 +57,7 @@ def test_queueing_a_step_looks_at_nothing(family: str, batches: str, as_on_a_dev
     runner, micro_batches = runner_of(tiny_config(family)), BATCHES[batches]()
     with counted_waits() as waits:
         queued = runner.queue(micro_batches)
-    # On the host: labels are counted, their rows found, and the model's questions about its masks answered.
+    # On the host: labels are counted, their rows found, and the model's queries about its masks answered.
     mirror = runner._micro_batches.mirror
     assert mirror is not None and 1 <= mirror.num_answers <= 4 * len(micro_batches)
     assert waits == {"numpy": 2 * len(micro_batches) + mirror.num_answers}
@@ -84,7 +84,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
 
 
 def test_a_mixture_of_experts_is_the_model_s_own_affair(as_on_a_device: None) -> None:
-    """Layers that read their router's choice wait inside of the layer; the engine does not know what they compute."""
+    """Layers that read their router's choice wait inside of the layer; the engine does not know their computation."""
     runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
     with counted_waits() as waits:
         runner.queue(padded_batches())
@@ -96,7 +96,7 @@ def test_a_mixture_of_experts_is_the_model_s_own_affair(as_on_a_device: None) ->
 def test_a_whole_step_reads_once_at_its_end(
     max_grad_norm: float, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_a_device: None
 ) -> None:
-    """Over a real store, updates of the step before included: loss and norm come with one read."""
+    """A real store is used, and updates of the previous step are included: loss and norm come in one read."""
     model = write_tiny_model(tmp_path / "model")
     optimizer = f"max_grad_norm = {max_grad_norm}"
     text = config_text(tmp_path, model, nvme=0, data=f"packing = {packing}", optimizer=optimizer)
@@ -123,8 +123,8 @@ def test_a_whole_step_reads_once_at_its_end(
             result = engine.step(micro_batches, number=1, lr=1e-3)
     assert 0 < result.loss < 8 and 0 < result.grad_norm < 10, "the logarithm of 1024 tokens is 6.9"
     assert len(reads) == 1
-    # Host blocks reach the update's kernels through numpy. Nothing else is looked at before the read, unless updates
-    # are made in the backward: each then reads its own norm, which set out for the host when it was complete.
+    # Host blocks reach the update's kernels through numpy. No other value is read before the final read, unless updates
+    # run in the backward: each then reads its norm, whose copy to the host began when the norm was complete.
     assert set(before_read) == ({"numpy"} if max_grad_norm else {"numpy", "tolist"})
     assert waits - before_read == {"tolist": 1}
 

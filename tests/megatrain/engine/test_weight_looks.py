@@ -1,4 +1,4 @@
-"""Model code that looks at a weight outside of the weight's own module: a few rows, or all of a small one."""
+"""Model code that reads a weight outside of the weight's module: a few rows, or all of a small one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 
-#: What the model adds to its hidden states, by name.
+#: Additions of the model to its hidden states, by name.
 LOOKS = {
     "a row": lambda model, ids: model.embed_tokens.weight[5],
     "a row from the end, cut": lambda model, ids: model.embed_tokens.weight[-3, :].view(1, 1, -1),
@@ -75,7 +75,7 @@ def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyP
         graph = build_graph(config)
         access = MemoryAccess(graph, weights, torch.float32, device="cuda")
         runner = layer_runner(graph, access, device="cuda")
-        for _ in range(2):  # the second one finds all modes as the first did
+        for _ in range(2):  # the second run finds all modes as the first did
             loss = runner.forward_backward(padded_batches())
             found = {key: gradient.cpu() for key, gradient in access.finish().items()}
             assert_same_gradients(expected, loss.loss, found)
@@ -83,7 +83,7 @@ def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyP
 
     with virtual_gpu():
         compare()
-        gc.collect()  # what is pinned for the device goes before it does
+        gc.collect()  # pinned buffers are freed before the device
 
 
 def test_what_would_take_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

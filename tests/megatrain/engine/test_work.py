@@ -17,7 +17,7 @@ from oracles.families import tiny_config
 ROWS, LENGTH = 2, 16
 FLOAT = 4
 
-Step = tuple[int, int]  # numbers that are read and written, operators
+Step = tuple[int, int]  # numbers read and written, operators
 
 
 def total(*steps: Step) -> Step:
@@ -37,7 +37,7 @@ def test_a_layer_of_llama_by_hand() -> None:
     queries, keys = tokens * heads * head_width, tokens * key_heads * head_width
     table = LENGTH * head_width  # of cosines, or of sines: the same for all rows and heads
 
-    # Squares, their mean, + epsilon, 1 / root, times that, times the weight.
+    # Squares, their mean, + epsilon, 1 / root, times 1 / root, times the weight.
     norm = total(
         (2 * stream, 1), (stream + tokens, 1), (2 * tokens, 1), (2 * tokens, 1),
         (2 * stream + tokens, 1), (2 * stream + width, 1),
@@ -57,8 +57,8 @@ def test_a_layer_of_llama_by_hand() -> None:
     )  # fmt: skip
     kept_input = (2 * stream, 1)
 
-    # Gradients of the weight: times what it multiplied, summed over tokens. Of the input by both ways that lead to it:
-    # the factor 1 / root, and through it: -1/2 root^-3, the mean, the square. And what came past the norm is added.
+    # The weight's gradient: times the normalized input, summed over tokens. The input's gradient has two paths: by the
+    # factor 1 / root, and through it (-1/2 root^-3, the mean, the square). The stream's gradient is added.
     norm_backward = total(
         (2 * stream + width, 1), (3 * stream, 1), (stream + width, 1),
         (3 * stream, 1), (2 * stream + tokens, 1), (stream + tokens, 1), (3 * stream, 1),
@@ -74,7 +74,7 @@ def test_a_layer_of_llama_by_hand() -> None:
 
     tokens_first = total((2 * queries, 1), (2 * keys, 1))  # gradients of queries and keys come with heads first
     backward = total(
-        forward, (stream, 0),  # the recompute, in which a fill takes the place of the last product
+        forward, (stream, 0),  # the recompute, in which a fill replaces the last product
         norm_backward, gated, gated, (3 * middle, 1), (3 * stream, 1),  # gradients of gate and up are added
         norm_backward, rotary_backward(queries), rotary_backward(keys), tokens_first, fused,
         (3 * stream, 1), (3 * stream, 1),  # gradients of queries, keys and values are added
@@ -94,18 +94,18 @@ def test_a_layer_of_llama_by_hand() -> None:
 
 
 def test_a_head_of_many_pieces_is_that_of_its_first_ones() -> None:
-    """All that depends on rows of logits grows with them, and there are as many launches for each piece."""
+    """Work that depends on rows of logits grows with the rows, and every piece has the same number of launches."""
     graph = build_graph(tiny_config("llama", tied=False))
     few, many = (
         trace_visits(graph, rows, LENGTH, torch.float32, head_rows=LENGTH, padded=False).head for rows in (2, 6)
     )
     assert many.launches == 3 * few.launches
     assert many.product_flops == 3 * few.product_flops
-    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # the zeros of a gradient, whole as well
+    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # a gradient's zeros, whole
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what each operator moves."""
+    """Records the traffic of each operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ def test_the_peak_is_what_is_there_at_once() -> None:
     assert peak_bytes([]) == 0
     assert peak_bytes([whole, first, second]) == 17  # one part after the other
     assert peak_bytes([first, replace(second, first=(3, 1))]) == 12
-    # What begins in the last turn of another is there beside it; in the next tick it is not.
+    # A transient that begins in the last turn of another overlaps it; in the next tick it does not.
     assert peak_bytes([first, Transient("meets", 1, (3, 1), (9, 0))]) == 6
     assert peak_bytes([whole, Transient.of_tick("later", 10, 4)]) == 10
 
@@ -64,7 +64,7 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
 def test_sums_beside_the_blocks_of_gradients_are_counted_where_they_are_made(
     num_lanes: int, dtype: torch.dtype, num_sums: int
 ) -> None:
-    """A block in fp32 is a sum itself; of each visit its own are there, not those of the largest."""
+    """An fp32 block is itself a sum; otherwise each visit has sums of its size, not of the largest size."""
     _, largest, plain = program_of(1)
     _, _, with_sums = program_of(num_lanes, dtype)
     assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
@@ -75,7 +75,7 @@ def test_what_code_between_visits_saves_stays_and_is_counted_once(monkeypatch: p
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 2048)
 
     def bytes_of(num_layers: int) -> tuple[int, int]:
-        """Return what a micro-batch holds at the end of the forward, and what one more takes of the workspace."""
+        """Return a micro-batch's bytes at the end of the forward, and the workspace that another micro-batch adds."""
         layers = {"layer_types": ["sliding_attention"] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
         config = tiny_config("deepseek_v4", num_hidden_layers=num_layers, **layers)
         graph = build_graph(config, cuts_experts=True)
@@ -85,7 +85,7 @@ def test_what_code_between_visits_saves_stays_and_is_counted_once(monkeypatch: p
         return max(visit.memory.held_nbytes for visit in trace.visits), (many - few) // 100
 
     (held, own), (more_held, more_own) = bytes_of(2), bytes_of(4)
-    # At least a hidden state for each layer more, and few of them.
+    # At least one hidden state per further layer, and few of them.
     assert 2 * 4 * 64 * 32 * 4 < more_held - held < 8 * 2 * 4 * 64 * 32 * 4
     assert more_own - own == pytest.approx(more_held - held, rel=0.02)
 
@@ -168,5 +168,5 @@ def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> Non
         sharding=replace(sharding, gathers_ahead=1),
     )
     sums_of_visits = [each for each in collective_transients(graph, sent) if each.name == "sums"]
-    # A GPU sends the sums of visit 1 while visit 0 runs, and those of visit 0 until the step ends.
+    # A GPU sends the sums of visit 1 while visit 0 runs, and the sums of visit 0 until the step ends.
     assert [(each.first[0], each.last[0]) for each in sums_of_visits] == [(0, 2), (2, 4)]

@@ -32,7 +32,7 @@ def config_of(tmp_path: Path, family: str, *overrides: str, drives: int = 0) -> 
 
 
 def failed(verdict: Verdict) -> set[str]:
-    """Return the first word of every check that does not hold."""
+    """Return the first word of every failed check."""
     assert not verdict.holds
     return {check.what.split()[0] for check in verdict.checks if not check.holds}
 

@@ -30,7 +30,7 @@ WANTED = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a plan for another machine looks at this one."""
+    """Fail if a plan for another machine queries this one."""
 
     def asked(*args: object, **kwargs: object) -> Any:
         raise AssertionError("this machine was asked")
@@ -62,7 +62,7 @@ def test_all_machines_can_be_used() -> None:
 def test_every_figure_says_where_it_comes_from() -> None:
     for name in machine_names():
         for place, figure in read_machine(name)[1].figures():
-            assert figure.measured is None, (name, place)  # nothing of the package's machines was measured by us
+            assert figure.measured is None, (name, place)  # this project measured none of the package's machines
             assert len(figure.source or figure.estimate or "") > 5, (name, place)
 
 
@@ -116,7 +116,7 @@ def test_sizes_left_to_the_machine_are_those_of_the_machine(tmp_path: Path) -> N
     assert plan.device.type == "cuda" and plan.graph.dtype == torch.bfloat16
     assert plan.run.traced_on.type == "cpu"
     assert plan.budgets["gpu"] == 24 * GiB - 24 * GiB // 20  # less the margin
-    assert plan.budgets["ram"] == 122 * GiB - 128 * GiB // 20  # less what is in use there, too
+    assert plan.budgets["ram"] == 122 * GiB - 128 * GiB // 20  # less the memory in use on that machine
     assert plan.budgets["nvme"] == 2 * (4 * 10**12 - 4 * 10**12 // 20)
     assert plan.objections == () and plan.fits
     assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
@@ -127,9 +127,9 @@ def test_sizes_left_to_the_machine_are_those_of_the_machine(tmp_path: Path) -> N
 
 
 def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path: Path) -> None:
-    """Of a folder that has a config.json alone: a plan needs no weights."""
+    """The folder has only a config.json: a plan needs no weights."""
     more = '[lora]\nr = 4\ntarget_modules = ["q_proj"]\n[placement]\nweights = ["folder"]\n'
-    more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so that nothing of it waits there
+    more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so no block of it stays there
     path, there = config_at(tmp_path, more=more), find_machine("rtx4090-128gb")
     plan = plan_run(resolve(load_config(path, (), ["model.train_from_scratch=false"]).config, there))
     assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
@@ -173,7 +173,7 @@ def test_the_plan_says_whose_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # here this machine is what is asked
+    monkeypatch.undo()  # here this machine is queried
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drive = tmp_path / "drive"
     drive.mkdir()

@@ -1,4 +1,4 @@
-"""The profile: what is stored comes back, whole or not at all; what is damaged or foreign is named and not used."""
+"""The profile: it is stored whole or not at all; a damaged or foreign profile is named and not used."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_named_and_replaced(tmp_path: Path, contents: bytes) -
 
 
 def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It holds rates of plain reads, writes and copies, which no plan takes."""
+    """It has rates of plain reads, writes and copies, which plans do not use."""
     path = tmp_path / "profile.json"
     store_profile(make_machine(), path)
     values = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The door for quirks of models: a converter that the core knows nothing of, from the skeleton to the export."""
+"""The extension point for quirks of models: a converter unknown to the core, from the skeleton to the export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from oracles.runners import layer_runner
 
 
 class Gain(nn.Module):
-    """A module around another: its result times a number that is trained."""
+    """A module around another: its result times a trained number."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Gain(nn.Module):
 
 
 class Gains(ModelConverter):
-    """Scales what every MLP gives: a quirk in one class, with a moment of each kind."""
+    """Scales the output of every MLP: a quirk in one class, with a hook of each kind."""
 
     freezes_weights = True
 
@@ -70,7 +70,7 @@ class Gains(ModelConverter):
         return name.replace(".mlp.inner.", ".mlp.")
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Attention and the MLP of the first layer are units of their own."""
+        """Make attention and the MLP of the first layer separate units."""
         if layer is not self._gains[0][0]:
             return ()
         return [InnerUnit(name, child) for name, child in layer.named_children() if list(child.parameters())]
@@ -85,7 +85,7 @@ class Gains(ModelConverter):
         return context()
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return weights that are doubled: not what a gain would give, but easy to find in the files."""
+        """Return doubled weights: not a gain's effect, but easy to find in the files."""
 
         @contextmanager
         def doubled(layout: UnitLayout) -> Iterator[ReadMaster]:

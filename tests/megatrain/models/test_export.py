@@ -1,4 +1,4 @@
-"""Exporting: transformers opens the folder and finds the same bits; nothing half-written ever gets the name."""
+"""Exporting: transformers opens the folder and finds the same bits; no half-written folder ever gets the name."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ KEEPS_FP32 = {
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", *KEEPS_FP32])
 def test_bfloat16_is_what_transformers_makes_of_the_master(name: str, tmp_path: Path) -> None:
-    """Rounded, but for what transformers keeps in fp32: parameters that the family lists, and buffers."""
+    """The master is rounded, except for tensors that transformers keeps in fp32: listed parameters, and buffers."""
     source, out = tmp_path / "source", tmp_path / "out"
     parameters = dict(checkpoint_of(name, source).named_parameters(remove_duplicate=False))
     weights = load(source)

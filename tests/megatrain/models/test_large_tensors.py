@@ -1,4 +1,4 @@
-"""A tensor of any size is drawn, exported, loaded and exported again in a few pieces of memory: seen from outside."""
+"""A tensor of any size is drawn, exported, loaded and exported again in a few pieces of memory, seen from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.models.regions import Region, read_regions
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
 from tiered import MiB
 
-#: The numbers of the experts in one tensor are 64 MiB in the files and 128 MiB in fp32; what is allowed is less.
+#: The experts in one tensor take 64 MiB in the files and 128 MiB in fp32; the limit is lower.
 ALLOWED_BYTES = 48 * MiB
 
 PROGRAM = """
@@ -89,7 +89,7 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        # What is freed goes back at once: the bound is on what is held, not on what malloc keeps for later.
+        # Freed memory is returned at once: the limit applies to live memory, not to what malloc retains.
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)},
         capture_output=True,
         text=True,
@@ -108,7 +108,7 @@ def test_random_weights_in_ranges_have_the_bits_of_whole_tensors(family: str) ->
     weights.fill(lambda layout, views: init_weights(graph.model, layout, views, 3))
     for layout in graph.layouts.values():
         initializer = Initializer(graph.model, [entry.name for entry in layout.entries], 3)
-        for entry in reversed(layout.entries):  # what is drawn before is drawn for its sake
+        for entry in reversed(layout.entries):  # earlier draws only serve this one
             found = torch.empty(entry.numel)
             for start in [*range(0, entry.numel, 112)][::-1]:
                 initializer.read(entry.name, start, found[start : start + 112])

@@ -89,7 +89,7 @@ def test_experts_read_into_place_equal_the_plain_conversion(tmp_path: Path) -> N
         regions = step.regions(skeleton)
         assert regions is not None
         found = torch.zeros(expected.numel())
-        for start in range(0, found.numel(), 100):  # ranges that no expert and no row ends with
+        for start in range(0, found.numel(), 100):  # ranges that end with no expert and no row
             read_regions(regions[step.first_target], start, found[start : start + 100], folder.read_span, 70)
         assert torch.equal(found, expected.view(-1))
 
@@ -169,7 +169,7 @@ def test_old_rotary_tables_in_a_file_are_ignored(tmp_path: Path) -> None:
     assert load(tmp_path).named()
 
 
-# Broken folders: what is done to a good one, and what the error must say.
+# Broken folders: the change to a good one, and the words of the error.
 
 
 def edit_config(path: Path, **changes: Any) -> None:

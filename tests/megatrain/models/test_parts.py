@@ -1,4 +1,4 @@
-"""How a layout is cut into parts, and what lies in them."""
+"""Cutting a layout into parts, and the contents of the parts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_parameters_in_pieces_are_the_parameters(
     scattered = views_of_parts(blocks, layout.parts, layout)
     assert any(isinstance(place, InPieces) for place in scattered.values())
     for name, view in views(whole, layout).items():
-        # Also one that is not contiguous, as autograd gives it.
+        # This includes a non-contiguous gradient, as autograd gives it.
         gradient = torch.randn(view.shape[::-1]).permute(*range(view.dim())[::-1]) if view.dim() else torch.randn(())
         view.copy_(gradient)
         scattered[name].copy_(gradient)
@@ -82,7 +82,7 @@ def test_parameters_in_pieces_are_the_parameters(
 @pytest.mark.parametrize("sizes", [[65_536, 131_072, 7], [200_000]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_parts_is_that_of_the_whole(sizes: list[int], dtype: torch.dtype) -> None:
-    """In whatever order they come: the head's go back."""
+    """This holds for any order of parts: the head's are in reverse."""
     gradient = torch.randn(sum(sizes)).to(dtype)
     norm = SquaredNorm()
     for number, part in reversed(list(enumerate(torch.split(gradient, sizes)))):

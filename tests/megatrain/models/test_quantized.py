@@ -1,4 +1,4 @@
-"""Quantized folders under [lora]: the numbers that they stand for, the bits of a plain folder with those numbers."""
+"""Quantized folders under [lora]: their dequantized values, and the bits of a plain folder with those values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_at(where: str, folder: Path, model: Path) -> TieredRun:
 
 
 def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
-    """Compare what layers compute with and what they trained; the blocks of packed bytes are others."""
+    """Compare the computed and trained values; the blocks of packed bytes differ."""
     assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
     assert all(torch.equal(run.weights[name], weight) for name, weight in plain.weights.items())
     others = [key for key, block in run.plan.program.blocks.items() if not block.num_packed and key in plain.digests]
@@ -91,7 +91,7 @@ def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
         assert packed, "the layers' frozen weights"
         stored = ModelFolder(model).stored
         for key, block in packed.items():
-            # What the files have of them, norms in the compute dtype, and what aligns them.
+            # Their bytes in the files, norms in the compute dtype, and alignment.
             prefix = key.removesuffix(".frozen/weight")
             in_files = sum(r.nbytes for name, r in stored.items() if name.startswith(f"{prefix}."))
             assert block.nbytes <= in_files + 128 * 64 < 2 * block.num_packed
@@ -115,7 +115,7 @@ def test_mxfp4_is_decoded_as_transformers_does(tmp_path: Path) -> None:
 
 
 def decoded_nf4(tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """Return what our decoder makes of the tensors of one weight, by the ends of their names, fp32."""
+    """Return this project's decoding of the tensors of one weight, by the ends of their names, fp32."""
     names = {torch.uint8: "U8", torch.float32: "F32"}
     shapes = {f"weight{end}": (tuple(tensor.shape), names[tensor.dtype]) for end, tensor in tensors.items()}
     stored = {f"weight{end}": tensor.reshape(-1).view(torch.uint8) for end, tensor in tensors.items()}
@@ -139,7 +139,7 @@ def test_nf4_is_decoded_as_bitsandbytes_did() -> None:
 
 
 def test_int4_is_decoded_as_compressed_tensors_did(tmp_path: Path) -> None:
-    """Recorded of its 0.20.0: groups of columns and whole rows, with zero points and without, in three dtypes."""
+    """Recorded with version 0.20.0: groups of columns and whole rows, with and without zero points, in three dtypes."""
     recorded = load_file(Path(__file__).parents[2] / "data/compressed_tensors_int4.safetensors")
     cases = [name.removesuffix(".decompressed") for name in recorded if name.endswith(".decompressed")]
     assert len(cases) == 4
@@ -184,7 +184,7 @@ def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path, change:
 def test_nf4_is_decoded_as_bitsandbytes_does() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     generator = torch.Generator().manual_seed(5)
-    # A last block that is not full; scales that have several scales of their own.
+    # A partial last block; nested scales.
     for shape, dtype, block, nested in itertools.product(
         ((33, 130), (160, 512)), (torch.float32, torch.bfloat16, torch.float16), (64, 128), (False, True)
     ):
@@ -229,7 +229,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_quantized_conv1d_is_refused_whatever_its_shape(tmp_path: Path) -> None:
-    """transformers turns it round first: a square one would be read the wrong way round, and nothing would show it."""
+    """transformers transposes it first: a square one would be read transposed without an error."""
     plain = tmp_path / "plain"
     AutoModelForCausalLM.from_config(tiny_config("gpt2"), dtype=torch.float32).save_pretrained(plain)
     name = "transformer.h.0.attn.c_proj.weight"
@@ -279,7 +279,7 @@ def test_parts_of_experts_are_those_of_the_plain_folder(
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8 experts", "int4 experts"])
 def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, method: str) -> None:
-    """Packed, transposed, or each expert a tensor of its own: unpacked they are what loading makes."""
+    """Packed, transposed, or with a tensor for each expert: unpacking gives the same values as loading."""
     blocks = []
     for folder in quantized_pair(tmp_path, method):
         graph = build_graph(folder, lora=LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",)))
@@ -312,7 +312,7 @@ def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, m
     ],
 )
 def test_packed_bytes_of_no_finite_number_end_the_run(tmp_path: Path, method: str, part: str, damage: Any) -> None:
-    """They are looked at as they come from the folder, wherever the block goes then."""
+    """They are checked when they are read from the folder, wherever the block goes then."""
     model, _ = quantized_pair(tmp_path, method)
     tensors = load_file(model / "model.safetensors")
     name = next(name for name in tensors if name.endswith(f"{METHODS[method].ends[-1]}{part}"))

@@ -109,7 +109,7 @@ def build_model_of(config: Any, seed: int = 0) -> PreTrainedModel:
 
 
 def build_graph(config: Any) -> Graph:
-    """Return the skeleton for ``config``; no parameter of it has memory."""
+    """Return the skeleton for ``config``; none of its parameters has memory."""
     graph = spec.build_graph(config)
     return Graph(graph.model, dict(graph.layouts))
 

@@ -1,4 +1,4 @@
-"""The average of the weights is that of torch's AveragedModel, with the same bits however it is computed."""
+"""The average of the weights equals torch's AveragedModel, with the same bits however it is computed."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_it_is_torchs_average_of_the_masters_and_changes_nothing_else() -> None:
             module[0].copy_(master)
         oracle.update_parameters(module)
     assert all(torch.equal(blocks[name], block) for name, block in without.items())
-    # torch fuses the product with the sum: a last bit.
+    # torch fuses the product with the sum: the last bit may differ.
     torch.testing.assert_close(blocks["ema"], oracle.module[0].detach(), rtol=1e-6, atol=1e-7)
     assert (blocks["ema"] - master).abs().max() > 0.01

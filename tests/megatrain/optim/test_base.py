@@ -40,7 +40,7 @@ def test_with_nothing_excluded_vectors_decay_too() -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gpt2"])
 def test_matrices_decay_as_under_transformers(family: str) -> None:
-    """By what `import` writes: biases of fused experts are matrices, and do not decay there. Vectors never do here."""
+    """Matches `import`: biases of fused experts are matrices, and do not decay there. Vectors never decay here."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Every optimizer passes the suite that is shipped for those of users, and the suite finds what breaks the contract."""
+"""Every optimizer passes the suite that is shipped for user optimizers, and the suite finds broken contracts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_optimizer_passes(name: str) -> None:
 
 
 class Forgetful(Signum):
-    """Keeps something outside of the blocks."""
+    """Keeps state outside of the blocks."""
 
     count = 0.0
 
@@ -83,7 +83,7 @@ class Reaching(Signum):
 
 
 class Whole(Signum):
-    """Uses all of a parameter and does not say so."""
+    """Reads a whole parameter without declaring it."""
 
     def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
         for segment in segments:
@@ -111,7 +111,7 @@ def test_the_suite_finds_what_breaks_the_contract(kind: Any, found: str) -> None
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is installed beside this one."""
+    """A package that is installed in addition to this one."""
     info = tmp_path / "site" / "signs-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1.2\n")

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass
 class State:
-    """What an optimizer changes, as fp32 arrays."""
+    """Blocks that an optimizer changes, as fp32 arrays."""
 
     master: Any
     kept: dict[str, Any]
@@ -209,7 +209,7 @@ def test_padding_of_zeros_stays_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_knows_nothing_of_the_one_before(name: str) -> None:
-    """Parameters may differ in their rate alone, and an update of the same number in its rate or scale."""
+    """Parameters may differ only in their rate, and updates of the same number in rate or scale."""
     used, generator = make_optimizer(name), np.random.default_rng(5)
     kinds, master = [kind.name for kind in used.state], random_array(generator, 64)
     grad = torch.from_numpy(random_array(generator, 64))
@@ -238,7 +238,7 @@ def test_a_gradient_of_another_type_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_of_minus_zero_is_one_of_zero(dtype: torch.dtype) -> None:
-    """Who adds zeros to a sum turns -0 into 0, and who leaves them out does not: the update must be the same."""
+    """Adding zeros to a sum turns -0 into 0, and skipping them does not: the update must be the same."""
     masters = []
     for zero in (0.0, -0.0):
         weight = torch.full((64,), -0.0)

@@ -78,7 +78,7 @@ def test_groups_reach_the_segments() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
 def test_a_group_without_decay_stays_where_it_is_while_the_rest_decays(name: str) -> None:
-    """0.0 is a decay of its own, not the absence of one."""
+    """A decay of 0.0 is a set value, not a missing one."""
     names = ("model.layers.0.up.weight", "model.layers.1.up.weight", "model.norm.weight")
     layout = build_layout("layer", zip(names, ((16, 8), (16, 8), (8,)), strict=True), trainable=True)
     groups = [{"params": ["*.0.up.*"], "weight_decay": 0.0}]

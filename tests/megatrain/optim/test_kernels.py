@@ -59,7 +59,7 @@ def compiled() -> None:
 
 
 def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
-    """Compile or load the kernel that takes rows."""
+    """Compile or load the kernel with row arguments."""
     rows = np.zeros((0, len(optimizer.rows_kinds) + 2), np.int64)
     for split_master in (False, True):
         for dtype in GRADIENT_DTYPES:
@@ -69,7 +69,7 @@ def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
 @functools.cache
 def machine_code(kernel: Any) -> list[str]:
     """Return the code of every variant: fp32 and split masters, fp32 and bf16 gradients."""
-    # a kernel loaded from numba's cache carries its object code only, so compile this one afresh
+    # a kernel loaded from numba's cache has only object code, so compile this one again
     fresh = kernel.__class__(kernel.py_func, targetoptions=dict(kernel.targetoptions))
     for signature in kernel.signatures:
         fresh.compile(signature)
@@ -103,7 +103,7 @@ def test_the_pattern_finds_fused_operations() -> None:
     assert FUSED.search("\tvmulps\t%zmm0, %zmm1, %zmm2\n") is None
 
 
-#: Prints the hits and misses of numba's cache for two rules with the same types, and a weight that each makes.
+#: Prints the hits and misses of numba's cache for two rules with the same types, and a weight from each.
 CACHED = """
 import torch
 from megatrain.optim import kernels
@@ -118,7 +118,7 @@ for nesterov in (False, True):
 
 
 def test_another_process_loads_each_rule_from_the_cache(tmp_path: Path) -> None:
-    """Compiling would take seconds at each start; and a rule must not be given the machine code of another one."""
+    """Compilation would take seconds at each start, and a rule must not get another rule's machine code."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-P", "-c", CACHED]
     for counts in ("0 1", "1 0"):

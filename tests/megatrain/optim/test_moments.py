@@ -1,4 +1,4 @@
-"""Moments in bf16 and in bytes: the bits of an oracle in numpy, whatever the cuts; what rounding costs; other codes."""
+"""Moments in bf16 and in bytes: the bits of a numpy oracle for any cuts; the cost of rounding; other codes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtyp
 
 
 def test_the_mean_of_random_roundings_is_the_number() -> None:
-    """A moment that is the same in all elements and steps keeps its mean, where the nearest bf16 number would not."""
+    """A moment that is equal in all elements and steps keeps its mean; the nearest bf16 number would not."""
     optimizer = AdamW(beta1=0.999, threads=KernelThreads(1), state_dtype="bfloat16")
     size, blocks = 65_536, new_blocks(AdamW(state_dtype="bfloat16"), 65_536)
     for step in range(1, 101):

@@ -1,4 +1,4 @@
-"""Muon beside torch's own, stacked experts one by one, and AdamW for what is no matrix."""
+"""Muon against torch's Muon, stacked experts one by one, and AdamW for parameters that are not matrices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_matrices_follow_torch_and_the_rest_adamw(adjust_lr: Any, nesterov: bool
     twins = [
         torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn=adjust_lr),
         torch.optim.AdamW(
-            others,  # nothing is excluded: vectors decay, too
+            others,  # nothing is excluded: vectors also decay
             weight_decay=0.1,
             lr=1e-2,
             betas=(0.9, 0.95),
@@ -90,7 +90,7 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
     assert not all(kind.is_like_weight(layer) for kind in kinds)
     assert all(kind.is_like_weight(head) for kind in kinds)
     assert 8 < bytes_per_parameter(kinds, layer) < 8.1 and bytes_per_parameter(kinds, head) == 12
-    # In parts the head gets the bits that it gets whole.
+    # In parts the head gets the bits of the whole head.
     (cut,) = in_parts([head])
     cut = replace(cut, parts=(range(65_536), range(65_536, head.num_elements)))
     (segment,) = build_segments(head, 0.1, (), kinds=kinds)
@@ -141,7 +141,7 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
         optimizer.matrices.make_room(optimizer, {shape[-2:] for shape, _, _ in FUSED.values()})  # type: ignore
     generator = torch.Generator().manual_seed(0)
     weight, gradients = torch.randn(layout.num_elements, generator=generator), []
-    plain: list[tuple[torch.Tensor, torch.nn.Parameter]] = []  # places of a logical matrix, and the matrix
+    plain: list[tuple[torch.Tensor, torch.nn.Parameter]] = []  # positions of a logical matrix, and the matrix
     for entry in layout.entries:
         places = torch.arange(entry.offset, entry.offset + entry.numel).view(-1, *entry.shape[-2:])
         _, fused, indexes = FUSED[entry.name]
@@ -161,7 +161,7 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
         if where != "ranks":
             optimizer.update(blocks, gradient, segments, Update(step, 1e-2))
             continue
-        # As ranks do it: elementwise by shards that begin and end anywhere, matrices whole.
+        # As ranks do it: elementwise by shards with arbitrary borders, matrices whole.
         borders = [0, 700, 1811, 2500, layout.num_elements]
         shards = [range(*each) for each in pairwise(borders)]
         directions = torch.zeros(layout.num_elements, dtype=torch.bfloat16)

@@ -78,7 +78,7 @@ def test_an_error_on_a_thread_of_torchs_operations_is_raised_after_the_others_ha
 
 
 def test_an_interrupt_among_torchs_operations_is_never_lost_and_leaves_no_call_out() -> None:
-    """What a signal raises in a function that C calls is printed and forgotten: it must not be raised there."""
+    """Python prints and drops an exception from a signal inside a C callback: it must not be raised there."""
     threads, num_answered, num_tries = KernelThreads(2, among_operations=True), 0, 40
     before = signal.getsignal(signal.SIGINT)
     for number in range(num_tries):

@@ -1,4 +1,4 @@
-"""What can be said of the GPU kernels without a GPU. All but the first test need Triton, which torch for CPUs lacks."""
+"""Checks of the GPU kernels without a GPU. All but the first test need Triton, which torch for CPUs lacks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ KERNELS = "megatrain.optim.triton_kernels"
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the kernels imported again, and again after the test."""
+    """Import the kernels again, and once more after the test."""
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     monkeypatch.delattr(sys.modules["megatrain.optim"], KERNELS.rsplit(".", 1)[1], raising=False)
 
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Let kernels run in Triton's interpreter, on tensors of the host."""
+    """Run kernels in Triton's interpreter, on host tensors."""
     pytest.importorskip("triton")
     forget_kernels(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -100,7 +100,7 @@ def test_interpreted_bits_equal_the_host_kernel(
 def test_interpreted_bits_of_tables_equal_the_host_kernel(
     interpreter: ModuleType, split_master: bool, grad_dtype: torch.dtype, name: str
 ) -> None:
-    """Of three block groups, whose ranges need 1 to 3 programs, with two settings: two launches update them all."""
+    """Three block groups, whose ranges need 1 to 3 programs, with two settings: two launches update them all."""
     host, made, generator = HOSTS[name], TritonOptimizer(HOSTS[name]), np.random.default_rng(7)
     update, expected, groups = (
         Update(step=3, lr=0.05, grad_scale=0.37),
@@ -131,7 +131,7 @@ def test_interpreted_bits_of_tables_equal_the_host_kernel(
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adamw, bfloat16", "adamw, int8", "lion, int8", "sgd, int8"])
 def test_interpreted_kernels_read_the_decision(interpreter: ModuleType, name: str) -> None:
-    """A factor in memory gives the bits of the same number; a decision against an update leaves every block."""
+    """A factor in memory gives the bits of the same number; a decision against an update changes no block."""
     host = {**HOSTS, **SMALL_HOSTS}[name]
     made, generator = TritonOptimizer(host), np.random.default_rng(3)
     first = master_blocks(random_array(generator, 512), True)
@@ -235,7 +235,7 @@ def test_a_warm_up_compiles_what_it_is_asked_for(interpreter: ModuleType, monkey
 
     monkeypatch.setattr(TritonOptimizer, "update", note)
     TritonOptimizer(HOSTS["adamw"]).warm_up([(True, torch.bfloat16)])
-    # Triton compiles lengths that 16 divides, and others, apart; and factors that the device decides.
+    # Triton compiles lengths that 16 divides separately from others, and factors that the device decides.
     assert seen == [(True, torch.bfloat16, [256, 17])] * 2
     TritonOptimizer(HOSTS["adamw"]).warm_up()
     assert {entry[:2] for entry in seen} == set(FORMATS)
@@ -248,7 +248,7 @@ NORM_SIZES = (1, 63, 64, 8077, 65_536, 131_072 + 65)
 def assert_norms_are_the_hosts(sizes: Sequence[int], dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     for size in sizes:
-        # Of every magnitude, so that another order of sums would show; and at an address of no alignment.
+        # Numbers of every magnitude, so that another order of sums shows; and an unaligned address.
         gradient = (torch.randn(size + 1, generator=generator) * torch.rand(size + 1, generator=generator).pow(20)).to(
             dtype
         )[1:]
@@ -270,7 +270,7 @@ def test_interpreted_norms_have_the_host_s_bits(
 def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
     interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one launch; where a part begins anywhere, in one for each."""
+    """One launch for all parts; parts with unaligned starts take one launch each."""
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
     generator = torch.Generator().manual_seed(4)
     parts = [torch.randn(size, generator=generator).exp().bfloat16() for size in (65_536, 640, 77)]
@@ -289,7 +289,7 @@ def test_norms_without_triton_have_the_host_s_bits(dtype: torch.dtype, monkeypat
 
 
 def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
-    """Products and sums of fp64 alone, or both at once, which is the same: squares of fp32 numbers are exact in it."""
+    """Products and sums use fp64, separate or fused, which is the same: squares of fp32 numbers are exact in fp64."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     for kind in ("*fp32", "*i16"):
@@ -303,9 +303,9 @@ def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
         assert ptx.count("ld.global") >= 16, "loads of as many rows are under way at once"
 
 
-#: Updates of no matter which numbers.
+#: Updates with arbitrary numbers.
 STEP = Segment(0, 16, 0.1), Update(step=1, lr=0.1)
-#: Operations of one element: what the numba loops write out, line by line.
+#: Operations of one element, as the numba loops write them out, line by line.
 PER_ELEMENT = {
     "adamw": {"mul": 7, "add": 4, "sub": 2, "div.rn": 2, "sqrt.rn": 1},
     "lion": {"mul": 6, "add": 3, "sub": 1},
@@ -318,7 +318,7 @@ PER_ELEMENT = {
 def operations(
     kernels: ModuleType, form: str, split_master: bool, grad_dtype: torch.dtype, *, has_rows: bool, **options: Any
 ) -> Counter[str]:
-    """Return how often each fp32 operation occurs in the PTX of a device of compute capability 9.0."""
+    """Return the count of each fp32 operation in the PTX of a device of compute capability 9.0."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     bits, host = {torch.float32: "*fp32", torch.bfloat16: "*i16"}, HOSTS[form]
@@ -349,9 +349,9 @@ def test_machine_code_rounds_every_operation_to_nearest(
     kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype, form: str, has_rows: bool
 ) -> None:
     found = operations(kernels, form, split_master, grad_dtype, has_rows=has_rows)
-    # Without a rounding, these three round to nearest as well; for the others it must be said.
+    # Without a modifier, these three also round to nearest; the others must state it.
     arithmetic = Counter({name: found[name] + found[f"{name}.rn"] for name in ("mul", "add", "sub")})
-    passing = ("mul", "add", "sub", "ld", "st", "mov", "setp", "selp", "neg")  # of these the last ones do not round
+    passing = ("mul", "add", "sub", "ld", "st", "mov", "setp", "selp", "neg")  # the last ones of these do not round
     others = {name for name in found if name.split(".")[0] not in passing}
     arithmetic.update({name: found[name] for name in others})
     assert not any("ftz" in name or "approx" in name for name in found), found

@@ -1,4 +1,4 @@
-"""What a bf16 step with everything on the drive moves per parameter, at the least RAM: fewer bytes come first."""
+"""Bytes per parameter of a bf16 step with everything on the drive, at the minimum RAM: fewer bytes come first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 
-#: Layers are nearly all of the model, and many: what its two ends need is little beside them.
+#: The model is mostly many layers: its two ends need little in comparison.
 SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 512,
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def least(model: Path, folder: Path, placement: dict[str, list[str]], **tables: Any) -> Plan:
-    """Return the plan with the least RAM that does."""
+    """Return the feasible plan with the least RAM."""
 
     def plan(ram: str) -> Plan:
         config = run_config(

@@ -1,4 +1,4 @@
-"""How many buffers copies need: counted by sums over uses, held against windows that are looked at one by one."""
+"""The number of copy buffers: computed by sums over uses, compared with an enumeration of windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain.plan.placement import CopyWindows, TickCopies
 
 
 def by_hand(copies: list[TickCopies], num_ticks: int) -> dict[int, list[int]]:
-    """Look at each window: what is held in it, and of what passes as many groups as it has ticks."""
+    """Count each window: the held blocks, and as many passing groups as the window has ticks."""
     sizes = {size for tick in copies for group in (tick.held, *tick.passing) for size in group.values()}
     largest = {
         size: max([0, *(list(group.values()).count(size) for tick in copies for group in tick.passing)])

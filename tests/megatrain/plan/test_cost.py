@@ -1,4 +1,4 @@
-"""Predicted times: arithmetic by hand, what bounds a step, T*, wear; nothing unmeasured looks measured."""
+"""Predicted times: arithmetic by hand, the bottleneck of a step, T*, wear; nothing unmeasured looks measured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shape_of(folder: Path, **changes: object) -> StepShape:
 
 
 def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = None, **changes: object) -> Estimate:
-    """Estimate on a machine on which nothing but FLOPs takes a processor's time, unless it is said to."""
+    """Estimate on a machine where, by default, only FLOPs take processor time."""
     products = cast("dict[str, float]", changes.get("matmul_flops_per_s", {"cpu/float32": 1e11}))
     free = {
         "attention_flops_per_s": products,
@@ -76,11 +76,11 @@ def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = N
 
 
 def seconds_of(found: Estimate) -> dict[str, float]:
-    """Return what takes a time worth the name."""
+    """Return the causes that take a significant time."""
     return {name: seconds for name, seconds in found.seconds.items() if seconds > 1e-12}
 
 
-#: Rates at which each kind of work takes a time of its own.
+#: Rates at which each kind of work takes a distinct time.
 RATES: dict[str, Any] = {
     "matmul_flops_per_s": {"cpu/float32": 1e11, "cuda/float32": 1e12},
     "attention_flops_per_s": {"cpu/float32": 2e10, "cuda/float32": 4e11},
@@ -120,7 +120,7 @@ def test_seconds_of_a_drive() -> None:
 def test_flops_of_a_token_by_hand(plan: Plan) -> None:
     """Each layer forward, again, and backward (twice a forward); the head once; the half of causal attention.
 
-    The last product of a layer is not computed again.
+    The last product of a layer is not recomputed.
     """
     config, length = plan.graph.config, plan.run.batch.max_length
     embedding = config.vocab_size * config.hidden_size  # tied: the head
@@ -165,7 +165,7 @@ def test_a_step_by_hand(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> None:
-    """What takes longer over the whole step decides; a launch for a GPU costs the host more than one on a CPU."""
+    """The slower of the two over the whole step decides; a launch costs the host more for a GPU than for a CPU."""
     links = {"ram->gpu": 1000, "gpu->ram": 1000}
     placement = replace(plan.placement, traffic_bytes=links)
     on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
@@ -185,7 +185,7 @@ def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> N
 
 
 def test_the_host_moves_blocks_over_the_bus(tmp_path: Path) -> None:
-    """Each transfer costs the time of eight launches; those of one block are its bytes, which runs are held to."""
+    """Each transfer costs the time of eight launches; the transfers of a block are its bytes."""
     path = config_at(tmp_path, gpu="24MiB", placement='weights = ["ram"]')
     plan = plan_run(resolve(load_config(path).config))
     blocks, placement = plan.program.blocks, plan.placement
@@ -242,7 +242,7 @@ def test_what_bounds_the_step(plan: Plan, tmp_path: Path, changes: Mapping[str, 
 
 
 def test_at_the_crossing_computing_takes_as_long_as_moving(plan: Plan, tmp_path: Path) -> None:
-    """T* from the formula; and the activations' bytes, which grow with the tokens, checked against a fresh sum."""
+    """T* from the formula; and the activations' bytes, which grow with the tokens, against a fresh sum."""
     rates = {"matmul_flops_per_s": {"cpu/float32": 1e12}, "adamw_params_per_s": {"float32": 1e10}}
     found = estimate(plan, tmp_path, **rates)
     assert found.bound_by == "nvme"
@@ -284,12 +284,12 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
     assert found.seconds["ram->gpu"] == pytest.approx(2.0)
     assert found.seconds["gpu->ram"] == pytest.approx(1.0)
     assert found.seconds["compute"] == pytest.approx(8.0)
-    assert found.step_s == pytest.approx(8.0)  # the optimizer's milliseconds hide beside the 2 s of the forward
+    assert found.step_s == pytest.approx(8.0)  # the forward's 2 s hide the optimizer's milliseconds
     slow = estimate(
         on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8},
         adamw_params_per_s={"float32": plan.graph.num_parameters / 3},
     )  # fmt: skip
-    assert 1.0 < forward_s < 2.5  # computed beside the optimizer
+    assert 1.0 < forward_s < 2.5  # computed while the optimizer runs
     assert slow.step_s == pytest.approx(8.0 - forward_s + 3.0, rel=0.02)
     assert slow.crossing_tokens == pytest.approx(384 * slow.seconds["optimizer"] / forward_s)
     fast = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 0.5})
@@ -297,7 +297,7 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp_path: Path) -> None:
-    """Those that wait for the norm: behind the first forward; others: behind the last backward."""
+    """Updates that wait for the norm hide behind the first forward; others behind the last backward."""
     updates = plan.program.updates
     num_parameters = plan.num_updated(on_gpu=False)
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
@@ -329,7 +329,7 @@ def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp
 
 
 def test_the_host_is_no_bottleneck_while_a_gpu_computes_longer(tmp_path: Path) -> None:
-    """The GPU computes and then updates: together longer than the host launches, which alone outlasts each of them."""
+    """The GPU computes and then updates: longer in total than the host's launches, which outlast either alone."""
     planned = plan_run(
         resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
     )
@@ -349,7 +349,7 @@ def test_the_host_is_no_bottleneck_while_a_gpu_computes_longer(tmp_path: Path) -
 
 
 def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
-    """Of four parts of the vocabulary the second pass computes those again that were not kept."""
+    """There are four vocabulary parts; the second pass recomputes the parts that were not kept."""
     trace = replace(plan.trace, head_parts=4)
     once = flops_per_token(plan)
     logits = 2 * plan.graph.config.vocab_size * plan.graph.config.hidden_size
@@ -360,14 +360,14 @@ def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
 
 
 def test_saved_results_are_copied_once(tmp_path: Path) -> None:
-    """They spare the products of the recompute; the forward reads them and writes a block, which takes its time."""
+    """They spare the products of the recompute; the forward reads them and writes a block, which takes time."""
     path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
     saving = plan_run(resolve(load_config(path).config))
     again = replace(saving, program=replace(saving.program, recompute=KEEP_NOTHING))
     visits = saving.program.recompute.saved_results
     config, num_tokens = saving.graph.config, saving.trace.num_tokens
     assert len(visits) == config.num_hidden_layers
-    # Of a token: queries, keys, values, attention with a logarithm for each head, its projection, gate and up.
+    # Per token: queries, keys, values, attention with a logarithm for each head, its projection, gate and up.
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     numbers = heads * width + 2 * kv_heads * width + heads * (width + 1) + config.hidden_size
     numbers += 2 * config.intermediate_size
@@ -382,7 +382,7 @@ def test_saved_results_are_copied_once(tmp_path: Path) -> None:
 
 
 def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
-    """Their operators are one call: the recompute runs all of it, whatever the config asks for."""
+    """Their operators are one call: the recompute runs all of it, whatever the config requests."""
     for text, count in (('compile = true\ncompile_backend = "eager"\n', 0), ("", 4)):
         path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
         path.write_text(path.read_text().replace("[model]", f"[model]\n{text}", 1))
@@ -391,7 +391,7 @@ def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
 
 
 def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
-    """Everything lives there: no bus, no update by the host, and the GPU makes updates after it has computed."""
+    """All blocks are in GPU memory: no bus traffic, no host updates, and the GPU updates after it has computed."""
     planned = plan_run(
         resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
     )
@@ -468,7 +468,7 @@ def planned_with(folder: Path, optimizer: str, **tables: str) -> Plan:
 def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
     optimizer: str, touched: int | None, tmp_path: Path
 ) -> None:
-    """AdamW moves 28 of a parameter; of coded moments the code takes longer."""
+    """AdamW moves 28 bytes per parameter; with coded moments, computing the code takes longer."""
     plan = planned_with(tmp_path, optimizer)
     found = estimate(plan, tmp_path)
     if touched is None:
@@ -566,7 +566,7 @@ def test_the_slowest_of_several_drives_counts(plan: Plan, tmp_path: Path, monkey
 
 
 def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every folder be a drive of its own, named as the folder."""
+    """Treat every folder as a separate drive with the folder's name."""
 
     def file_system(path: Path) -> machine.FileSystem:
         return machine.FileSystem("0:0", "ext4", os.path.basename(path), "/")
@@ -585,7 +585,7 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rates_of(config) == (1.0, 1.0)
     known = {"drive0": drive(9e9, 9e9, 3e9), "drive1": drive(9e9, 9e9, 1e9)}
     store_profile(make_machine(tmp_path, drives={"drive0": known["drive0"]}))
-    assert rates_of(config) == (1.0, 1.0)  # one measured and one unknown say nothing about each other
+    assert rates_of(config) == (1.0, 1.0)  # one measured and one unknown drive cannot be compared
     store_profile(make_machine(tmp_path, drives=known))
     assert rates_of(config) == (3e9, 1e9)
     given = load_config(tmp_path / "run.toml", (), ["tiers.nvme.0.rate=1GB/s", "tiers.nvme.1.rate=2GB/s"]).config
@@ -594,7 +594,7 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plan_says_it(tmp_path: Path) -> None:
-    """Through the planner, with the file of profiles: before, with, and after it was damaged."""
+    """Through the planner, with the file of profiles: before, with, and after damage to it."""
     path = config_at(tmp_path, nvme=2, ram="6MiB")
     before = plan_run(resolve(load_config(path).config)).estimate
     assert before is not None

@@ -1,7 +1,7 @@
-"""Predicted seconds, counted again from the tape by lines that know nothing of the estimate.
+"""Predicted seconds, counted again from the tape by code independent of the estimate.
 
-People read these figures and nothing else uses them, so nothing else notices a mistake in them: with several processes,
-with paths that share a drive, with a teacher's scores.
+Only people read these figures, so nothing else would reveal a mistake in them: with several processes, with paths that
+share a drive, with a teacher's scores.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Plan]:
 
 
 def tape_of(plan: Plan) -> Tape:
-    """Return the tape of a step between the first and the last: it finds the copies that the one before it left."""
+    """Return the tape of a step between the first and the last, which finds the copies left by the previous step."""
     parts = (plan.program, plan.placement.homes, plan.placement.stays)
     return compile_step(*parts, pinned=compile_step(*parts, updates=False).pinned)
 
 
 def drives_of(plan: Plan) -> tuple[int, int]:
-    """Count what a rank's step reads from and writes to drives: leases that fetch, and those that write back."""
+    """Count a rank's drive reads and writes in a step: leases that fetch, and leases that write back."""
     homes, blocks = plan.placement.homes, plan.program.blocks
     read = written = 0
     for op in tape_of(plan).ops:
@@ -83,7 +83,7 @@ def busy_s(read: float, written: float, rates: DriveProfile) -> float:
 
 
 class Machine:
-    """A machine whose folders are on drives of the name of their first part below a root."""
+    """A machine that assigns a folder to a drive by the first part of its path below a root."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -121,7 +121,7 @@ def shape_at(plan: Plan, here: Machine, names: Sequence[str]) -> StepShape:
 def test_seconds_of_drives_and_updates(
     world: str, names: Sequence[str], plans: Mapping[str, Plan], here: Machine
 ) -> None:
-    """The processes of a host share its drives and its cores: each rank's figures are those of all of them."""
+    """The processes of a host share its drives and its cores: each rank's figures sum over all of them."""
     plan, on_host = plans[world], WORLDS[world][0] // WORLDS[world][1]
     shape = shape_at(plan, here, names)
     found = estimate_step(plan, shape, LoadedProfile(here.profile)).seconds
@@ -136,7 +136,7 @@ def test_seconds_of_drives_and_updates(
 
 
 def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -> None:
-    """What pads shares to equal lengths counts, and no more: less than a piece of 65,536 numbers a rank and block."""
+    """Only padding of shards to equal lengths is extra: less than a piece of 65,536 numbers per rank and block."""
     alone = updated_by(plans["one process"])
     for world, (size, _) in WORLDS.items():
         padding = size * 65_536 * len(plans[world].graph.layouts)
@@ -144,7 +144,7 @@ def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -
 
 
 def occasions_of(plan: Plan, here: Machine, names: Sequence[str]) -> Iterator[tuple[Occasion, dict[str, list[float]]]]:
-    """Yield each occasion with what it reads from and writes to each drive, counted from homes and formats."""
+    """Yield each occasion with its reads and writes per drive, counted from homes and formats."""
     homes = plan.placement.homes
     saved = [block for block in plan.program.blocks.values() if block.is_saved]
     shape = shape_at(plan, here, names)
@@ -175,7 +175,7 @@ def occasions_of(plan: Plan, here: Machine, names: Sequence[str]) -> Iterator[tu
 def test_seconds_of_start_checkpoint_and_export(
     names: Sequence[str], out: str, plans: Mapping[str, Plan], here: Machine
 ) -> None:
-    """Whatever shares a drive waits for it: paths of the tier, `output_dir`, the model's folder."""
+    """Everything on a shared drive waits for it: paths of the tier, `output_dir`, the model's folder."""
     plan = plans["one process"]
     folder = here.root / out
     folder.mkdir(exist_ok=True)

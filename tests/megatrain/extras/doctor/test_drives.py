@@ -1,4 +1,4 @@
-"""Measuring a drive: the tier moves what it says, within the room it was given, and leaves nothing."""
+"""Measuring a drive: the tier moves the reported bytes within its space, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_nothing_is_left_after_an_error(
 def test_a_slow_drive_is_measured_with_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: int, span: int
 ) -> None:
-    """As much as it writes in half a second."""
+    """The probe writes what the drive takes in half a second."""
     monkeypatch.setattr(TierProbe, "write", lambda self: float(rate))
     assert measure_drive(tmp_path, DriveEffort(128 * MiB, 0.0, 0.0)).span_bytes // MiB in (span, span // 8 * 8)
     assert os.listdir(tmp_path) == []
@@ -112,7 +112,7 @@ def pages(folder: Path) -> list[bytes]:
 
 
 def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: Path) -> None:
-    """Drives and file systems that compress, or keep equal pages once, would else be measured too fast."""
+    """Otherwise drives and file systems that compress or deduplicate pages would be measured too fast."""
     written: list[set[bytes]] = []
     with TierProbe(tmp_path / "tier", 16 * MiB) as tier:
         written.append(set(pages(tmp_path)))

@@ -1,4 +1,4 @@
-"""The whole examination, small: figures that make sense, and a profile that holds the same."""
+"""The whole examination, small: plausible figures, and a profile with the same figures."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def test_the_processor() -> None:
 
 
 def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that says that every run takes a second, the rate is the FLOPs of six products of a layer."""
+    """The clock reports one second for every run, so the rate is the FLOPs of six products of a layer."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     tokens, width, inner = 512, 256, 768
     flops = 3 * 2 * tokens * (width * width + width * inner)
     rate = partial(product_flops_per_s, torch.device("cpu"), torch.float32, 1.0)
     assert rate() == flops
-    sums = 2 * 4 * (width * width + width * inner)  # fp32, read and written, at a rate of its own
+    sums = 2 * 4 * (width * width + width * inner)  # fp32, read and written, at a separate rate
     assert rate(sums_bytes_per_s=4 * sums) == pytest.approx(flops / 0.75)
-    assert rate(sums_bytes_per_s=sums / 4) == pytest.approx(flops / 0.5)  # half of the time at least is products
+    assert rate(sums_bytes_per_s=sums / 4) == pytest.approx(flops / 0.5)  # products take at least half of the time
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two forwards, two gradients of inputs, and two of weights that fp32 sums are read and written for."""
+    """Two forwards, two gradients of inputs, and two gradients of weights, which read and write fp32 sums."""
     seen: Counter[tuple[int, int, int]] = Counter()
     multiply, add = torch.mm, torch.addmm
 
@@ -104,18 +104,18 @@ def test_products_are_those_of_a_step(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 def test_attention_and_the_rest_of_a_layer_count_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that says that every run takes a second: two forwards and a backward of half of all pairs."""
+    """The clock reports one second for every run: two forwards and a backward of half of all pairs."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     attention, moved = processors.layer_rates(torch.device("cpu"), torch.float32, 1.0)
     assert attention == (2 + 2.5) * 2 * 2 * 8 * 1024 * 1024 * 64 / 2
     array = 4 * 2048 * 1024
-    # Of whole arrays: squares 2, mean 1, times the root 2; silu 2, times up 3, times the norm 3, plus the stream 3.
+    # Whole arrays: squares 2, mean 1, times the root 2; silu 2, times up 3, times the norm 3, plus the stream 3.
     forward = 16 * array
     assert 2 * forward < moved < 5 * forward
 
 
 def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal numbers make a processor faster, and a link may compress them."""
+    """Equal numbers speed up a processor, and a link may compress them."""
     seen: list[torch.Tensor] = []
     multiply = torch.mm
 

@@ -1,4 +1,4 @@
-"""What is said for which figures: one case per finding, and silence where all is well."""
+"""The doctor's findings: one case for each, and none for good figures."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_drives(changes: dict[str, object], severity: str, seen: str, advice: st
 def test_a_motor_is_named() -> None:
     slow = replace(DRIVE, tier=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB))
     assert "motor" in only(list(drive_findings([replace(slow, is_rotational=True)]))).seen
-    # virtual disks say so as well: no reason to doubt a fast one
+    # virtual disks report the same: no reason to doubt a fast one
     assert bad(list(drive_findings([replace(DRIVE, is_rotational=True)]))) == []
 
 

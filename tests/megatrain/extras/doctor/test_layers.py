@@ -1,4 +1,4 @@
-"""Rates of layers: those that explain measured seconds, found again from seconds that were made of known ones."""
+"""Rates of layers that explain measured seconds, recovered from seconds made of known rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from megatrain.extras.doctor.layers import LayerShape, _timed_phases, explain, measure_layers
 
-KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds of a FLOP of products and of attention, of a byte, of a launch
+KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds per FLOP of products and of attention, per byte, per launch
 WORK = np.random.default_rng(0).uniform(0.1, 1.0, (12, 4)) * [1e10, 1e9, 1e8, 1e3]
 
 
@@ -22,7 +22,7 @@ def test_a_kind_that_there_was_none_of_costs_nothing() -> None:
 
 
 def test_no_cost_is_negative() -> None:
-    """Attention that makes phases shorter is nonsense: it is left out, and the rest is fitted without it."""
+    """A negative attention cost is impossible: attention is dropped, and the rest is fitted without it."""
     taken = WORK @ (KNOWN * [1, -1, 1, 1])
     found = explain(list(zip(taken, WORK, strict=True)))
     assert min(found) == found[1] == 0
@@ -33,13 +33,13 @@ def test_no_cost_is_negative() -> None:
 
 
 def test_a_short_phase_says_as_much_as_a_long_one() -> None:
-    """Of two phases of one kind that disagree, the cost is between, and not that of the long one."""
+    """If two phases of one kind disagree, the cost is between theirs, not the long one's."""
     [cost] = explain([(1.0, [1e9]), (2e-3, [1e6])])
     assert cost == pytest.approx(1.2e-9)  # least squares of 1e9 c - 1 and 0.5e9 c - 1
 
 
 def test_attention_counts_the_pairs_that_a_causal_kernel_computes() -> None:
-    """As plans count it: one forward; in the backward a second one, and the five products of gradients."""
+    """As in plans: one forward; in the backward a second forward, and the five products of gradients."""
     shape = LayerShape(128, 128, 2, 64, num_rows=3, row_tokens=96)
     _, amounts = zip(*_timed_phases(shape, "float32", 0.0), strict=True)
     pairs = shape.row_tokens**2 / 2  # of a query and a key, of each row and layer

@@ -1,4 +1,4 @@
-"""Nothing is left behind, whatever ends the work; what cannot be used is refused with one sentence."""
+"""Nothing is left behind, however the work ends; unusable folders are refused with one sentence."""
 
 from __future__ import annotations
 

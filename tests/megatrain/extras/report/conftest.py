@@ -1,4 +1,4 @@
-"""A model to make a run of, and the command."""
+"""A model for a run, and the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: round ticks, few points however long the run, and coordinates that lie in the frame."""
+"""Charts: round ticks, few points for any length of run, and coordinates within the frame."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_stays_zero_is_not_drawn() -> None:
 
 
 def test_a_tier_that_holds_nothing_has_no_chart(tmp_path: Path) -> None:
-    """Its capacity is not zero, and would be a line above nothing."""
+    """Its capacity is nonzero, but a capacity line above an empty chart says nothing."""
     used, capacity = {"ram": 9, "nvme": 0}, {"ram": 9, "nvme": 9}
     steps = [
         dataclasses.asdict(StepMetrics(step, 2, 1.0, 2.0, 1.0, 1e-3, 9, 9, 1.0, 0.0, used, capacity)) for step in (1, 2)

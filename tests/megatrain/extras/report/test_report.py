@@ -1,4 +1,4 @@
-"""A report says what the run recorded: of runs that are done, go on, died, were continued, or have one step or none."""
+"""Reports of recorded runs: finished, live, dead, resumed, with one step or none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PLAN = {
 
 
 def leave(folder: Path, losses: list[float], *, state: str = "done", plan: Any = PLAN, **status: Any) -> Path:
-    """Leave what a run leaves that made some steps."""
+    """Leave the files of a run that made some steps."""
     with RunFolder(folder) as run:
         lines: list[dict[str, Any]] = []
         for number, loss in enumerate(losses, 1):
@@ -83,7 +83,7 @@ def page_of(folder: Path) -> str:
 
 
 def check_page(page: str) -> int:
-    """Check that a page stands alone and can be read; return the number of drawings."""
+    """Assert that a page is self-contained and readable; return the number of drawings."""
     markup = re.sub(r"(<pre[^>]*>)[^<]*(</pre>)", r"\1\2", page)  # the lines may name a site
     assert not re.search(r"<(script|link|img|iframe)|https?://|url\(|@import", markup)
     open_tags: list[str] = []
@@ -275,7 +275,7 @@ def test_bytes_of_each_step_come_before_means_of_a_whole_start(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def real_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that was made in two starts, the second with less RAM."""
+    """Return the folder of a run in two starts, the second with less RAM."""
     folder = tmp_path_factory.mktemp("report")
     book = EXAMPLES / "quickstart" / "loomings.txt"
     for max_steps, ram in ((2, "7MiB"), (5, "6MiB")):
@@ -301,7 +301,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     [drive] = figures.drives.values()
     assert drive.bytes_per_step.planned == figures.links["ram->nvme"].planned
     error = drive.bytes_per_step.error
-    assert error is not None and abs(error) < 0.1  # of a step's writes some may land after its figures were taken
+    assert error is not None and abs(error) < 0.1  # some writes of a step may finish after its figures were taken
     assert drive.lifetime_bytes is not None and drive.lifetime_bytes >= drive.nbytes > 0
     assert figures.padding_share is not None and 0 <= figures.padding_share < 0.5
     assert figures.versions["torch"] and figures.machine["cpu"] and figures.export_dir == str(real_run / "final")
@@ -349,7 +349,7 @@ def test_the_page_shows_the_timeline(real_run: Path) -> None:
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", page)
     assert {"layers", "updates", "waiting", "fetch to ram", "write to nvme", "forward", "backward"} <= set(texts)
     assert figures.beside_tier_bytes is not None and figures.rss_peak_bytes is not None
-    assert 0 < figures.beside_tier_bytes <= figures.rss_peak_bytes  # which is the peak of all tests of this process
+    assert 0 < figures.beside_tier_bytes <= figures.rss_peak_bytes  # it is the peak of all tests of this process
     text = "\n".join(report_lines(figures))
     assert "the RAM tier + " in text and f"trace   {real_run / 'trace.json'}" in text
 
@@ -389,7 +389,7 @@ def test_a_long_timeline_has_few_bars(tmp_path: Path) -> None:
 
 
 def test_distillation_and_cross_entropy_share_no_axis(tmp_path: Path) -> None:
-    """What is trained on is another loss than that of evaluations: two charts, and two names."""
+    """The trained loss differs from the evaluations' loss: two charts, and two names."""
     folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5])
     history = read_history(folder)
     assert 'aria-label="Loss"' in page_of(folder) or "Loss" in page_of(folder)

@@ -1,4 +1,4 @@
-"""Reading other tools' files: whose they are, and files that are none."""
+"""Reading other tools' files: detection of the tool, and files of no tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of other tools as their users write them: what comes of each value, and that the result loads."""
+"""Configs of other tools as users write them: the translation of each value, and that the result loads."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ logging: {log_interval: 5, enable_timing: true}
 
 
 def translate(folder: Path, text: str | dict[str, Any], name: str = "") -> tuple[Translation, RunConfig]:
-    """Translate a text in a folder and load what comes of it."""
+    """Translate a text in a folder and load the result."""
     path = folder / (name or ("theirs.json" if isinstance(text, dict) else "theirs.yaml"))
     path.write_text(json.dumps(text) if isinstance(text, dict) else text, encoding="utf-8")
     translation = translate_file(path, folder=folder, base=folder)
@@ -368,7 +368,7 @@ def test_deepspeed_batches(tmp_path: Path, values: dict[str, Any], batch: tuple[
     assert (config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps) == batch
 
 
-#: Part of a ds_config -> the paths that are listed as without equivalent, and values of ours.
+#: Part of a ds_config -> the paths listed without an equivalent, and this project's values.
 DEEPSPEED_GAPS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "decay coupled with the gradient": (
         {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": False, "bias_correction": False}}},
@@ -561,7 +561,7 @@ def is_about(name: str, key: str, value: Any) -> bool:
 
 
 def is_same(row: Row, value: Any) -> bool:
-    """Return whether a value of their key is our default."""
+    """Return whether a value of their key is this project's default."""
     return isinstance(value, str | bool | int | float) and row.choices.get(value, "") is None
 
 
@@ -810,7 +810,7 @@ STARTS: dict[str, dict[str, Any]] = {
 
 @given(st.data())
 def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
-    """No value of theirs, however wrong, ends in a traceback or in a file that does not load."""
+    """No value of another tool ends in a traceback or in a file that does not load."""
     name = data.draw(st.sampled_from(sorted(KEYS)))
     keys = st.sampled_from([*KEYS[name], *(key for key in TABLES[TOOLS[name]] if "." not in key)])
     values = {**STARTS[name], **data.draw(st.dictionaries(keys, VALUES | HOSTILE, max_size=4))}
@@ -825,7 +825,7 @@ def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the place of every value in a tree, the root excepted."""
+    """Return the path of every value in a tree except the root."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for name, child in children for place in ((*path, name), *nodes(child, (*path, name)))]
 
