@@ -39,9 +39,7 @@ def train(folder: Path, backward: Callable[[Tensor], Any], **options: Any) -> tu
             if (number + 1) % MICRO_BATCHES == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        num_saved = (
-            len(rows) * 6 * 32 * (128 + 256 + 256)
-        )  # per layer: its input, and GELU's input and output
+        num_saved = len(rows) * 6 * 32 * (128 + 256 + 256)  # per layer: its input, and GELU's input and output
         assert context.stats().restored_bytes == 4 * num_saved or not tiered
         return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
