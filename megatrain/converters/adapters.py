@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatrain.base.layout import entries_within
 from megatrain.base.limited import LimitError, run_limited
-from megatrain.converters.beyond_text import modules_beyond_text
+from megatrain.converters.multimodal import non_text_modules
 from megatrain.models.carried import carried_modules
 from megatrain.models.checkpoint_names import tied_groups
 from megatrain.models.converter import ConvertedGraph, ModelConverter, ReadMaster, WeightSource
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.base.layout import TensorEntry, UnitLayout
-    from megatrain.converters.beyond_text import Images
+    from megatrain.converters.multimodal import Images
     from megatrain.models.graph import ModelGraph
     from megatrain.models.table import LoraConfig
 
@@ -161,8 +161,8 @@ class Adapters(ModelConverter):
         Raises:
             AdapterError: nothing matches, a module takes no adapters, or a setting is not supported.
         """
-        beyond_text = _beyond_text(model, self._images)
-        self.config = _add_adapters(model, self._table, self._images, beyond_text)
+        non_text = _non_text_paths(model, self._images)
+        self.config = _add_adapters(model, self._table, self._images, non_text)
         self._find_layers(model)
         where = _where(self._table)
         for path, layer in self._layers.items():
@@ -175,7 +175,7 @@ class Adapters(ModelConverter):
         _train_whole(model, list(self.config.modules_to_save or ()), self)
         self.names = tuple(self.plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
         self.adapter_names = frozenset(name for name in self.names if self.layer_of(name) is not None)
-        trained = tuple(f"{path}." for path in beyond_text)
+        trained = tuple(f"{path}." for path in non_text)
         if self._images == "trained" and not any(name.startswith(trained) for name in self.names):
             raise AdapterError(
                 f'{where} has no weights of the image modules, which model.images = "trained" would train. Write '
@@ -364,27 +364,27 @@ def _where(table: LoraConfig) -> str:
     return f"lora.adapter_name_or_path ({folder})" if folder else "lora.target_modules"
 
 
-def _beyond_text(model: PreTrainedModel, images: Images) -> list[str]:
+def _non_text_paths(model: PreTrainedModel, images: Images) -> list[str]:
     """Return the paths of the modules that read other inputs than text, and so get no adapters."""
     carried = carried_modules(model)
-    return list(carried.paths) if carried is not None else modules_beyond_text(model) if images != "off" else []
+    return list(carried.paths) if carried is not None else non_text_modules(model) if images != "off" else []
 
 
-def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, beyond_text: Sequence[str]) -> Any:
+def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non_text: Sequence[str]) -> Any:
     """Inject peft's layers into a skeleton; return peft's config with the chosen modules."""
     peft = _peft()
     config, is_new = _peft_config(table), table.adapter_name_or_path is None
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
     _check_supported(config, model)
-    if beyond_text and (is_new or carried_modules(model) is not None):
-        config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
+    if non_text and (is_new or carried_modules(model) is not None):
+        config.exclude_modules = _also_without(config.exclude_modules, non_text)
     head = head_of(model)
     if head is not None and is_new:  # its random initial weights must be trained
         config.task_type = "SEQ_CLS"
         config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:
-        config.modules_to_save = [*(config.modules_to_save or ()), *modules_beyond_text(model, sounds=False)]
+        config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, sounds=False)]
     saved_modules = config.modules_to_save
     config.modules_to_save = None  # this program trains them without peft's second copy
     with warnings.catch_warnings():

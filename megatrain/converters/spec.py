@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.converters.adapters import Adapters
-from megatrain.converters.beyond_text import BeyondText, Images
 from megatrain.converters.documents import AttentionByDocuments
 from megatrain.converters.experts import ExpertsInParts
+from megatrain.converters.multimodal import Images, MultimodalModules
 from megatrain.models.graph import converted_graph
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def converters_for(
     if of_task is not None:
         found.append(of_task.converter())
     if images != "off" or not text_only:
-        found.append(BeyondText(images))
+        found.append(MultimodalModules(images))
     if lora is not None:
         found.append(Adapters(lora, images))
     if cuts_experts:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_skeleton",
-    "class_beyond_text",
     "dtypes_when_loaded",
+    "multimodal_class",
     "reads_more_than_text",
     "resolve_config",
     "rows_are_documents",
@@ -121,14 +121,14 @@ def build_skeleton(
         options["attn_implementation"] = attn_implementation
     asked = (converter.model_class(config) for converter in converters)
     given = next((found for found in asked if found is not None), None)
-    beyond_text = None if text_only or given is not None else class_beyond_text(config)
+    multimodal = None if text_only or given is not None else multimodal_class(config)
     try:
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = (
                 given._from_config(config, **options)
                 if given is not None
-                else beyond_text._from_config(config, **options)
-                if beyond_text is not None and _is_wanted(beyond_text, config)
+                else multimodal._from_config(config, **options)
+                if multimodal is not None and _is_wanted(multimodal, config)
                 else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
             )
     except Exception as error:  # model families raise different types
@@ -151,7 +151,7 @@ def reads_more_than_text(model: PreTrainedModel | type[PreTrainedModel]) -> bool
     return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
 
 
-def class_beyond_text(config: PretrainedConfig) -> Any:
+def multimodal_class(config: PretrainedConfig) -> Any:
     """Return the multimodal class that transformers has for the configuration, or None.
 
     A configuration without a separate text part does not show what belongs to the language model, so it gives None.
@@ -164,12 +164,12 @@ def class_beyond_text(config: PretrainedConfig) -> Any:
     return found
 
 
-def _is_wanted(beyond_text: type, config: PretrainedConfig) -> bool:
+def _is_wanted(multimodal: type, config: PretrainedConfig) -> bool:
     """Return whether the folder has that class: a configuration may also belong to a causal language model."""
     from transformers import AutoModelForCausalLM
 
     names = getattr(config, "architectures", None) or ()
-    return beyond_text.__name__ in names or type(config) not in AutoModelForCausalLM._model_mapping
+    return multimodal.__name__ in names or type(config) not in AutoModelForCausalLM._model_mapping
 
 
 def _name(config: PretrainedConfig) -> str:

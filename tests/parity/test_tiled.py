@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.converters.beyond_text import Images
+from megatrain.converters.multimodal import Images
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
 from megatrain.engine import freed_memory

@@ -1,4 +1,4 @@
-"""The parts of a model beyond text: a vision tower and its projection, an audio encoder.
+"""The parts of a model that read other inputs than text: a vision tower and its projection, an audio encoder.
 
 If rows have no images, these modules are not loaded, but carried into an export unchanged (``models/carried.py``). If
 rows have images, they are streamed, frozen or trained, and a micro-batch without images skips their units.
@@ -14,20 +14,20 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.carried import TensorPlace, carry
 from megatrain.models.converter import ModelConverter
 from megatrain.models.internals import check_internals
-from megatrain.models.skeleton import class_beyond_text
+from megatrain.models.skeleton import multimodal_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
 
-__all__ = ["BeyondText", "Images", "modules_beyond_text", "text_modules"]
+__all__ = ["Images", "MultimodalModules", "non_text_modules", "text_modules"]
 
 #: Treatment of the image modules: carried unchanged, streamed but not trained, or trained with the rest.
 Images = Literal["off", "frozen", "trained"]
 
 
-class BeyondText(ModelConverter):
+class MultimodalModules(ModelConverter):
     """Carries, freezes or trains the modules of a model that read other inputs than text.
 
     Args:
@@ -46,9 +46,9 @@ class BeyondText(ModelConverter):
         """
         if self._images != "off":
             check_internals(with_images=True)
-            _freeze_beyond_text(model, self._images)
-        elif type(model) is class_beyond_text(model.config):
-            _carry_beyond_text(model)
+            _freeze_non_text(model, self._images)
+        elif type(model) is multimodal_class(model.config):
+            _remove_non_text(model)
 
     def convert(self, model: PreTrainedModel) -> None:
         """Record the model: other converters may replace its modules before its units are found."""
@@ -63,7 +63,7 @@ class BeyondText(ModelConverter):
         return id(module) not in self._text
 
 
-def _carry_beyond_text(model: PreTrainedModel) -> None:
+def _remove_non_text(model: PreTrainedModel) -> None:
     """Remove the parameters and buffers from a skeleton that only non-text inputs reach.
 
     The language model is transformers' decoder, with the embedding and the head. All other owners of parameters are
@@ -104,7 +104,7 @@ def _carry_beyond_text(model: PreTrainedModel) -> None:
         carry(model, paths, names, tuple(places.values()))
 
 
-def _freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
+def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
     """Freeze the parts of an image-text model that are not trained: audio modules, and image modules if "frozen".
 
     Args:
@@ -133,7 +133,7 @@ def text_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for part in _language_model(model) for module in part.modules()]
 
 
-def modules_beyond_text(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
+def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
     """Return paths of the outermost modules with weights outside of a model's language model.
 
     Args:
