@@ -116,8 +116,8 @@ def command(
             planned = None if machine is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         plan = timed(trainer.plan, _say_measured, _warn) if measure else trainer.plan
-        carried, refusal = look_at_weights(plan)
-        plan = dataclasses.replace(plan, carried_tensors=carried)
+        passthrough, refusal = look_at_weights(plan)
+        plan = dataclasses.replace(plan, passthrough_tensors=passthrough)
         num_steps = None
         if count_steps and refusal is None:
             spinner.say("reading the data")

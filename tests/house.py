@@ -46,7 +46,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "core": ("megatrain.engine",),
     "embedding": ("megatrain.embed",),
     # `engine.attention` is not one of them: like `engine.work`, it knows the sizes of torch's kernels and no model.
-    # Nor are `models.carried`, which accounts for each tensor of a folder (loaded, carried or refused), and
+    # Nor are `models.passthrough`, which accounts for each tensor of a folder (loaded, copied or refused), and
     # `models.quantized`, which decodes a folder's bytes: formats of tensors in files, as dtypes are.
     "converters": (
         "megatrain.converters",

@@ -348,7 +348,7 @@ KEY_WORDS = (
     *("block", "slot", "copy", "home", "lease", "tick", "program", "tape", "op", "held", "passing", "turn"),
     *("unit", "layout", "part", "piece", "range", "region", "packed", "encoding", "visit", "use site"),
     *("rank", "shard", "full copy", "gather", "exchange", "lane", "open sum"),
-    *("kept graph", "saved results", "carried tensor", "generation", "reference", "average", "workspace"),
+    *("kept graph", "saved results", "pass-through tensor", "generation", "reference", "average", "workspace"),
 )
 
 

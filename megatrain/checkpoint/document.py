@@ -55,7 +55,7 @@ __all__ = [
 #: Format of ``RANKS.json``. Readers refuse newer ones.
 RANKS_FORMAT = 2
 _MANIFEST_NAME = "MANIFEST.json"  # of tiered.durable.manifest
-_CARRIED_COUNT = "num_kept_tensors"  # of megatrain.models.carried, which imports torch
+_NUM_KEPT_KEY = "num_kept_tensors"  # of megatrain.models.passthrough, which imports torch
 _LAST = (sys.maxsize, "")  # after any save
 
 
@@ -133,13 +133,13 @@ class Checkpoint:
     def note(self) -> str | None:
         """Return a message if an export needs tensors from the model's folder and the folder is missing."""
         model = self.meta.get("model")
-        if not isinstance(model, Mapping) or not model.get(_CARRIED_COUNT):
+        if not isinstance(model, Mapping) or not model.get(_NUM_KEPT_KEY):
             return None
         folder = Path(str(model.get("name")))
         if (folder / "config.json").is_file():
             return None
         return (
-            f"an export needs the {model[_CARRIED_COUNT]} tensors that were kept in '{folder}', which is not there. "
+            f"an export needs the {model[_NUM_KEPT_KEY]} tensors that were kept in '{folder}', which is not there. "
             "Restore it, or name a copy of it: megatrain-tier export --model FOLDER"
         )
 

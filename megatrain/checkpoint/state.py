@@ -102,7 +102,7 @@ class RunState:
         lr_schedule: type, peak learning rate, steps and warm-up steps; informational: the config decides.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
         model: name, class and number of parameters (informational); dtype, device, attention, checksum of the model's
-            config, target tokens of a micro-batch; on a CPU, torch's threads; number and checksum of carried tensors.
+            config, target tokens of a micro-batch; on a CPU, torch's threads; number and checksum of kept tensors.
         saved_at: date and time, ISO 8601; informational.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: data position of streams (``LoaderPosition.cursor``); None without streams.

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from megatrain.base.layout import entries_within
 from megatrain.base.limited import LimitError, run_limited
 from megatrain.converters.multimodal import non_text_modules
-from megatrain.models.carried import carried_modules
 from megatrain.models.checkpoint_names import tied_groups
 from megatrain.models.converter import ConvertedGraph, ModelConverter, ReadMaster, WeightSource
 from megatrain.models.export import (
@@ -40,6 +39,7 @@ from megatrain.models.export import (
 from megatrain.models.folder import ADAPTER_CONFIG, ModelFolderError, TensorFile, some
 from megatrain.models.initialize import name_seed
 from megatrain.models.internals import is_conv1d
+from megatrain.models.passthrough import passthrough_modules
 from megatrain.models.task_head import head_modules, head_of
 
 if TYPE_CHECKING:
@@ -366,8 +366,8 @@ def _where(table: LoraConfig) -> str:
 
 def _non_text_paths(model: PreTrainedModel, images: Images) -> list[str]:
     """Return the paths of the modules that read other inputs than text, and so get no adapters."""
-    carried = carried_modules(model)
-    return list(carried.paths) if carried is not None else non_text_modules(model) if images != "off" else []
+    passthrough = passthrough_modules(model)
+    return list(passthrough.paths) if passthrough is not None else non_text_modules(model) if images != "off" else []
 
 
 def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non_text: Sequence[str]) -> Any:
@@ -376,7 +376,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     config, is_new = _peft_config(table), table.adapter_name_or_path is None
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
     _check_supported(config, model)
-    if non_text and (is_new or carried_modules(model) is not None):
+    if non_text and (is_new or passthrough_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, non_text)
     head = head_of(model)
     if head is not None and is_new:  # its random initial weights must be trained

@@ -1,7 +1,7 @@
 """The parts of a model that read other inputs than text: a vision tower and its projection, an audio encoder.
 
-If rows have no images, these modules are not loaded, but carried into an export unchanged (``models/carried.py``). If
-rows have images, they are streamed, frozen or trained, and a micro-batch without images skips their units.
+If rows have no images, these modules are not loaded, but copied into an export unchanged (``models/passthrough.py``).
+If rows have images, they are streamed, frozen or trained, and a micro-batch without images skips their units.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.models.carried import TensorPlace, carry
 from megatrain.models.converter import ModelConverter
 from megatrain.models.internals import check_internals
+from megatrain.models.passthrough import TensorPlace, remove_tensors
 from megatrain.models.skeleton import multimodal_class
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Images", "MultimodalModules", "non_text_modules", "text_modules"]
 
-#: Treatment of the image modules: carried unchanged, streamed but not trained, or trained with the rest.
+#: Treatment of the image modules: passed through unchanged, streamed but not trained, or trained with the rest.
 Images = Literal["off", "frozen", "trained"]
 
 
@@ -67,7 +67,7 @@ def _remove_non_text(model: PreTrainedModel) -> None:
     """Remove the parameters and buffers from a skeleton that only non-text inputs reach.
 
     The language model is transformers' decoder, with the embedding and the head. All other owners of parameters are
-    carried. Their placeholders raise an error if they are used, so a wrong guess fails instead of training.
+    passed through. Their placeholders raise an error if they are used, so a wrong guess fails instead of training.
 
     Raises:
         UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and another module.
@@ -101,7 +101,7 @@ def _remove_non_text(model: PreTrainedModel) -> None:
             place = TensorPlace(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
             places.setdefault((id(module), leaf), place)
     if places:
-        carry(model, paths, names, tuple(places.values()))
+        remove_tensors(model, paths, names, tuple(places.values()))
 
 
 def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:

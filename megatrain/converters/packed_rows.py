@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.models.carried import carried_modules
 from megatrain.models.folder import ModelFolderError
+from megatrain.models.passthrough import passthrough_modules
 from megatrain.models.small import small_model
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def settle_packing(
         if is_default:
             return False, _off_by_itself(type(graph.model).__name__, _HAS_IMAGES)
         raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
-    if not packing or (packing == "concat" and carried_modules(graph.model) is None):
+    if not packing or (packing == "concat" and passthrough_modules(graph.model) is None):
         return packing, ""
     problem = why_documents_mix(graph, model.table.attn_implementation)
     if problem is None:
@@ -96,7 +96,7 @@ def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None
         graph: the model, without weights.
         attn_implementation: as in transformers, or "auto".
     """
-    if carried_modules(graph.model) is not None:
+    if passthrough_modules(graph.model) is not None:
         return f"as it also reads images, {_MIXES_PERHAPS}"  # small copies are causal language models only
     attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # not available on a CPU
     kinds = _kinds(graph.model)

@@ -40,7 +40,7 @@ def converters_for(
         images: Treatment of image modules: "off" carries them, otherwise they are in the model.
         lora: Adapters, to train or only to run; they freeze the model's weights.
         cuts_experts: Whether fused experts that are larger than a part become several units.
-        text_only: Whether no folder has weights of the model, so that nothing can be carried.
+        text_only: Whether no folder has weights of the model, so that nothing can be passed through.
         of_task: Converter settings that turn a language model into the task's model, if it is another one.
     """
     found: list[ModelConverter] = []

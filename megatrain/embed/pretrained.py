@@ -68,7 +68,7 @@ def load_pretrained(
         text_only=True,
     )
     weights = WeightLoader(folder, model)
-    if left := [name for name, owner in weights.origin.carried.owners.items() if owner != "buffers"]:
+    if left := [name for name, owner in weights.origin.passthrough.owners.items() if owner != "buffers"]:
         warnings.warn(
             f"{folder}: {len(left)} tensors are no part of {type(model).__name__} and are not in what it saves: "
             f"{some(left)}",

@@ -284,7 +284,7 @@ def export_model(
     copy_from: Path | str | None = None,
     record: Mapping[str, int] | None = None,
     origin: Origin | None = None,
-    carried_checksum: str | None = None,
+    passthrough_checksum: str | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
     """Write the model as a Hugging Face folder for ``from_pretrained``, with the weights as the converters export them.
@@ -303,7 +303,7 @@ def export_model(
             licence.
         record: more keys for ``export.json``, e.g. the step.
         origin: the folder that the weights were loaded from, if any.
-        carried_checksum: ``CarriedTensors.checksum`` of the origin when training began; None skips the comparison.
+        passthrough_checksum: ``PassthroughTensors.checksum`` of the origin when training began; None skips the check.
         on_bytes: called with the bytes written and read back so far, and with their total.
 
     Returns:
@@ -311,7 +311,7 @@ def export_model(
 
     Raises:
         ExportError: ``out_dir`` holds other files, the drive is too full, or writing or checking failed. Also if the
-            carried tensors of the origin are missing or have changed since training began.
+            pass-through tensors of the origin are missing or have changed since training began.
         ConversionError: the weights cannot be converted to the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()
@@ -328,7 +328,7 @@ def export_model(
             copy_from,
             record,
             origin,
-            carried_checksum,
+            passthrough_checksum,
             on_bytes,
         )
 
@@ -343,7 +343,7 @@ def _export_model(
     copy_from: Path | str | None,
     record: Mapping[str, int] | None,
     origin: Origin | None,
-    carried_checksum: str | None,
+    passthrough_checksum: str | None,
     on_bytes: OnBytes,
 ) -> Path:
     model = graph.model
@@ -354,7 +354,7 @@ def _export_model(
     steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
     tensors = {name: value for step in steps for name, value in step.targets.items()}
     if origin is not None:
-        records = [origin.folder.records[name] for name in origin.carried.names]
+        records = [origin.folder.records[name] for name in origin.passthrough.names]
         tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
     shards = plan_shards(tensors, max_shard_nbytes)
     with finished_folder(out, shards) as folder:
@@ -363,7 +363,7 @@ def _export_model(
         for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
             _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
         if origin is not None:
-            _copy_carried(origin, writer, carried_checksum)
+            _copy_passthrough(origin, writer, passthrough_checksum)
         _write_config(folder, model, dtype, origin)
         folders = [origin.folder.path] if origin is not None else []
         _write_companions(folder, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
@@ -413,7 +413,7 @@ def _plan(
         for names in tied_groups(model):
             dropped.update(names if any(name in by_target for name in names) else names[1:])
         dropped -= set(origin.trained)
-        dropped.update(name for name in places if name not in parameters and name in by_target)  # carried buffers
+        dropped.update(name for name in places if name not in parameters and name in by_target)  # pass-through
     dtypes = dtypes_when_loaded(model, dtype)
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
@@ -526,17 +526,17 @@ class _OpenWeights:
         return buffer
 
 
-def _copy_carried(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
-    """Copy the carried tensors, and check that they have not changed since training began."""
-    carried = origin.carried
+def _copy_passthrough(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
+    """Copy the pass-through tensors, and check that they have not changed since training began."""
+    passthrough = origin.passthrough
     try:
-        for name in carried.names:
+        for name in passthrough.names:
             writer.copy(name, origin.folder)
     except ModelFolderError as error:
-        raise ExportError(f"{carried}. That folder is needed for the export: {error}") from error
-    if checksum is not None and carried.joined(writer.checksums) != checksum:
+        raise ExportError(f"{passthrough}. That folder is needed for the export: {error}") from error
+    if checksum is not None and passthrough.joined(writer.checksums) != checksum:
         raise ExportError(
-            f"{origin.folder.path}: {carried}, but they are no longer those that the run began with. Restore the "
+            f"{origin.folder.path}: {passthrough}, but they are no longer those that the run began with. Restore the "
             "original files, or name a copy of the folder: megatrain-tier export --model FOLDER"
         )
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.layout import UnitLayout, build_layouts, in_parts
-from megatrain.models.carried import carried_modules
+from megatrain.models.passthrough import passthrough_modules
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
 if TYPE_CHECKING:
@@ -445,11 +445,11 @@ def _plain_name(name: str, converters: Sequence[ModelConverter]) -> str:
 
 
 def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:
-    carried = carried_modules(model)
+    passthrough = passthrough_modules(model)
     for pattern in patterns:
         matched = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
-        if not matched and carried is not None and any(fnmatchcase(name, pattern) for name in carried.names):
-            continue  # carried tensors are never trained
+        if not matched and passthrough is not None and any(fnmatchcase(name, pattern) for name in passthrough.names):
+            continue  # pass-through tensors are never trained
         if not matched:
             everything = [alias for _, aliases in names for alias in aliases]
             close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatrain.base.layout import entries_within
 from megatrain.models import folder
-from megatrain.models.carried import CarriedTensors, carried_modules
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
 from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError, read_config_json, some
 from megatrain.models.initialize import Initializer
 from megatrain.models.internals import is_conv1d
+from megatrain.models.passthrough import PassthroughTensors, passthrough_modules
 from megatrain.models.regions import Region, read_regions
 from megatrain.models.task_head import head_of, ways_of_other_classes
 
@@ -43,13 +43,13 @@ class Origin:
 
     Attributes:
         plan: mapping from the files to the model.
-        carried: tensors that an export copies.
+        passthrough: tensors that an export copies.
         trained: model tensors that an export writes, under each name that a file has.
     """
 
     folder: ModelFolder
     plan: LoadPlan
-    carried: CarriedTensors
+    passthrough: PassthroughTensors
     trained: tuple[str, ...]
 
 
@@ -66,7 +66,7 @@ class WeightLoader:
     """Fills the parameters and persistent buffers of one model from one folder.
 
     Checks everything that names, shapes and dtypes reveal, before it reads the first weight. Each tensor of the folder
-    is loaded, carried for the export, or refused; and an export can restore all of their names.
+    is loaded, copied by the export, or refused; and an export can restore all of their names.
 
     Args:
         path: a Hugging Face folder with safetensors.
@@ -95,8 +95,8 @@ class WeightLoader:
         on_meta = {
             name: torch.empty(record.shape, dtype=record.dtype, device="meta") for name, record in records.items()
         }
-        carried = carried_modules(model)
-        with carried.registered() if carried is not None else nullcontext():
+        passthrough = passthrough_modules(model)
+        with passthrough.registered() if passthrough is not None else nullcontext():
             try:
                 plan = plan_load(model, on_meta)
             except ConversionError as error:
@@ -227,9 +227,9 @@ class WeightLoader:
         out.copy_(self._converted[1][target].reshape(-1)[start : start + out.numel()])
 
     def _account(self, plan: LoadPlan) -> Origin:
-        """Classify the folder's tensors as trained or carried; check that an export can restore all of them."""
-        modules = carried_modules(self._model)
-        paths, carried_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
+        """Classify the folder's tensors as trained or pass-through; check that an export can restore all of them."""
+        modules = passthrough_modules(self._model)
+        paths, passthrough_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         owners: dict[str, str] = {}
         trained: list[str] = []
@@ -241,12 +241,12 @@ class WeightLoader:
                 raise ModelFolderError(self._folder.path, f"{text}. Such a model is not supported")
             trained += inside
             for name in () if inside else step.source_names:
-                owners[name] = _owner(step.first_target, paths) if step.first_target in carried_names else "buffers"
+                owners[name] = _owner(step.first_target, paths) if step.first_target in passthrough_names else "buffers"
         head = head_of(self._model)
         other_heads = {name for name in plan.ignorable if head is not None and head.is_left_out(plan.ignorable[name])}
         owners.update((name, _owner(name, ())) for name in plan.ignorable if name not in other_heads)
         names = tuple(name for name in self._folder.records if name in owners)
-        origin = Origin(self._folder, plan, CarriedTensors(self._folder, names, owners), tuple(sorted(trained)))
+        origin = Origin(self._folder, plan, PassthroughTensors(self._folder, names, owners), tuple(sorted(trained)))
         places = self._model.state_dict(keep_vars=True)
         try:
             steps = plan_export(self._model, {name: places[name].to("meta") for name in trained}, plan)
@@ -334,7 +334,7 @@ class WeightLoader:
 
 
 def _owner(name: str, paths: tuple[str, ...]) -> str:
-    """Return the owner of a carried tensor for messages: a module, or a prefix of its name."""
+    """Return the owner of a pass-through tensor for messages: a module, or a prefix of its name."""
     for path in paths:
         if name == path or name.startswith(f"{path}."):
             return path

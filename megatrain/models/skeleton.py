@@ -104,7 +104,7 @@ def build_skeleton(
         attn_implementation: As in transformers; "auto" leaves the choice to transformers.
         trust_remote_code: Allow model code that comes with the model.
         dtype: Declared dtype of parameters and buffers; tables that transformers keeps in fp32 stay fp32.
-        text_only: Always take the causal language model, because without a folder no other weights could be carried.
+        text_only: Always take the causal language model, because without a folder no other weights can be copied.
         converters: Called with the model before its buffers are made, and again when it is complete.
 
     Raises:

@@ -435,7 +435,7 @@ class Plan:
         kept_bytes: Bytes of the compute tier's workspace for graphs that wait for their backward.
         objections: Reasons against running it on this machine.
         room_beside_tier: A sentence on the GPU memory left to libraries, or "" without a GPU.
-        carried_tensors: Description of untrained tensors in the model's folder; "" if none exist or none were searched.
+        passthrough_tensors: Description of untrained tensors in the model's folder; "" if none were found.
     """
 
     run: RunSpec
@@ -449,7 +449,7 @@ class Plan:
     kept_bytes: int = 0
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
-    carried_tensors: str = ""
+    passthrough_tensors: str = ""
 
     @property
     def graph(self) -> ModelGraph:

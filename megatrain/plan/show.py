@@ -158,7 +158,7 @@ def _experts(plan: Plan) -> tuple[str, ...]:
 def _moves(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
-    updates: tuple[str, ...] = (plan.carried_tensors,) if plan.carried_tensors else ()
+    updates: tuple[str, ...] = (plan.passthrough_tensors,) if plan.passthrough_tensors else ()
     updates += () if compute == "ram" or not plan.updates else (_updates(plan),)
     if plan.run.checkpoint.table.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(plan.checkpoint_bytes_on_drives)

@@ -22,12 +22,12 @@ from megatrain.config.resolved import config_from_toml
 from megatrain.converters.adapters import adapters_of, export_adapter
 from megatrain.converters.spec import ModelSpec
 from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
-from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.converter import ReadMaster
 from megatrain.models.export import check_target, export_dtype, export_model
 from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import ModelGraph
 from megatrain.models.load import WeightLoader, open_loader
+from megatrain.models.passthrough import PASSTHROUGH_CHECKSUM
 from megatrain.optim.average import EMA
 from megatrain.training.resolve import resolve_model
 from tiered.errors import TieredError
@@ -110,7 +110,7 @@ def export_checkpoint(
         copy_from=copy_from,
         record=record,
         origin=None if loader is None else loader.origin,
-        carried_checksum=found.state.model.get(CARRIED_CHECKSUM),
+        passthrough_checksum=found.state.model.get(PASSTHROUGH_CHECKSUM),
         on_bytes=source.on_bytes,
     )
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from megatrain.base.names import FINAL_NAME
 from megatrain.converters.adapters import adapters_of, export_adapter
-from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import export_dtype, export_model
+from megatrain.models.passthrough import PASSTHROUGH_CHECKSUM
 from megatrain.training.export import export_checkpoint
 from megatrain.training.weights import ExportStopped, GatheredWeights
 
@@ -131,6 +131,6 @@ class FinalExport:
             copy_from=tokenizer,
             record=record,
             origin=self.weights.source.origin,
-            carried_checksum=self.weights.carried.get(CARRIED_CHECKSUM),
+            passthrough_checksum=self.weights.passthrough.get(PASSTHROUGH_CHECKSUM),
             on_bytes=self.activity.moved_in_all,
         )

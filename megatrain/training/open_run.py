@@ -79,8 +79,8 @@ def open_run(
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
     # All checks that may refuse the run come before any allocation.
     weights = weights or open_weights(plan, tell)
-    if weights.loader is not None and weights.loader.origin.carried.names:
-        tell(str(weights.loader.origin.carried))
+    if weights.loader is not None and weights.loader.origin.passthrough.names:
+        tell(str(weights.loader.origin.passthrough))
     is_with_all = run.world.size == group.world.size  # otherwise a single rank is inspected alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
@@ -167,8 +167,8 @@ def look_at_weights(plan: Plan) -> tuple[str, Exception | None]:
     except (ModelFolderError, AdapterError, OSError) as error:
         return "", error
     assert loader is not None
-    carried = loader.origin.carried
-    return (f"{carried}; they take no memory" if carried.names else ""), None
+    passthrough = loader.origin.passthrough
+    return (f"{passthrough}; they take no memory" if passthrough.names else ""), None
 
 
 class OpenRun:

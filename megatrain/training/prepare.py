@@ -478,15 +478,15 @@ class _WholeCheck:
             text = f"{size}; `run` fetches {nbytes} of weights in {_count(len(missing), 'file')} into {model.folder}"
             yield CheckResult("model", "ok", text)
         else:
-            carried = open_loader(folder, graph).origin.carried
+            passthrough = open_loader(folder, graph).origin.passthrough
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))
             text = f"{size}: all {len(records)} tensors exist, {nbytes} in {_count(len(files), 'file')}"
             yield CheckResult("model", "ok", text)
-            self._weight_names = [name for name in ModelFolder(folder).records if name not in set(carried.names)]
-            if carried.names:
-                yield CheckResult("model", "note", f"{carried}. An export copies them: keep this folder")
+            self._weight_names = [name for name in ModelFolder(folder).records if name not in set(passthrough.names)]
+            if passthrough.names:
+                yield CheckResult("model", "note", f"{passthrough}. An export copies them: keep this folder")
         try:
             check_positions(model, config.data.max_length, graph)
         except ConfigError as error:

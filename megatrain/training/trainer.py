@@ -341,7 +341,7 @@ class Trainer:
             for logger in self._loggers:
                 stack.enter_context(logger)
             self._observers = Observers([self.observer, *self._loggers])
-            record = {**opened.weights.carried, **self._prepare(checkpoint)}
+            record = {**opened.weights.passthrough, **self._prepare(checkpoint)}
             self.state, best = start.state(checkpoint, candidates, record)
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(

@@ -19,11 +19,11 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.converters.adapters import AdapterError, AdapterWeights, adapters_of
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.updates import weight_is_split
-from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import cut_otherwise
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
+from megatrain.models.passthrough import PASSTHROUGH_CHECKSUM
 from megatrain.optim.average import EMA
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.units import PAGE_BYTES, round_up
@@ -203,12 +203,12 @@ def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | No
     if origin is None:
         return {}
     before, found = {} if checkpoint is None else checkpoint.state.model, dict[str, Any]()
-    carried = origin.carried
-    if carried.names:
-        found |= carried.record()
-        if before.get(CARRIED_CHECKSUM, found[CARRIED_CHECKSUM]) != found[CARRIED_CHECKSUM]:
+    passthrough = origin.passthrough
+    if passthrough.names:
+        found |= passthrough.record()
+        if before.get(PASSTHROUGH_CHECKSUM, found[PASSTHROUGH_CHECKSUM]) != found[PASSTHROUGH_CHECKSUM]:
             raise CheckpointError(
-                f"{carried.folder.path}: {carried}, but they are no longer those that {checkpoint} began with. "
+                f"{passthrough.folder.path}: {passthrough}, but they are no longer those that {checkpoint} began with. "
                 "Bring the original files back, or name another output_dir"
             )
     if any(block.in_folder for block in plan.program.blocks.values()):
@@ -233,7 +233,7 @@ class Weights:
         group: Ranks that load the same checkpoint, each its own shards.
 
     Attributes:
-        carried: Record of the tensors that stay in the model's folder, for ``RunState.model``. Set by ``load``.
+        passthrough: Record of the tensors that stay in the model's folder, for ``RunState.model``. Set by ``load``.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Weights:
     ) -> None:
         self.source = source
         self._group = group
-        self.carried: Mapping[str, Any] = {}
+        self.passthrough: Mapping[str, Any] = {}
         self._store, self._plan, self._activity, self._on_notice = store, plan, activity, on_notice
         self._is_split = weight_is_split(plan.graph)
 
@@ -269,7 +269,7 @@ class Weights:
                 the run began.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
-        self.carried = folder_record(self._plan, self.source.origin, checkpoint)
+        self.passthrough = folder_record(self._plan, self.source.origin, checkpoint)
         layouts = self._plan.graph.layouts.values()
         if checkpoint is None:
             self._fill(list(layouts))

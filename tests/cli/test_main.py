@@ -65,7 +65,7 @@ class SomePlan:
         )
     )
     traced: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(packing_warning="", flash_note=""))
-    carried_tensors: str = ""
+    passthrough_tensors: str = ""
 
 
 METRICS = StepMetrics(

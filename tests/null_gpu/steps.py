@@ -217,7 +217,7 @@ def _leave_out_what_takes_memory() -> None:
                 with self._store.acquire(block.key, "ram", "w"):
                     pass
                 self._evict(block.key)
-        self.carried = {}
+        self.passthrough = {}
 
     for owner, name, stand_in in (
         (psutil, "virtual_memory", lambda: lent),

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.models.carried import carried_modules
+from megatrain.models.passthrough import passthrough_modules
 from megatrain.models.skeleton import reads_more_than_text
 from megatrain.trace.trace import trace_visits
 from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
@@ -73,11 +73,11 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
             buffer.copy_(buffers[name])
         assert torch.equal(buffer, buffers[name]), name
     loaded = {name: p for name, p in model.named_parameters() if name in graph.trainable_parameters}
-    carried = carried_modules(graph.model)
-    if carried is not None:
-        unaccounted = set(dict(model.named_parameters())) - set(loaded) - carried.names - set(graph.owner_of)
+    passthrough = passthrough_modules(graph.model)
+    if passthrough is not None:
+        unaccounted = set(dict(model.named_parameters())) - set(loaded) - passthrough.names - set(graph.owner_of)
         assert not unaccounted
-        assert not carried.names & set(expected.gradients), "what is kept has no gradient"
+        assert not passthrough.names & set(expected.gradients), "what is kept has no gradient"
     access = MemoryAccess(graph, loaded, torch.float32)
     runner = layer_runner(graph, access, device="cpu")
     loss = runner.forward_backward(batches, seed=SEED)

@@ -1,8 +1,8 @@
-"""Carried tensors: tensors of a model's folder that are not trained, but copied into an export unchanged.
+"""Pass-through tensors: tensors of a model's folder that are not trained, but copied into an export unchanged.
 
 They take no memory: they stay in the folder, and an export copies them from there. They are buffers, tensors that
 transformers ignores, and modules that a converter removes from the skeleton, e.g. a vision tower that text never
-reaches. So every tensor of a folder is loaded, carried or refused. (Messages and checkpoints say "kept as is".)
+reaches. So every tensor of a folder is loaded, passed through or refused. (Messages and checkpoints say "kept as is".)
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "CARRIED_CHECKSUM",
-    "CARRIED_COUNT",
-    "CarriedModules",
-    "CarriedTensors",
+    "PASSTHROUGH_CHECKSUM",
+    "PASSTHROUGH_COUNT",
+    "PassthroughModules",
+    "PassthroughTensors",
     "TensorPlace",
-    "carried_modules",
-    "carry",
+    "passthrough_modules",
+    "remove_tensors",
 ]
 
-#: Keys of ``CarriedTensors.record``.
-CARRIED_COUNT, CARRIED_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
+#: Keys of ``PassthroughTensors.record``.
+PASSTHROUGH_COUNT, PASSTHROUGH_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
 _QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "__hash__"})
-_ATTRIBUTE = "_megatrain_carried_modules"
+_ATTRIBUTE = "_megatrain_passthrough_modules"
 
 
-class _CarriedWeight(Tensor):
-    """Placeholder of a carried weight: it has shape and dtype, and raises an error if it is used."""
+class _PassthroughWeight(Tensor):
+    """Placeholder of a pass-through weight: it has shape and dtype, and raises an error if it is used."""
 
-    carried_name: str
-    carried_model: str
+    weight_name: str
+    model_name: str
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") not in _QUESTIONS:
-            weight = next((arg for arg in args if isinstance(arg, _CarriedWeight)), None)
+            weight = next((arg for arg in args if isinstance(arg, _PassthroughWeight)), None)
             raise UnsupportedModelError(
-                getattr(weight, "carried_model", "the model"),
-                f"its forward uses {getattr(weight, 'carried_name', 'a weight')} for a text without images, which is "
+                getattr(weight, "model_name", "the model"),
+                f"its forward uses {getattr(weight, 'weight_name', 'a weight')} for a text without images, which is "
                 "no part of its language model and is not loaded. Take a text model",
             )
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ class _CarriedWeight(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Registration of a carried parameter or buffer.
+    """Registration of a pass-through parameter or buffer.
 
     Attributes:
         name: Name in the model.
@@ -81,7 +81,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
-class CarriedModules:
+class PassthroughModules:
     """The modules that were removed from a skeleton.
 
     Attributes:
@@ -105,13 +105,15 @@ class CarriedModules:
                 del place.registry[place.leaf]
 
 
-def carried_modules(model: PreTrainedModel) -> CarriedModules | None:
-    """Return the modules that `carry` removed from the model, or None."""
-    found: CarriedModules | None = getattr(model, _ATTRIBUTE, None)
+def passthrough_modules(model: PreTrainedModel) -> PassthroughModules | None:
+    """Return the modules that `remove_tensors` removed from the model, or None."""
+    found: PassthroughModules | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
-def carry(model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], places: Sequence[TensorPlace]) -> None:
+def remove_tensors(
+    model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], places: Sequence[TensorPlace]
+) -> None:
     """Remove tensors from a skeleton: module traversal no longer finds them, and the model's code cannot use them.
 
     Args:
@@ -120,23 +122,23 @@ def carry(model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], pl
         places: All of them, each once.
     """
     for place in places:
-        _stand_in(model, place)
-    carried = CarriedModules(tuple(paths), frozenset(names), tuple(places))
-    cast("Any", model).__dict__[_ATTRIBUTE] = carried
+        _replace_by_placeholder(model, place)
+    passthrough = PassthroughModules(tuple(paths), frozenset(names), tuple(places))
+    cast("Any", model).__dict__[_ATTRIBUTE] = passthrough
 
 
-def _stand_in(model: PreTrainedModel, place: TensorPlace) -> None:
+def _replace_by_placeholder(model: PreTrainedModel, place: TensorPlace) -> None:
     """Replace a registered tensor by a plain attribute."""
     del place.registry[place.leaf]
-    standing_in = Tensor._make_subclass(_CarriedWeight, torch.empty_like(place.value, device="meta"))
-    assert isinstance(standing_in, _CarriedWeight)
-    standing_in.carried_name, standing_in.carried_model = place.name, type(model).__name__
-    cast("Any", standing_in)._is_hf_initialized = True  # transformers' rules must skip it
-    place.module.__dict__[place.leaf] = standing_in
+    placeholder = Tensor._make_subclass(_PassthroughWeight, torch.empty_like(place.value, device="meta"))
+    assert isinstance(placeholder, _PassthroughWeight)
+    placeholder.weight_name, placeholder.model_name = place.name, type(model).__name__
+    cast("Any", placeholder)._is_hf_initialized = True  # transformers' rules must skip it
+    place.module.__dict__[place.leaf] = placeholder
 
 
 @dataclass(frozen=True)
-class CarriedTensors:
+class PassthroughTensors:
     """The tensors of a folder that an export copies unchanged.
 
     Attributes:
@@ -163,7 +165,7 @@ class CarriedTensors:
 
     def record(self) -> dict[str, Any]:
         """Return their entries in a checkpoint. Reads all of them."""
-        return {CARRIED_COUNT: len(self.names), CARRIED_CHECKSUM: self.checksum()}
+        return {PASSTHROUGH_COUNT: len(self.names), PASSTHROUGH_CHECKSUM: self.checksum()}
 
     def checksum(self) -> str:
         """Read all of them and return a checksum of names, shapes, dtypes and bytes. RAM: one small piece."""

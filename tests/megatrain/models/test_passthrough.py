@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters import spec
 from megatrain.models import folder as folder_module
-from megatrain.models.carried import carried_modules
 from megatrain.models.export import ExportError, export_model
 from megatrain.models.folder import read_config
 from megatrain.models.graph import FreezeError
 from megatrain.models.load import WeightLoader
+from megatrain.models.passthrough import passthrough_modules
 from oracles.families import image_text_class, shrunk_config, tiny_image_text_config
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
 
@@ -63,8 +63,8 @@ def test_what_transformers_leaves_out_without_a_word_comes_back(family: str, nam
     model.save_pretrained(folder)
     before = edit(folder, lambda tensors: tensors.update({name: torch.randn(3, 5).half()}))
     _, loader = load(folder)
-    assert loader.origin.carried.names == (name,)
-    assert "1 tensor (30 B) is kept as it is" in str(loader.origin.carried)
+    assert loader.origin.passthrough.names == (name,)
+    assert "1 tensor (30 B) is kept as it is" in str(loader.origin.passthrough)
     after = round_trip(folder, torch.bfloat16)
     assert after.keys() == before.keys() == loader.origin.folder.records.keys()
     assert after[name].dtype == torch.float16 and torch.equal(after[name], before[name])
@@ -102,12 +102,12 @@ def test_names_without_the_prefix_stay_without_it(family: str, folder: Path) -> 
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_carried_modules_take_no_memory_and_refuse_to_be_used(folder: Path) -> None:
+def test_passthrough_modules_take_no_memory_and_refuse_to_be_used(folder: Path) -> None:
     config = tiny_image_text_config("qwen3_vl")
     image_text_class("qwen3_vl")._from_config(config, dtype=torch.float32).save_pretrained(folder)
     graph = spec.build_graph(read_config(folder))
-    carried = carried_modules(graph.model)
-    assert carried is not None and carried.paths == ("model.visual",)
+    passthrough = passthrough_modules(graph.model)
+    assert passthrough is not None and passthrough.paths == ("model.visual",)
     assert not [name for name, _ in graph.model.named_parameters() if "visual" in name]
     assert not [name for name, _ in graph.model.named_buffers() if "visual" in name]
     names = {entry.name for layout in graph.layouts.values() for entry in layout.entries}
@@ -117,7 +117,7 @@ def test_carried_modules_take_no_memory_and_refuse_to_be_used(folder: Path) -> N
     loader = WeightLoader(folder, graph.model)
     weights = Weights(build_graph(read_config(folder)))
     weights.fill(loader.fill)
-    assert set(loader.origin.carried.names) == {n for n in tensors_in(folder) if "visual" in n}
+    assert set(loader.origin.passthrough.names) == {n for n in tensors_in(folder) if "visual" in n}
 
 
 def test_a_folder_that_says_it_is_a_text_model_keeps_its_vision_tower(folder: Path) -> None:
@@ -152,11 +152,11 @@ def test_a_vision_tower_that_lacks_a_tensor_is_refused_by_name(folder: Path) -> 
 def test_a_folder_that_changed_or_vanished_is_named_at_the_export(folder: Path) -> None:
     image_text_class("llava")._from_config(tiny_image_text_config("llava"), dtype=torch.float32).save_pretrained(folder)
     weights, loader = load(folder)
-    checksum = loader.origin.carried.checksum()
-    options: dict[str, Any] = {"dtype": torch.float32, "origin": loader.origin, "carried_checksum": checksum}
+    checksum = loader.origin.passthrough.checksum()
+    options: dict[str, Any] = {"dtype": torch.float32, "origin": loader.origin, "passthrough_checksum": checksum}
     out = folder.parent / "out"
     export_model(weights.graph, weights.source, out, **options)
-    name = loader.origin.carried.names[0]
+    name = loader.origin.passthrough.names[0]
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(loader.origin.folder.records[name].offset)
         file.write(b"else")
@@ -172,7 +172,7 @@ def test_reading_what_is_kept_takes_a_piece_of_memory(folder: Path, monkeypatch:
     monkeypatch.setattr(folder_module, "PIECE_BYTES", 256)
     image_text_class("llava")._from_config(tiny_image_text_config("llava"), dtype=torch.float32).save_pretrained(folder)
     loader = WeightLoader(folder, build_graph(read_config(folder)).model)
-    loader.origin.carried.checksum()
+    loader.origin.passthrough.checksum()
     assert 0 < loader.largest_extra_nbytes <= 256
 
 
