@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.engine.labels import shifted_labels
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from megatrain.tasks.reference import RECORD, Reference
-from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
+from megatrain.tasks.task import Gather, MicroBatches, PrepareContext, RowFinding, SetFigures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,40 +38,40 @@ class PreferenceTask:
         return PreferenceLoss(**{field.name: getattr(table, field.name) for field in fields(PreferenceLoss)})
 
     @staticmethod
-    def notes(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[Note]:
-        """Return the number of examples, and notes on settings that users rarely intend."""
+    def findings(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[RowFinding]:
+        """Return the number of examples, and warn of settings that users rarely intend."""
         loss = PreferenceTask.loss_of(None, table)
-        found = [Note("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
+        found = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
-            found.append(Note("warning", "all answers are judged alike: the loss learns from the difference"))
+            found.append(RowFinding("warning", "all answers are judged alike: the loss learns from the difference"))
         if loss.needs_reference:
             text = f"before its first step `run` scores all {len(dataset):,} answers once with the initial model"
-            found.append(Note("note", text))
+            found.append(RowFinding("note", text))
         return found
 
-    def tally(self) -> JudgedExamples:
+    def accumulator(self) -> JudgedExamples:
         """Return an accumulator of all examples of a set."""
         return JudgedExamples(self._loss)
 
-    def prepare(self, before: Before) -> Mapping[str, Any]:
+    def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
         """Attach the reference model's log-probabilities to the loaders, if the loss needs them."""
         if not self._loss.needs_reference:
             return {}
         reference = Reference(
-            before.plan,
-            before.store,
-            timeline=before.timeline,
-            activity=before.activity,
-            on_message=before.tell,
-            known=None if before.kept is None else before.kept.get(RECORD, {}),
-            group=before.group,
+            context.plan,
+            context.store,
+            timeline=context.timeline,
+            activity=context.activity,
+            on_message=context.tell,
+            known=None if context.kept is None else context.kept.get(RECORD, {}),
+            group=context.group,
         )
-        reference.give(before.loaders)
+        reference.give(context.loaders)
         return {RECORD: reference.record}
 
 
 class JudgedExamples:
-    """Accumulator of all examples of a set, with the loss and TRL's metrics; a ``Tally``."""
+    """Accumulator of all examples of a set, with the loss and TRL's metrics; a ``MetricAccumulator``."""
 
     def __init__(self, loss: PreferenceLoss) -> None:
         self._loss, self._collected, self._num_passes = loss, CollectedExamples(), 0

@@ -374,11 +374,13 @@ class Evaluator:
                 activity=self._activity,
                 collectives=self._ranks,
             )
-        passes, tally = self._passes[weights], self._task.tally()
+        passes, accumulator = self._passes[weights], self._task.accumulator()
         self._activity.begin(doing, num_parts=passes.num_ticks)
-        for found in passes.run(each.passes(), tally.head, num_passes=each.num_passes, should_stop=self._should_stop):
-            tally.add(found)
-        return tally.judge(self._ranks.gather_objects)
+        for found in passes.run(
+            each.passes(), accumulator.head, num_passes=each.num_passes, should_stop=self._should_stop
+        ):
+            accumulator.add(found)
+        return accumulator.judge(self._ranks.gather_objects)
 
 
 @dataclass(frozen=True, slots=True)

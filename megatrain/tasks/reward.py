@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatrain.base.batch_keys import IGNORED_LABEL, MARGIN
-from megatrain.tasks.task import Gather, MicroBatches, Note, SetFigures, Tally
+from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, RowFinding, SetFigures
 from megatrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ class RewardTask(TextTask):
     """
 
     @staticmethod
-    def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
+    def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
         """Return the number of pairs."""
-        return [Note("ok", dataset.kind.summary(dataset.roles))]
+        return [RowFinding("ok", dataset.kind.summary(dataset.roles))]
 
-    def tally(self) -> Tally:
+    def accumulator(self) -> MetricAccumulator:
         """Return an accumulator of pair metrics."""
         return JudgedPairs()
 
 
 class JudgedPairs:
-    """Accumulator of the rewards of all pairs of a set; a ``Tally``."""
+    """Accumulator of the rewards of all pairs of a set; a ``MetricAccumulator``."""
 
     def __init__(self) -> None:
         self._found: list[npt.NDArray[np.float64]] = []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatrain.ranks.group import RankGroup
     from tiered import TieredStore
 
-__all__ = ["Before", "Note", "Tally", "Task", "SetFigures"]
+__all__ = ["MetricAccumulator", "PrepareContext", "RowFinding", "SetFigures", "Task"]
 
 MicroBatches = Sequence[Mapping[str, "Tensor"]]
 Item = TypeVar("Item")
@@ -47,7 +47,7 @@ class SetFigures:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-class Tally(Protocol):
+class MetricAccumulator(Protocol):
     """Accumulator of the passes of an evaluation, with the metrics of all their rows."""
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> Any:
@@ -61,7 +61,7 @@ class Tally(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PrepareContext:
     """Context before the first step of a run, for a task that first reads all rows.
 
     Attributes:
@@ -84,7 +84,7 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class RowFinding:
     """A finding of `check` about the rows of a task.
 
     Attributes:
@@ -116,13 +116,13 @@ class Task(Protocol):
         """
 
     @staticmethod
-    def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
+    def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
         """Return facts about the rows to train on that a user should know before the run."""
 
-    def tally(self) -> Tally:
+    def accumulator(self) -> MetricAccumulator:
         """Return an accumulator of the metrics of one set."""
 
-    def prepare(self, before: Before) -> Mapping[str, Any]:
+    def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
         """Create what the task needs before the first step.
 
         Returns:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain.engine.cross_entropy import CrossEntropy
-from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures, Tally
+from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, PrepareContext, RowFinding, SetFigures
 
 if TYPE_CHECKING:
     from megatrain.data.dataset import TokenDataset
@@ -34,21 +34,21 @@ class TextTask:
         return CrossEntropy(training.label_smoothing_factor, training.z_loss)
 
     @staticmethod
-    def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
+    def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
         """Return nothing, because the report of the rows covers everything."""
         return ()
 
-    def tally(self) -> Tally:
+    def accumulator(self) -> MetricAccumulator:
         """Return a mean over tokens."""
         return MeanLoss()
 
-    def prepare(self, before: Before) -> Mapping[str, Any]:
+    def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
         """Return nothing, because steps read only rows."""
         return {}
 
 
 class MeanLoss:
-    """Accumulator of the mean cross entropy over all tokens with a label; a ``Tally``."""
+    """Accumulator of the mean cross entropy over all tokens with a label; a ``MetricAccumulator``."""
 
     def __init__(self) -> None:
         self._terms: list[float] = []

@@ -546,7 +546,7 @@ class _WholeCheck:
         yield from found or [CheckResult.of_error("data", error)]
 
     def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Iterator[CheckResult]:
-        """Yield findings about the rows of a data set: notes of the task, then omitted rows.
+        """Yield findings about the rows of a data set: findings of the task, then omitted rows.
 
         Args:
             subject: Part of the run, as in ``CheckResult``.
@@ -554,8 +554,8 @@ class _WholeCheck:
             name: Prefix of each text.
         """
         report, is_strict = dataset.report, self._own["bad_rows"] == "error"
-        for note in task_class(self._config.task).notes(self._config.task_table, dataset):
-            yield CheckResult(subject, note.severity, f"{name}{note.text}")
+        for finding in task_class(self._config.task).findings(self._config.task_table, dataset):
+            yield CheckResult(subject, finding.severity, f"{name}{finding.text}")
         if report.empty_files is not None and is_strict:
             yield CheckResult(subject, "problem", f"{name}{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
         left_out = [

@@ -39,7 +39,7 @@ from megatrain.run.status import StatusWriter
 from megatrain.tasks.advice import warmup_notice
 from megatrain.tasks.evaluation import Evaluator
 from megatrain.tasks.registry import task_class
-from megatrain.tasks.task import Before
+from megatrain.tasks.task import PrepareContext
 from megatrain.training.consensus import Consensus, check_alike
 from megatrain.training.final import FinalExport
 from megatrain.training.open_run import OpenRun, open_run
@@ -391,7 +391,7 @@ class Trainer:
 
     def _prepare(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
         """Create what the task needs before the first step. Return the task's record for checkpoints."""
-        before = Before(
+        context = PrepareContext(
             self.plan,
             self.opened.store,
             [self.prepared.loader, *(each.loader for each in self.prepared.evaluation_sets)],
@@ -401,7 +401,7 @@ class Trainer:
             self.observer.on_message,
             self.group,
         )
-        return task_class(self.run.task)(self.run.objective.loss).prepare(before)
+        return task_class(self.run.task)(self.run.objective.loss).prepare(context)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -11,17 +11,17 @@ from megatrain.tasks.text import MeanLoss, TextTask
 PASSES = [SummedLoss((0.1, 0.2), 3), SummedLoss((), 0), SummedLoss((1e16, 0.3, -1e16), 4)]
 
 
-def tally_of(*passes: SummedLoss) -> MeanLoss:
-    tally = TextTask().tally()
+def accumulator_of(*passes: SummedLoss) -> MeanLoss:
+    accumulator = TextTask().accumulator()
     for each in passes:
-        tally.add(each)
-    return tally
+        accumulator.add(each)
+    return accumulator
 
 
 def test_the_mean_does_not_depend_on_who_has_which_pass() -> None:
-    alone = tally_of(*PASSES).judge(lambda own: [own])
+    alone = accumulator_of(*PASSES).judge(lambda own: [own])
     shown: list[Any] = []
-    ranks = [tally_of(PASSES[2]), tally_of(*PASSES[:2])]
+    ranks = [accumulator_of(PASSES[2]), accumulator_of(*PASSES[:2])]
     for each in ranks:
         each.judge(lambda own: [shown.append(own) or own])
     assert [each.judge(lambda own: shown) for each in ranks] == [alone, alone]
@@ -29,5 +29,5 @@ def test_the_mean_does_not_depend_on_who_has_which_pass() -> None:
 
 
 def test_rows_without_a_label_have_no_loss() -> None:
-    found = tally_of(PASSES[1]).judge(lambda own: [own])
+    found = accumulator_of(PASSES[1]).judge(lambda own: [own])
     assert math.isnan(found.loss) and found.num_tokens == 0
