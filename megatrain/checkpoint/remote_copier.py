@@ -93,12 +93,12 @@ class RemoteCopier:
                 found = self._look(), ""
         except CheckpointError as error:
             found = None, str(error)
-        told = gather(found)
-        for each in told:
+        gathered = gather(found)
+        for each in gathered:
             if each is not None and each[0] is None:
                 raise CheckpointError(each[1])
-        self._size = len(told)
-        (self.save_number, self._number, self._there, self._queue), _ = told[0]
+        self._size = len(gathered)
+        (self.save_number, self._number, self._there, self._queue), _ = gathered[0]
         self._job: _Job | None = None
         self._said_waiting = False
         self._hurry, self._cancelled = threading.Event(), threading.Event()
@@ -132,16 +132,16 @@ class RemoteCopier:
             return
         assert job.thread is not None
         own = None if job.thread.is_alive() else (job.found, job.notice, job.problem)
-        told = self._gather(own)
-        if any(each is None for each in told):
+        gathered = self._gather(own)
+        if any(each is None for each in gathered):
             return
-        problems = [problem for _, _, problem in told if problem is not None]
+        problems = [problem for _, _, problem in gathered if problem is not None]
         if problems:
             self._fail(job, *max(problems))
             return
         job.num_failed = 0
         if not job.parts:
-            job.parts = tuple(sorted((part for parts, _, _ in told for part in parts), key=lambda part: part.path))
+            job.parts = tuple(sorted((part for parts, _, _ in gathered for part in parts), key=lambda part: part.path))
             self._begin(job)
             return
         self._job = None
@@ -151,7 +151,7 @@ class RemoteCopier:
         self._tell(
             f"copied checkpoint at step {job.checkpoint.step} to '{self._url}': {size}, compared, in {seconds:.1f} s"
         )
-        for _, notice, _ in told:
+        for _, notice, _ in gathered:
             if notice:
                 self._tell(notice)
         self._start_next()

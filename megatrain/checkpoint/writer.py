@@ -215,8 +215,8 @@ class CheckpointWriter:
                         files = files_below(generation_folder(directory, number))
                         free += sum(found.st_blocks * 512 for file in files if (found := file.lstat()).st_nlink == 1)
             free += free_bytes()
-        told = self.folder.gather((free, is_stopping))
-        return told[0][0], any(stopping for _, stopping in told)
+        gathered = self.folder.gather((free, is_stopping))
+        return gathered[0][0], any(stopping for _, stopping in gathered)
 
     def of_all(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return the sums over all ranks."""

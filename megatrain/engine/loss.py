@@ -150,7 +150,7 @@ class Loss(Protocol):
             size: Result of ``size_of_step``; None if a plan traces the loss.
         """
 
-    def told(self, means: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Return the reported figures of a step, given the means of its figures by name."""
         return means
 

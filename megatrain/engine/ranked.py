@@ -141,8 +141,8 @@ class Ranks(ShardingHooks):
         partials = [each for layout in layouts for each in self.gradients.take_partials(layout)]
         numbers = _on_host([*terms, *(torch.as_tensor(sum_) for _, sum_, _ in figures), *partials])
         filled = {layout.name: self._step_gradients.filled(layout.name) for layout in layouts}
-        told = [(name, count) for name, _, count in figures]
-        records = self._collectives.gather_objects((len(terms), told, numbers.numpy(), filled))
+        counts = [(name, count) for name, _, count in figures]
+        records = self._collectives.gather_objects((len(terms), counts, numbers.numpy(), filled))
         found = [torch.from_numpy(of_rank) for _, _, of_rank, _ in records]
         positions = [count + len(of_rank) for count, of_rank, _, _ in records]
         for layout in layouts:

@@ -218,7 +218,7 @@ class StepEngine:
             float(sum(terms)),
             global_norm([float(self._access.squared_norms[layout.name]) for layout in layouts]),
             queued.num_trained_tokens,
-            figures=self._recipe.objective.loss.told(means),
+            figures=self._recipe.objective.loss.step_metrics(means),
         )
 
     def _undecided(self, lr: float) -> Update:

@@ -206,7 +206,7 @@ class _Launcher:
         host = socket.gethostname()
         own = {rank.number: rank.said for rank in self._ranks if rank.said and rank.said.rank == rank.number}
         if own:
-            return Failure.told_of(own, self._size)
+            return Failure.reported_of(own, self._size)
         if self._is_forced():
             return Failure(-1, host, 1, "interrupted")
         for rank in self._ranks:

@@ -44,7 +44,7 @@ _LEAVE_S = 3.0
 _ALIKE_S = 2.0
 #: Exit codes for a wrong config, for a model that does not fit, and for unusable data.
 _OF_ALL = (2, 3, 4)
-_FAILED, _TOLD, _NOTICES = "failed", "told", "notices"
+_FAILED, _REPORTED, _NOTICES = "failed", "reported", "notices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Failure:
         return cls(**json.loads(text))
 
     @classmethod
-    def told_of(cls, failures: Mapping[int, Failure], size: int) -> Failure:
+    def reported_of(cls, failures: Mapping[int, Failure], size: int) -> Failure:
         """Return the failure to report of several ranks' failures: the lowest rank's.
 
         Args:
@@ -188,7 +188,7 @@ class Watcher:
         self._lost_store = False
         self._num_notices = 0
         self._failure: Failure | None = None
-        self._tells: bool | None = None  # whether this rank reports to the user; None if undecided
+        self._is_reporter: bool | None = None  # whether this rank reports to the user; None if undecided
         self._threads = [
             threading.Thread(target=target, name=f"ranks-{name}", daemon=True)
             for name, target in (("beat", self._beat), ("watch", self._watch))
@@ -236,7 +236,7 @@ class Watcher:
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
                 time.sleep(_LOOK_S / 2)
             self._store.compare_set(_FAILED, "", mine.to_json())
-            mine = mine if self._line is not None else self._told()
+            mine = mine if self._line is not None else self._reported_failure()
         self._leave(mine)
 
     def finish(self) -> None:
@@ -264,7 +264,7 @@ class Watcher:
                     for rank in others:
                         self._look_at(rank)
                 if self._store.check([_FAILED]):
-                    self._failure = self._told()
+                    self._failure = self._reported_failure()
                     return
                 if self._world.is_first:
                     self._take_notices()
@@ -283,15 +283,15 @@ class Watcher:
         elif rank not in self._gone and self._store.check([f"gone/{rank}"]):
             self._gone.add(rank)
 
-    def _told(self) -> Failure:
+    def _reported_failure(self) -> Failure:
         """Return the failure to report, of all failures that ranks have written."""
         first = Failure.from_json(self._store.get(_FAILED))
-        self._tells = self._claim()
+        self._is_reporter = self._claim()
         time.sleep(0.0 if self._line is not None else _TOGETHER_S)
         names = [f"{_FAILED}/{rank}" for rank in range(self._world.size)]
         written = [name for name in names if self._store.check([name])]
         failures = {each.rank: each for each in (Failure.from_json(self._store.get(name)) for name in written)}
-        return Failure.told_of(failures, self._world.size) if failures else first
+        return Failure.reported_of(failures, self._world.size) if failures else first
 
     def _take_notices(self) -> None:
         num_notices = self._store.add(_NOTICES, 0)
@@ -379,7 +379,7 @@ class Watcher:
                 self.on_failure(failure)
             if self._line is not None:
                 self._line.send(failed=failure.to_json())
-            elif self._is_teller(failure):
+            elif self._should_report(failure):
                 with contextlib.suppress(OSError, ValueError):
                     sys.stdout.flush()
                 with contextlib.suppress(OSError):
@@ -399,11 +399,11 @@ class Watcher:
     def _claim(self) -> bool:
         """Return whether this rank is the first that wants to report to the user."""
         mine = str(self._world.rank)
-        return bool(self._store.compare_set(_TOLD, "", mine) == mine.encode())
+        return bool(self._store.compare_set(_REPORTED, "", mine) == mine.encode())
 
-    def _is_teller(self, failure: Failure) -> bool:
+    def _should_report(self, failure: Failure) -> bool:
         """Return whether this rank reports to the user: the first one, or without a store the lowest living rank."""
-        if self._tells is None and not self._lost_store:
+        if self._is_reporter is None and not self._lost_store:
             answer = self._ask(lambda: b"1" if self._claim() else b"")
-            self._tells = None if answer is None else bool(answer)
-        return self._world.rank == (1 if failure.rank == 0 else 0) if self._tells is None else self._tells
+            self._is_reporter = None if answer is None else bool(answer)
+        return self._world.rank == (1 if failure.rank == 0 else 0) if self._is_reporter is None else self._is_reporter

@@ -158,7 +158,7 @@ class PreferenceLoss(Loss):
         assert isinstance(size, StepSize), size
         return ComparedRows(self, examples_from(host, placed), size)
 
-    def told(self, means: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a step. For KTO, add the margin of its rewards, two means over different answers."""
         if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
@@ -348,7 +348,7 @@ class CollectedExamples:
             return float("nan"), 0, {}
         loss, figures = preference.loss(logps.reshape(-1), examples, size)
         means = mean_figures(figures, [float(figure.total) for figure in figures])
-        return float(loss), sum(counts), preference.told(means)
+        return float(loss), sum(counts), preference.step_metrics(means)
 
 
 # -- from micro-batches --------------------------------------------------------------------------------------------

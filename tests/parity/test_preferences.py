@@ -112,7 +112,7 @@ class Setup:
         runner, access = make_runner(self.config, self.policy, Objective(self.loss), **options)
         queued = runner.queue(self.batches)
         means = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
-        figures = self.loss.told(means)
+        figures = self.loss.step_metrics(means)
         return sum(read_numbers(queued.terms)), figures, access.finish()
 
 
@@ -346,10 +346,10 @@ def test_one_step_is_trls(name: str, tmp_path: Path) -> None:
     found, figures, gradients = setup.step()
     assert found == pytest.approx(loss.item(), rel=1e-5)
     assert_close(gradients, expected)
-    told = getattr(trainer, "_metrics", None) or trainer._stored_metrics
+    stored = getattr(trainer, "_metrics", None) or trainer._stored_metrics
     compared = 0
-    for key, values in told["train"].items():
+    for key, values in stored["train"].items():
         if key in figures:
             assert figures[key] == pytest.approx(float(torch.tensor(values).float().mean()), rel=1e-4, abs=1e-6), key
             compared += 1
-    assert compared >= 5, (sorted(told["train"]), sorted(figures))
+    assert compared >= 5, (sorted(stored["train"]), sorted(figures))
