@@ -63,8 +63,8 @@ def status_command(run: Path | None, is_followed: bool, as_json: bool) -> int:
     """
     if is_followed:
         return _follow(_one_of(run or Path()), as_json=as_json)
-    seen = list(map(_look, _find_runs(run or Path())))
-    if run is not None and not seen and (alone := _look(run)).owner is not None:
+    seen = list(map(_inspect_run, _find_runs(run or Path())))
+    if run is not None and not seen and (alone := _inspect_run(run)).owner is not None:
         seen = [alone]
     shown = []
     for one in seen:
@@ -130,7 +130,7 @@ def _one_of(root: Path) -> Path:
     return alive[0] if alive else root
 
 
-def _look(path: Path) -> _Seen:
+def _inspect_run(path: Path) -> _Seen:
     from megatrain.base.owner import living_owner
     from megatrain.checkpoint.locations import bytes_on_drives
     from megatrain.checkpoint.scan import saved_checkpoints

@@ -171,7 +171,7 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
     from megatrain.config.starter import DataFacts
     from megatrain.data.files import ARROW_SUFFIXES, TEXT_SUFFIXES, suffix_of
     from megatrain.data.rows_report import DataError
-    from megatrain.data.sources import is_hub_name, look_at
+    from megatrain.data.sources import detect_format, is_hub_name
 
     written, place = _as_written(data, folder), os.path.expandvars(os.path.expanduser(data))
     if is_hub_name(place):
@@ -179,10 +179,10 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
             return DataFacts(written, problem=f"{written}: there is no such file yet")
         return DataFacts(written)  # nothing is fetched before `check`
     try:
-        look = look_at(place, is_preference=None if task is None else task in ("dpo", "reward"))
+        preview = detect_format(place, is_preference=None if task is None else task in ("dpo", "reward"))
     except DataError as error:
         return DataFacts(written, problem=str(error))
-    return DataFacts(written, look.format, look.columns, look.fields, look.problem, look.is_judged)
+    return DataFacts(written, preview.format, preview.columns, preview.fields, preview.problem, preview.is_judged)
 
 
 def _without_template(rows: DataFacts) -> DataFacts:

@@ -100,7 +100,7 @@ def command(
             from megatrain.machine.files import find_machine
             from megatrain.plan.measure import timed
             from megatrain.plan.planner import plan_run
-            from megatrain.training.open_run import look_at_weights
+            from megatrain.training.open_run import inspect_weights
             from megatrain.training.resolve import resolve, resolve_evaluation
             from megatrain.training.trainer import Trainer
 
@@ -116,7 +116,7 @@ def command(
             planned = None if machine is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         plan = timed(trainer.plan, _say_measured, _warn) if measure else trainer.plan
-        passthrough, refusal = look_at_weights(plan)
+        passthrough, refusal = inspect_weights(plan)
         plan = dataclasses.replace(plan, passthrough_tensors=passthrough)
         num_steps = None
         if count_steps and refusal is None:

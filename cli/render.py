@@ -461,7 +461,7 @@ class LiveObserver(PlainObserver):
             self._view = LiveView(self._console, self._picture, self._is_lost)
 
     def _picture(self) -> RenderableType:
-        moment = self._activity.look()
+        moment = self._activity.snapshot()
         return live_view(self._shown, moment, self._evaluations, width=self._console.width)
 
     def _line(self, text: str) -> None:

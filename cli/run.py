@@ -204,12 +204,12 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
     """Print a plan. Return the error that a run would raise before its first step."""
     from megatrain.plan.placement import DoesNotFitError
     from megatrain.plan.tiers import check_drives, check_folders
-    from megatrain.training.open_run import look_at_weights
+    from megatrain.training.open_run import inspect_weights
     from tiered.errors import UnusableDirectoryError
 
     from .render import print_plan
 
-    _, error = look_at_weights(plan)
+    _, error = inspect_weights(plan)
     try:
         check_folders(plan.run.checkpoint)
         check_drives(plan)

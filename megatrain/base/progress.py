@@ -89,7 +89,7 @@ class Activity:
         self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
         self._start_s = time.monotonic()
 
-    def come_to(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
+    def begin_part(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
         """Begin the next part after ``part`` finished ones."""
         self._part, self._phase, self._unit, self.micro_batch = part, phase, unit, 0
         if num_parts is not None:
@@ -99,11 +99,11 @@ class Activity:
         """Add bytes that the activity has moved."""
         self._done_bytes += nbytes
 
-    def moved_in_all(self, done_bytes: int, num_bytes: int) -> None:
+    def set_bytes(self, done_bytes: int, num_bytes: int) -> None:
         """Set the bytes moved so far and the total bytes of the activity."""
         self._done_bytes, self._num_bytes = done_bytes, num_bytes
 
-    def look(self) -> Moment:
+    def snapshot(self) -> Moment:
         """Return the current activity."""
         saving = self.saving
         is_saving = saving is not None and not saving.is_done

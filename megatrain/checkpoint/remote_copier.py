@@ -90,7 +90,7 @@ class RemoteCopier:
         try:
             self._remote = RemoteFolder(self._url)
             if rank == 0:
-                found = self._look(), ""
+                found = self._read_remote(), ""
         except CheckpointError as error:
             found = None, str(error)
         gathered = gather(found)
@@ -103,7 +103,7 @@ class RemoteCopier:
         self._said_waiting = False
         self._hurry, self._cancelled = threading.Event(), threading.Event()
 
-    def _look(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
+    def _read_remote(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
         """Return the largest save and copy numbers, the identities of the copies, and the checkpoints to copy."""
         there = self._remote.checkpoints()
         newest = max(map(order_key, there), default=(0, ""))

@@ -124,7 +124,7 @@ def row_or_error(
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SourcePreview:
     """Format and fields of the first usable row of a source.
 
     Attributes:
@@ -160,10 +160,10 @@ _OFTEN: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
     ("text", {"text": "body"}),
     ("text", {"text": "document"}),
 )
-_ROWS_LOOKED_AT = 100
+_NUM_PREVIEWED = 100
 
 
-def look_at(path: str, *, is_preference: bool | None = None) -> Look:
+def detect_format(path: str, *, is_preference: bool | None = None) -> SourcePreview:
     """Detect the format of the first rows of a file, glob or folder, and the columns to read them with.
 
     Unusable rows are skipped if one of the first hundred is usable.
@@ -179,19 +179,19 @@ def look_at(path: str, *, is_preference: bool | None = None) -> Look:
     for file in files:
         if suffix_of(file) == ".txt":
             if next(_rows_of_file(file, "text", _SeenFields({}), None), None) is not None:
-                return Look("text")
+                return SourcePreview("text")
             continue
-        rows = list(itertools.islice(read_file(file), _ROWS_LOOKED_AT))
+        rows = list(itertools.islice(read_file(file), _NUM_PREVIEWED))
         if not rows:
             continue
         if is_preference is None:
             is_preference = any(preferences(_called(value)) is not None for _, value in rows)
         first = None
         for where, value in rows:
-            look = _look_at_row(value, where, is_preference=is_preference)
-            if not look.problem:
-                return look
-            first = first or look
+            preview = _detect_row_format(value, where, is_preference=is_preference)
+            if not preview.problem:
+                return preview
+            first = first or preview
         assert first is not None
         return first
     raise DataError(str(files[0]), "the file is empty", "Remove it or fill it")
@@ -202,12 +202,12 @@ def _called(value: Any) -> dict[str, Any]:
     return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
 
 
-def _look_at_row(value: Any, where: str, *, is_preference: bool) -> Look:
+def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> SourcePreview:
     fields = list(value) if isinstance(value, Mapping) else []
     try:
         name, row = read_row(value, where, PREFERENCE if is_preference else "auto", {})
     except RowError as error:
-        return Look("preference" if is_preference else "", {}, fields, str(error))
+        return SourcePreview("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
         if preferences(_called(value)) is None and not is_preference:
             called = {name.strip().casefold(): name for name in fields}
@@ -220,9 +220,9 @@ def _look_at_row(value: Any, where: str, *, is_preference: bool) -> Look:
                         )
                     except (DataError, RowError):
                         continue
-                    return Look(format, names, fields)
-        return Look("", {}, fields, str(error))
-    return Look(name, {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
+                    return SourcePreview(format, names, fields)
+        return SourcePreview("", {}, fields, str(error))
+    return SourcePreview(name, {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
 
 
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")

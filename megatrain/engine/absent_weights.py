@@ -1,7 +1,7 @@
 """Placeholders of unbound weights: they have shape, dtype and device, and no memory.
 
 Model code may read these attributes at any time. A read of a small weight's values, or of a few rows of a large weight,
-is a visit of the weight's unit (`WeightLook`).
+is a visit of the weight's unit (`WeightRead`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
 
-__all__ = ["METADATA_QUERIES", "AbsentWeight", "WeightLook", "absent_weight", "placeholder"]
+__all__ = ["METADATA_QUERIES", "AbsentWeight", "WeightRead", "absent_weight", "placeholder"]
 
 
 #: Tensor methods that need no values. ``embed`` answers them for a parameter in the store.
@@ -42,7 +42,7 @@ METADATA_QUERIES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class WeightLook:
+class WeightRead:
     """Call of a unit that reads one of its weights from outside of its module, in place of the unit's forward.
 
     The next argument of the call has the rows to read, integers of any shape. Without it, all of the weight is read.
@@ -53,7 +53,7 @@ class WeightLook:
 
 #: Most elements of a read outside of a weight's own module: 4 MiB of fp32. The copy is in no tier, and lives as long as
 #: the model's code holds it.
-_MOST_LOOKED_AT = 1 << 20
+_MAX_READ_ELEMENTS = 1 << 20
 
 
 class AbsentWeight(Tensor):
@@ -81,22 +81,22 @@ class AbsentWeight(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         return _with_values(func, args, kwargs or {})
 
-    def look(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
+    def read_values(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
         """Return some rows, or all of the weight, for model code that called a function of torch.
 
         Raises:
             UnsupportedModelError: If the read is too large, or if the model's code runs outside of a pass.
         """
         num_elements = self.numel() if rows is None else rows.numel() * (self.numel() // len(self))
-        if self.site is None or num_elements > _MOST_LOOKED_AT or not is_suspendable():
+        if self.site is None or num_elements > _MAX_READ_ELEMENTS or not is_suspendable():
             name = "a weight" if self.site is None else self.site[1]
             raise UnsupportedModelError(
                 "the model",
                 f"its code uses {name} outside of the weight's own module ({getattr(func, '__name__', func)}); such a "
-                f"weight cannot be streamed. Reads of up to {_MOST_LOOKED_AT:,} elements can",
+                f"weight cannot be streamed. Reads of up to {_MAX_READ_ELEMENTS:,} elements can",
             )
         unit, owner = self.site
-        given = (WeightLook(owner),) if rows is None else (WeightLook(owner), rows)
+        given = (WeightRead(owner),) if rows is None else (WeightRead(owner), rows)
         result: Tensor = suspend(UnitCall(unit, given, {}, None))
         return result
 
@@ -108,11 +108,11 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         found = _rows_of(func, first, args[1:], kwargs)
         if found is not None:
             rows, rest = found
-            values = first.look(func, rows)
+            values = first.read_values(func, rows)
             return values[rest] if rest else values
     return func(
-        *tree_map(args, lambda item: item.look(func) if isinstance(item, AbsentWeight) else item),
-        **tree_map(kwargs, lambda item: item.look(func) if isinstance(item, AbsentWeight) else item),
+        *tree_map(args, lambda item: item.read_values(func) if isinstance(item, AbsentWeight) else item),
+        **tree_map(kwargs, lambda item: item.read_values(func) if isinstance(item, AbsentWeight) else item),
     )
 
 

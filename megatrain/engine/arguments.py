@@ -286,11 +286,11 @@ def has_differentiable(value: Any) -> bool:
     """Return whether a nesting of containers holds a tensor that requires grad."""
     found = False
 
-    def look(leaf: Any) -> None:
+    def check(leaf: Any) -> None:
         nonlocal found
         found = found or (isinstance(leaf, Tensor) and leaf.requires_grad)
 
-    tree_map(value, look)
+    tree_map(value, check)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.absent_weights import AbsentWeight, WeightLook, absent_weight
+from megatrain.engine.absent_weights import AbsentWeight, WeightRead, absent_weight
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.compiled_layers import naming_failures
 from megatrain.engine.passing import PartedWeight, RowLookUps
@@ -71,9 +71,9 @@ class BoundUnit:
             self._absent[owner].site = (unit.index, owner)
         self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
 
-    def _look(self, look: WeightLook, rows: Tensor | None = None) -> Tensor:
+    def _read_weight(self, read: WeightRead, rows: Tensor | None = None) -> Tensor:
         """Return copies of the values that code outside of the module reads; copies outlive the visit."""
-        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == look.owner)
+        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == read.owner)
         if rows is None:
             return weight.clone()
         matrix = weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
@@ -193,8 +193,8 @@ class BoundUnit:
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the forward, or of a read of a weight."""
-        if args and isinstance(args[0], WeightLook):
-            return self._look(*args)
+        if args and isinstance(args[0], WeightRead):
+            return self._read_weight(*args)
         return self.forward(*args, **kwargs)
 
     @contextmanager

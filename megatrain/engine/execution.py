@@ -117,7 +117,7 @@ class TapeExecution:
             if not self._is_ahead:
                 # This precedes the leases of the op, because the prefetcher looks ahead from this tick.
                 self._store.advance(self._first_tick + tick)
-                self._activity.come_to(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
+                self._activity.begin_part(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
         if self._timeline is not None:
             self._timeline.on_op(self.op)
         return self.op

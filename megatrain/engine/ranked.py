@@ -267,16 +267,16 @@ class PartTurns:
         """Record the parts of a new tick, by group."""
         self._groups.extend(groups)
 
-    def come_to(self, key: str, op: Op) -> None:
+    def advance_to(self, key: str, op: Op) -> None:
         """Advance to a part's turn: gather and exchange the parts before it that were not requested."""
-        self.come_to_group_of(key, op)
+        self.advance_to_group_of(key, op)
         group = self._groups[0]
         while (turn := group.popleft()) != key:
             self._pass_unused(turn)
         if not group:
             self._groups.popleft()
 
-    def come_to_group_of(self, key: str, op: Op) -> None:
+    def advance_to_group_of(self, key: str, op: Op) -> None:
         """Pass the groups before a part's group."""
         self._pass_groups(key)
         assert self._groups, f"{key} has no turn in {op}"
@@ -422,7 +422,7 @@ class FullCopies:
     def _part_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         """Gather a part of a weight in its turn."""
         (key,) = keys
-        self._turns.come_to(key, self._execution.present)
+        self._turns.advance_to(key, self._execution.present)
         with self.part(key) as copy:
             yield {key: copy}
 
@@ -594,8 +594,8 @@ class ExchangedGradients:
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
         """Yield memory for the sums of one part of a gradient, in its turn; see ``GradientPlace``."""
         op = self._execution.present
-        self._turns.come_to_group_of(key, op)
-        with self.summed_part(key, before=lambda: self._turns.come_to(key, op)) as sums:
+        self._turns.advance_to_group_of(key, op)
+        with self.summed_part(key, before=lambda: self._turns.advance_to(key, op)) as sums:
             yield sums
 
     @contextmanager

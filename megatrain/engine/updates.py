@@ -48,20 +48,20 @@ class LayerScales:
 
     def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
         self._max_grad_norm, self._nonfinite = max_grad_norm, nonfinite
-        self._looks = max_grad_norm > 0 or nonfinite != "ignore"
+        self._checks_norm = max_grad_norm > 0 or nonfinite != "ignore"
         self._arriving: dict[str, ArrivingNumbers] = {}
         self.num_used = 0
         self.left_out: list[str] = []
 
     def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
         """Record a complete gradient's squared norm. A number on a device starts on its way to the host."""
-        if self._looks:
+        if self._checks_norm:
             self._arriving[layout] = ArrivingNumbers([squared])
 
     def scale(self, layout: str) -> float | None:
         """Return the factor on a layer's gradient; None if it must not be used. Waits for its norm."""
         scale: float | None = 1.0
-        if self._looks:
+        if self._checks_norm:
             norm = global_norm(self._arriving.pop(layout).read())
             scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
         if scale is None:

@@ -23,7 +23,7 @@ from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherLine, desc
 
 __all__ = ["launch"]
 
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 #: Ranks that receive a failure end by themselves within this time: rank 0 writes the status of the run.
 _LEAVE_S = 2.0
 #: Ranks that fail for the same reason do so within this time. The lowest rank's message is reported.
@@ -144,7 +144,7 @@ class _Launcher:
         while True:
             # In this order: messages that a rank sent before its end have arrived by now.
             ended = [rank for rank in self._ranks if rank.has_ended]
-            self._listen(0.0 if len(ended) == self._size else _LOOK_S)
+            self._listen(0.0 if len(ended) == self._size else _CHECK_S)
             died = any(rank.said is None and not rank.is_done for rank in ended)
             if died or self._is_forced() or any(rank.said is not None for rank in self._ranks):
                 return self._end()
@@ -190,13 +190,13 @@ class _Launcher:
         """End all ranks after a failure, report it, and return its exit code."""
         end_s = time.monotonic() + _TOGETHER_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
-            self._listen(_LOOK_S)
+            self._listen(_CHECK_S)
         failure = self._failure()
         for rank in self._ranks:
             rank.line.send(failed=failure.to_json())
         end_s = time.monotonic() + _LEAVE_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
-            self._listen(_LOOK_S)
+            self._listen(_CHECK_S)
         self.kill()
         self._on_failure(failure)
         return failure.exit_code

@@ -29,7 +29,7 @@ __all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherLine", "Watcher", "describe_
 #: Environment variable of ranks whose stdin is a socket of their launcher.
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
-_LOOK_S = 0.1
+_CHECK_S = 0.1
 #: Time that a rank waits for the reason of a broken collective, which is clearer than "connection reset".
 _REASON_S = 2.0
 #: After a broken collective, a rank whose heartbeats are missing for this time is reported as the cause.
@@ -234,7 +234,7 @@ class Watcher:
             # is reported.
             end_s = time.monotonic() + (_ALIKE_S if exit_code in _OF_ALL else 0.0)
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
-                time.sleep(_LOOK_S / 2)
+                time.sleep(_CHECK_S / 2)
             self._store.compare_set(_FAILED, "", mine.to_json())
             mine = mine if self._line is not None else self._reported_failure()
         self._leave(mine)
@@ -247,7 +247,7 @@ class Watcher:
                 names = [f"gone/{rank}" for rank in range(self._world.size)]
                 end_s = time.monotonic() + self._timeout_s
                 while not self._store.check(names) and time.monotonic() < end_s:
-                    time.sleep(_LOOK_S / 5)
+                    time.sleep(_CHECK_S / 5)
         self._over.set()
 
     # -- the threads ---------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Watcher:
                     number, next_s = number + 1, time.monotonic() + _BEAT_S
                     self._store.set(f"beat/{self._world.rank}", str(number))
                     for rank in others:
-                        self._look_at(rank)
+                        self._check_rank(rank)
                 if self._store.check([_FAILED]):
                     self._failure = self._reported_failure()
                     return
@@ -272,9 +272,9 @@ class Watcher:
                 self._lost_store = True
                 return
             self._answered_s = time.monotonic()
-            self._over.wait(_LOOK_S)
+            self._over.wait(_CHECK_S)
 
-    def _look_at(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if not self._store.check([f"beat/{rank}"]):
             return
         beat = self._store.get(f"beat/{rank}")
@@ -302,9 +302,9 @@ class Watcher:
     def _watch(self) -> None:
         """Judge the findings of the other threads."""
         before_s = time.monotonic()
-        while not self._over.wait(_LOOK_S):
+        while not self._over.wait(_CHECK_S):
             now_s = time.monotonic()
-            if now_s - before_s > 5 * _LOOK_S:
+            if now_s - before_s > 5 * _CHECK_S:
                 # This process was stopped or got no time, so other ranks may have sent heartbeats meanwhile.
                 self._answered_s += now_s - before_s
                 self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in self._seen_s.items()}
@@ -361,7 +361,7 @@ class Watcher:
         """Receive messages of the launcher. Record a failure if it has ended."""
         assert self._line is not None
         while not self._over.is_set():
-            messages = self._line.receive(_LOOK_S)
+            messages = self._line.receive(_CHECK_S)
             if messages is None:
                 if not self._over.is_set():
                     self._failure = Failure(-1, "", 1, "the launcher of the ranks has ended")
@@ -393,7 +393,7 @@ class Watcher:
         self._store.set(f"gone/{self._world.rank}", "1")
         others = set(range(self._world.size)) - {self._world.rank, failure.rank}
         while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in others]):
-            time.sleep(_LOOK_S / 5)
+            time.sleep(_CHECK_S / 5)
         return b""
 
     def _claim(self) -> bool:

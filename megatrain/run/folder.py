@@ -152,7 +152,7 @@ class LockKeeper(RunObserver):
     def __init__(self, folder: RunFolder, tell: Callable[[str], None]) -> None:
         self._folder, self._tell = folder, tell
 
-    def look(self) -> None:
+    def check_lock(self) -> None:
         """Lock the folder again if its lock file is gone. Errors are raised after the step."""
         with contextlib.suppress(TieredError, OSError):
             self._report()

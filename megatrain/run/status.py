@@ -206,7 +206,7 @@ class StatusWriter(RunObserver):
             step=metrics.step,
             max_steps=metrics.max_steps,
             metrics=metrics,
-            activity=asdict(self._activity.look()),
+            activity=asdict(self._activity.snapshot()),
         )
 
     def on_message(self, text: str) -> None:
@@ -240,7 +240,7 @@ class StatusWriter(RunObserver):
     def _keep_writing(self) -> None:
         while not self._over.wait(_INTERVAL_S):
             self._on_interval()
-            self._write(True, activity=asdict(self._activity.look()))
+            self._write(True, activity=asdict(self._activity.snapshot()))
 
     def _write(self, force: bool, **changes: Any) -> None:
         """Change the status and write it, at most once a second unless ``force``."""

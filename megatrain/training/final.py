@@ -104,7 +104,7 @@ class FinalExport:
             merge=run.export.merge,
             ema=is_average,
             overwrite=True,
-            on_progress=lambda unit, done, total: self.activity.moved_in_all(done, total),
+            on_progress=lambda unit, done, total: self.activity.set_bytes(done, total),
         )
 
     def _write_trained(self, weights: WeightSource, step: int) -> Path:
@@ -132,5 +132,5 @@ class FinalExport:
             record=record,
             origin=self.weights.source.origin,
             passthrough_checksum=self.weights.passthrough.get(PASSTHROUGH_CHECKSUM),
-            on_bytes=self.activity.moved_in_all,
+            on_bytes=self.activity.set_bytes,
         )

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from tiered import TieredStore
 
-__all__ = ["OpenRun", "StartWeights", "look_at_weights", "open_run", "open_weights"]
+__all__ = ["OpenRun", "StartWeights", "inspect_weights", "open_run", "open_weights"]
 
 _WORTH_TELLING_S = 1.0
 
@@ -149,7 +149,7 @@ def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) ->
     return StartWeights(loader, AdaptedWeights(graph, loader, seed, folder))
 
 
-def look_at_weights(plan: Plan) -> tuple[str, Exception | None]:
+def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
     """Return a line about the tensors that an export copies, and the error of a run with these weights.
 
     A plan needs no weights. So a folder without weights gives no error, and nothing is fetched.

@@ -274,7 +274,7 @@ class Trainer:
                 activity=self.activity,
                 is_paused=self.is_paused,
                 exit_code_of=self._exit_code_of,
-                on_interval=keeper.look,
+                on_interval=keeper.check_lock,
             ) as status,
         ):
             self.observer = Observers([keeper, given, status])

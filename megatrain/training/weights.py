@@ -374,7 +374,7 @@ class Weights:
         doing = "making random weights" if self.source.origin is None else "loading weights"
         self._activity.begin(doing, num_bytes=self._durable_bytes)
         for number, layout in enumerate(layouts):
-            self._activity.come_to(number, unit=layout.name, num_parts=len(layouts))
+            self._activity.begin_part(number, unit=layout.name, num_parts=len(layouts))
             home = self._plan.placement.homes[self._weight(layout).key]
             if not self._plan.budgets_by_tier[home].is_read_only:  # otherwise it is read at each use
                 self._fill_layout(layout)
@@ -554,7 +554,7 @@ class Weights:
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield as ``master``, for an export: reserve RAM for fp32 copies, and report the unit to ``activity``."""
         names = list(self._plan.graph.layouts)
-        self._activity.come_to(names.index(layout.name), unit=layout.name, num_parts=len(names))
+        self._activity.begin_part(names.index(layout.name), unit=layout.name, num_parts=len(names))
         with self._room_for_master(layout.num_elements), self.master(layout) as read:
             yield read
 

@@ -122,7 +122,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("megatrain.plan.tiers.check_drives", lambda plan: None)
     monkeypatch.setitem(sys.modules, "megatrain.training.trainer", module)
     monkeypatch.setattr("megatrain.plan.tiers.check_folders", lambda spec: None)
-    monkeypatch.setattr("megatrain.training.open_run.look_at_weights", lambda plan: ("", None))
+    monkeypatch.setattr("megatrain.training.open_run.inspect_weights", lambda plan: ("", None))
     memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
     monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):

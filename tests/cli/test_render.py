@@ -123,16 +123,16 @@ def test_the_live_view_uses_the_width_that_there_is(cli_module: CliModule, width
 def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -> None:
     activity = Activity()
     activity.begin("loading weights", num_bytes=4 * GiB)
-    activity.come_to(3, unit="model.layers.2", num_parts=12)
+    activity.begin_part(3, unit="model.layers.2", num_parts=12)
     activity.moved(GiB)
     activity.saving = SimpleNamespace(is_done=False, done_bytes=3 * GiB, num_bytes=4 * GiB)
-    lines = drawn(cli_module, 100, None, activity.look())
+    lines = drawn(cli_module, 100, None, activity.snapshot())
     assert lines[0].split()[0] == "now" and "loading weights, 1.00 GiB of 4.00 GiB" in lines[0]
     assert lines[1].split()[0] == "save" and lines[1].endswith("checkpoint, 3.00 GiB of 4.00 GiB")
     now, save = (line.count("\u2501") for line in lines[:2])
-    assert now == save and Moment.from_json(dataclasses.asdict(activity.look())).saved_bytes == 3 * GiB
+    assert now == save and Moment.from_json(dataclasses.asdict(activity.snapshot())).saved_bytes == 3 * GiB
     activity.saving.is_done = True
-    assert not activity.look().checkpoint_bytes
+    assert not activity.snapshot().checkpoint_bytes
 
 
 def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
@@ -146,7 +146,7 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
     observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
     activity.begin("step", num_parts=10, num_micro_batches=3)
     for number in (1, 2, 3):
-        activity.come_to(number, "forward", f"model.layers.{number}")
+        activity.begin_part(number, "forward", f"model.layers.{number}")
         activity.micro_batch = number
         wait_for(lambda number=number: f"forward layers.{number}, micro-batch {number}/3" in stream.getvalue())
     activity.notice = "stopping after this step"

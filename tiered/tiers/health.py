@@ -142,15 +142,15 @@ class _Busy:
         self._since_s = 0.0
 
     def start(self, now_s: float) -> None:
-        self.look(now_s)
+        self.advance(now_s)
         self._num_active += 1
 
     def end(self, now_s: float, nbytes: int) -> None:
-        self.look(now_s)
+        self.advance(now_s)
         self._num_active -= 1
         self.nbytes += nbytes
 
-    def look(self, now_s: float) -> None:
+    def advance(self, now_s: float) -> None:
         """Count the time up to now."""
         if self._num_active:
             self.busy_s += now_s - self._since_s
@@ -203,11 +203,11 @@ class PathMeter:
                 now_s = self._clock_s()
                 for busy in (direction, self._both):
                     busy.end(now_s, moved_bytes)
-                news = self._look()
+                news = self._close_window()
             if news is not None:
                 on_slow(news)
 
-    def _look(self) -> str | None:
+    def _close_window(self) -> str | None:
         """End the window if it is full; return the figures when the path has slowed down."""
         start_bytes, start_s = self._window_start
         nbytes, busy_s = self._both.nbytes - start_bytes, self._both.busy_s - start_s

@@ -419,21 +419,21 @@ def _changed_settings(values: Mapping[str, Any]) -> list[ChangedKey]:
     """Return the keys with another value than their default, in the order of the config."""
     settings: list[ChangedKey] = []
 
-    def look(value: Any, path: tuple[str | int, ...]) -> None:
+    def visit(value: Any, path: tuple[str | int, ...]) -> None:
         key = plain(path)
         if isinstance(value, dict) and key not in FREE_TABLES:
             for name, inner in value.items():
-                look(inner, (*path, name))
+                visit(inner, (*path, name))
         elif key in ARRAY_TABLES:
             for index, inner in enumerate(value):
-                look(inner, (*path, index))
+                visit(inner, (*path, index))
         elif key in KEYS and key not in _RUN_KEYS and value is not None and value != {}:
             default = leaf_schema(key).get("default")
             if (list(value) if isinstance(value, tuple) else value) != default:
                 text = "" if default is None or default == {} else format_value(default)
                 settings.append(ChangedKey(".".join(map(str, path)), format_value(value), text))
 
-    look(values, ())
+    visit(values, ())
     return settings
 
 

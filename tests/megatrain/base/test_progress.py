@@ -35,7 +35,7 @@ class Recorded(Activity):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "micro_batch" and hasattr(self, "_start_s"):
-            self.seen.append(replace(self.look(), seconds=0.0))
+            self.seen.append(replace(self.snapshot(), seconds=0.0))
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
@@ -47,7 +47,7 @@ def test_the_engine_tells_every_tick_and_micro_batch(order: str, tmp_path: Path)
     activity = Recorded()
     with Trainer(config, plan=plan, activity=activity).open() as trainer:
         trainer.load()
-        assert activity.look().doing == "making random weights"
+        assert activity.snapshot().doing == "making random weights"
         engine, loader = trainer.make_engine(1), make_loader(config, plan)
         activity.begin("step", num_parts=len(plan.program.ticks), num_micro_batches=3)
         activity.seen.clear()
@@ -90,9 +90,9 @@ def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
         with StatusWriter(folder.path, activity=activity) as writer:
             writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
             for unit in ("a", "b"):
-                activity.come_to(1, "forward", unit)
+                activity.begin_part(1, "forward", unit)
                 wait_for(lambda unit=unit: doing() == unit)
-        activity.come_to(1, "forward", "late")
+        activity.begin_part(1, "forward", "late")
     status = read_status(tmp_path / "out")
     assert status is not None and status.exit_code is None
     with pytest.raises(ValueError, match="broken"):

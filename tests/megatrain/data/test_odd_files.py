@@ -13,7 +13,7 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.pair_rows import PAIRS
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import look_at
+from megatrain.data.sources import detect_format
 from megatrain.training.resolve import resolve_data
 from oracles.rows_in_memory import read_rows
 
@@ -101,8 +101,8 @@ def test_the_columns_to_write_are_called_as_in_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "Question,Answer\nHi,Hello\n")
     with pytest.raises(DataError, match=r'columns = { prompt = "Question", completion = "Answer" }'):
         list(read_rows(path))
-    look = look_at(path)
-    assert (look.format, dict(look.columns)) == ("alpaca", {"instruction": "Question", "output": "Answer"})
+    preview = detect_format(path)
+    assert (preview.format, dict(preview.columns)) == ("alpaca", {"instruction": "Question", "output": "Answer"})
 
 
 @pytest.mark.parametrize(
@@ -210,18 +210,18 @@ def test_rows_that_are_no_objects_are_counted_together(tmp_path: Path, tokenizer
 def test_more_than_the_first_row_is_looked_at(tmp_path: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
-    assert look_at(write(tmp_path, "a.jsonl", lines(same, pair))).format == "preference"
-    assert look_at(write(tmp_path, "a.jsonl", lines({}, [1], same, same, pair))).problem == ""
-    alike = look_at(write(tmp_path, "a.jsonl", lines(same, same)))
+    assert detect_format(write(tmp_path, "a.jsonl", lines(same, pair))).format == "preference"
+    assert detect_format(write(tmp_path, "a.jsonl", lines({}, [1], same, same, pair))).problem == ""
+    alike = detect_format(write(tmp_path, "a.jsonl", lines(same, same)))
     assert alike.format == "preference" and "nothing to prefer" in alike.problem
-    assert look_at(write(tmp_path, "a.jsonl", lines({"messages": []}, ROW))).format == "prompt_completion"
-    assert look_at(write(tmp_path, "a.csv", "Prompt,Chosen,Rejected\na,b,c\n")).format == "preference"
+    assert detect_format(write(tmp_path, "a.jsonl", lines({"messages": []}, ROW))).format == "prompt_completion"
+    assert detect_format(write(tmp_path, "a.csv", "Prompt,Chosen,Rejected\na,b,c\n")).format == "preference"
 
 
 def test_an_empty_file_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "")
     write(tmp_path, "b.txt", "text")
-    assert look_at(str(tmp_path)).format == "text"
+    assert detect_format(str(tmp_path)).format == "text"
     write(tmp_path, "b.txt", " ")
     with pytest.raises(DataError, match=r"a.txt: the file is empty"):
-        look_at(str(tmp_path))
+        detect_format(str(tmp_path))

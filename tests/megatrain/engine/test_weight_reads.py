@@ -87,7 +87,7 @@ def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyP
 
 
 def test_what_would_take_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absent_weights, "_MOST_LOOKED_AT", 100)
+    monkeypatch.setattr(absent_weights, "_MAX_READ_ELEMENTS", 100)
     looking(monkeypatch, lambda model, ids: model.embed_tokens.weight.mean())
     with pytest.raises(UnsupportedModelError, match=r"uses model\.embed_tokens\.weight outside .* up to 100 elements"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32)
