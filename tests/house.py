@@ -210,7 +210,7 @@ def upward_pairs() -> set[tuple[str, str]]:
     }
 
 
-def pairs_beside_the_api() -> set[tuple[str, str]]:
+def internal_imports_of_tools() -> set[tuple[str, str]]:
     """Return (importer, imported) where a tool imports a module of `megatrain` that is not public, lower or a tool."""
     return {
         (importer, imported)

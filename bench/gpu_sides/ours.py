@@ -136,8 +136,8 @@ def planned_peak(placement: Placement, tier: str) -> int:
     """
     homes = sum(placement.home_bytes[tier].values())
     buffers = sum(size * count for size, count in placement.buffers.get(tier, {}).items())
-    beside = placement.workspace_bytes.get(tier, 0) + placement.generation_bytes.get(tier, 0)
-    return max(placement.peak_bytes(tier), homes + buffers + beside)
+    other_bytes = placement.workspace_bytes.get(tier, 0) + placement.generation_bytes.get(tier, 0)
+    return max(placement.peak_bytes(tier), homes + buffers + other_bytes)
 
 
 def run_config_of(job: Job) -> RunConfig:

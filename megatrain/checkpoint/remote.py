@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.table import CheckpointSpec
 
 __all__ = [
-    "UploadCancelledError",
-    "RemotePart",
     "RemoteCheckpoint",
     "RemoteError",
     "RemoteFolder",
+    "RemotePart",
     "TakenError",
     "Upload",
+    "UploadCancelledError",
     "bring_back",
-    "files_beside",
+    "find_run_files",
     "identity",
     "list_at_url",
     "verify_at_url",
@@ -83,8 +83,8 @@ NUM_TRIES = 3
 
 #: Files of the run's folder that a resumed run needs: reference log-probabilities (no model can recompute them), the
 #: log so far, and the ids of tracker runs.
-BESIDE = ("reference/*", "metrics.jsonl", "trackers.json")
-_BESIDE_NAME = "run"
+RUN_FILES = ("reference/*", "metrics.jsonl", "trackers.json")
+_RUN_FILES_NAME = "run"
 
 _FOLDER = re.compile(r"([0-9]{8})-step-([0-9]+)")
 _WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "arrow_hdfs")
@@ -302,7 +302,7 @@ class RemoteFolder:
     # -- make a copy -----------------------------------------------------------------------------------------------
 
     def send(
-        self, reader: GenerationReader, name: str, path: str, upload: Upload, beside: Mapping[str, Path] | None = None
+        self, reader: GenerationReader, name: str, path: str, upload: Upload, files: Mapping[str, Path] | None = None
     ) -> RemotePart:
         """Send a generation, read it back and compare it; a repeated call resumes an interrupted one.
 
@@ -311,7 +311,7 @@ class RemoteFolder:
 
         Args:
             name: folder of the copy at the URL.
-            beside: Files of the run's folder to send along, by name.
+            files: Files of the run's folder to send along, by name.
 
         Raises:
             CorruptBlockError: a byte of the generation differs from the written one.
@@ -322,8 +322,8 @@ class RemoteFolder:
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_objects(reader, upload))
-        for each, file in (beside or {}).items():
-            objects[f"{_BESIDE_NAME}/{each}"] = partial(_file, file)
+        for each, file in (files or {}).items():
+            objects[f"{_RUN_FILES_NAME}/{each}"] = partial(_file, file)
         self._in_parallel(partial(self._send, prefix, upload), [each for each in objects.items()])
         self._in_parallel(partial(self._compare, prefix, upload), list(objects))
         sums = {each: upload.sums[each] for each in sorted(objects)}
@@ -461,7 +461,7 @@ class RemoteFolder:
                     f"checkpoint.min_free_disk. Free {format_size(need - free)}"
                 )
             self._in_parallel(partial(self._fetch, checkpoint.name, root), objects)
-            _put_beside(root / checkpoint.parts[0].path / _BESIDE_NAME, output_dir)
+            _restore_run_files(root / checkpoint.parts[0].path / _RUN_FILES_NAME, output_dir)
             self._take_in(checkpoint, root, output_dir / CHECKPOINTS_NAME)
             shutil.rmtree(part_dir)
         except (CorruptBlockError, GenerationError) as error:
@@ -649,9 +649,9 @@ def _file(path: Path) -> Iterator[bytes]:
             yield part
 
 
-def files_beside(output_dir: Path) -> dict[str, Path]:
+def find_run_files(output_dir: Path) -> dict[str, Path]:
     """Return the files of a run's folder that are sent with each checkpoint, by relative name."""
-    found = (path for pattern in BESIDE for path in sorted(output_dir.glob(pattern)))
+    found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
     return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
 
 
@@ -668,9 +668,9 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _put_beside(folder: Path, output_dir: Path) -> None:
+def _restore_run_files(folder: Path, output_dir: Path) -> None:
     """Move files into the folder of a run, except files that it has already."""
-    for name, file in files_beside(folder).items():  # ignores other files: the URL may be untrusted
+    for name, file in find_run_files(folder).items():  # ignores other files: the URL may be untrusted
         target = output_dir / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)

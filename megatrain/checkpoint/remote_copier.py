@@ -18,7 +18,7 @@ from megatrain.checkpoint.remote import (
     TakenError,
     Upload,
     UploadCancelledError,
-    files_beside,
+    find_run_files,
     identity,
 )
 from megatrain.checkpoint.state import CheckpointError
@@ -257,8 +257,8 @@ class RemoteCopier:
         rank = job.checkpoint.ranks[number]
         drives = [path / rank.path for path in self._spec.drives]
         reader = GenerationReader(self._source / rank.path, rank.generation, drives)
-        beside = files_beside(self._spec.output_dir) if number == 0 else None
-        return self._remote.send(reader, self._copy_of(job).name, rank.path, upload, beside)
+        run_files = find_run_files(self._spec.output_dir) if number == 0 else None
+        return self._remote.send(reader, self._copy_of(job).name, rank.path, upload, run_files)
 
     def _commit(self, job: _Job) -> None:
         copy, table = self._copy_of(job), self._spec.table

@@ -92,14 +92,14 @@ class Head(ModelConverter):
         prefix = re.escape(model.base_model_prefix)
         model.config.pad_token_id = self._spec.pad_token_id  # not earlier: the embedding would not train this row
         # A pooler also belongs to the head: checkpoints of masked language models have none.
-        beside = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
+        head_names = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
         values = {
             "id2label": {str(number): name for number, name in _ID_TO_LABEL.items()},
             "label2id": _LABEL_TO_ID,
             "pad_token_id": self._spec.pad_token_id,
             "architectures": [type(model).__name__],
         }
-        give_head(model, TaskHead(beside, beside, values))
+        give_head(model, TaskHead(head_names, head_names, values))
         loss = partial(reward_loss, center=self._spec.center_rewards_coefficient)
         model.__dict__["forward"] = partial(_with_loss, model.forward, loss)
 

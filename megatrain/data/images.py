@@ -448,11 +448,13 @@ def _without_torchvision(name: str, found: Any) -> Any:
 
     module = getattr(transformers, name).__module__
     package, _, file = module.rpartition(".")
-    beside = f"{package}.image_processing_{file.removeprefix('processing_')}"
+    image_module = f"{package}.image_processing_{file.removeprefix('processing_')}"
     try:
-        sys.modules[beside] = importlib.import_module(beside.replace(".image_processing_", ".image_processing_pil_"))
+        sys.modules[image_module] = importlib.import_module(
+            image_module.replace(".image_processing_", ".image_processing_pil_")
+        )
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return found  # its error names the missing package when it is used
     finally:
-        sys.modules.pop(beside, None)  # an import elsewhere must raise the error about the missing package
+        sys.modules.pop(image_module, None)  # an import elsewhere must raise the error about the missing package

@@ -284,14 +284,14 @@ class ModuleRanks(WholeBlocks):
             CapacityError: A tier is too small.
         """
         computes_in_ram = self.compute_tier == "ram"
-        copies = beside = 0
+        copies = scratch_bytes = 0
         for unit in units:
             parts = parts_around(unit, units)
             copies = max(copies, sum(self.gathered_bytes(part.layout, part.dtype) for part in parts))
             for part in parts:
                 staged = 0 if computes_in_ram else self.gathered_bytes(part.layout, part.dtype)
-                beside = max(beside, self.exchange_bytes(part.layout), staged)
-        self.reserve("ram", max(copies, beside) if computes_in_ram else beside)
+                scratch_bytes = max(scratch_bytes, self.exchange_bytes(part.layout), staged)
+        self.reserve("ram", max(copies, scratch_bytes) if computes_in_ram else scratch_bytes)
         if not computes_in_ram:
             self.reserve(self.compute_tier, copies)
 

@@ -257,21 +257,21 @@ class SharedState:
                 is_last = name == self._last_tier
                 open_bytes = 0 if is_last or tier.device is None else self.working_bytes
                 need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
-                beside = open_bytes + taken.get(name, 0)
+                other_bytes = open_bytes + taken.get(name, 0)
                 free = tier.usage().free_bytes
-                if need + beside > free:  # copies also take space, but can be evicted
+                if need + other_bytes > free:  # copies also take space, but can be evicted
                     free = room_for_homes(store, name)
-                if need + beside <= free:
+                if need + other_bytes <= free:
                     taken[name] = taken.get(name, 0) + need
                     names.append(name)
                     break
-                tried.append(f"{name} has {format_size(max(0, free - beside))} left for homes")
+                tried.append(f"{name} has {format_size(max(0, free - other_bytes))} left for homes")
             else:
                 hint = "Give a tier more room, or open the store with nvme=[...]"
                 raise CapacityError(
                     block.homes[-1],
                     block.nbytes,
-                    max(0, free - beside),
+                    max(0, free - other_bytes),
                     detail=f"for '{block.key}': {'; '.join(tried)}. {hint}",
                 )
         return names

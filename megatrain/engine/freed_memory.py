@@ -29,7 +29,7 @@ _GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
 #: Least free end of the heap that glibc returns by itself: the most that mallopt accepts.
 _NEVER = 2**31 - 1
 #: Freed memory that is kept if the process takes more than planned, because each return costs milliseconds.
-_ROOM_BESIDE_OTHERS = 16 * MiB
+_SPARE_BYTES = 16 * MiB
 #: Linux file with the pages of this process; the second number counts resident pages.
 _STATM = "/proc/self/statm"
 
@@ -71,7 +71,7 @@ def give_back_beyond_limit(store: object, op_bytes: int) -> None:
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()
         # The remaining excess was not free: other code in the process took it, and will keep it at the next op.
-        _limits[store] = max(limit, _resident_bytes() + op_bytes + _ROOM_BESIDE_OTHERS)
+        _limits[store] = max(limit, _resident_bytes() + op_bytes + _SPARE_BYTES)
 
 
 def trim() -> None:

@@ -68,11 +68,11 @@ class MicroBatches:
             for key, value in batch.items()
             if key not in LOSS_KEYS
         }
-        beside: dict[tuple[int, int, str], Tensor] = {}
+        for_loss: dict[tuple[int, int, str], Tensor] = {}
         for number, (positions, labels) in labelled.items():
-            beside |= {(number, 0, "positions"): positions, (number, 0, "labels"): labels}
-            beside |= {(number, 1, name): tensor for name, tensor in read_by_loss.get(number, {}).items()}
-        placed = self._staging.upload({**host, **beside})
+            for_loss |= {(number, 0, "positions"): positions, (number, 0, "labels"): labels}
+            for_loss |= {(number, 1, name): tensor for name, tensor in read_by_loss.get(number, {}).items()}
+        placed = self._staging.upload({**host, **for_loss})
         batches: dict[int, dict[str, Any]] = {number: {} for number in micro_batches}
         for (number, key), tensor in host.items():
             batches[number][key] = placed[number, key]

@@ -336,7 +336,7 @@ class GroupUpdates:
     Attributes:
         are_deferred: Whether the next step makes the updates, because they depend on the norm of the whole step.
         in_compute_tier: Whether the optimizer can update blocks in the compute tier.
-        beside_device: Whether the host updates a layer while a device computes the next one. If updates are not
+        overlaps_device: Whether the host updates a layer while a device computes the next one. If updates are not
             deferred, this needs memory for one more layer's gradients.
         streamed: Layouts updated in the compute tier wherever their blocks live: the update fetches blocks part by part
             and writes them back.
@@ -345,7 +345,7 @@ class GroupUpdates:
 
     are_deferred: bool = True
     in_compute_tier: bool = False
-    beside_device: bool = True
+    overlaps_device: bool = True
     streamed: frozenset[int] = frozenset()
     sent_elements: Mapping[int, int] = field(default_factory=dict)
 
@@ -447,7 +447,7 @@ class StepProgram:
         lanes = self.sharding.lanes
         return peer_links(self.compute_tier, lanes.size, lanes.num_hosts)
 
-    def bytes_beside_blocks(self, number: int) -> dict[str, int]:
+    def bytes_outside_blocks(self, number: int) -> dict[str, int]:
         """Return the bytes that a tick, by position, moves outside of blocks, by link.
 
         An update sends directions of matrices to the compute device and back; other ticks gather and exchange.
@@ -850,7 +850,7 @@ class ProgramBuilder:
         )
         # While a device computes, the host updates weights for the next forward or, during the backward, for the visit
         # whose backward has just ended.
-        self._lead = int(compute_tier != "ram" and self._updates.beside_device)
+        self._lead = int(compute_tier != "ram" and self._updates.overlaps_device)
         self._passing: frozenset[tuple[int, str]] = frozenset()
 
     def build(self, *, passing_parts: bool = False) -> StepProgram:

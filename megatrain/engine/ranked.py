@@ -222,7 +222,7 @@ class RankWindow:
             torch.cuda.current_stream().wait_stream(self.side)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         """Queue the work inside on the stream of collectives, after the collectives queued before."""
         if self.side is None:
             yield
@@ -235,7 +235,7 @@ class RankWindow:
         """Queue collectives between the model's queued work and its next work."""
         # All collectives share one stream, so that they have the same order on the device as on the tape.
         self.wait_for_model()
-        with self.beside():
+        with self.on_side_stream():
             yield
         self.wait_for_collectives()
 
@@ -350,7 +350,7 @@ class FullCopies:
         program, keys = self._program, self._execution.own_keys(op, op.held)
         names = dict.fromkeys(self._places[key][0] for key in keys)
         full = _CopiesOfTick()
-        with self._window.beside():
+        with self._window.on_side_stream():
             with self._execution.lease(keys) as shards:
                 self._window.find_device(shards[keys[0]].device)
                 for layout in (self._graph.layouts[name] for name in names):
@@ -530,7 +530,7 @@ class ExchangedGradients:
         """Add up the sums of all ranks. Each rank adds its own shards, and stores them in its blocks."""
         self._window.wait_for_model()  # the model computes the sums
         sent: list[Tensor] = []
-        with self._window.beside():
+        with self._window.on_side_stream():
             for group in op.passing:
                 keys = self._execution.own_keys(op, group)
                 name, use, part = self._places[keys[0]]

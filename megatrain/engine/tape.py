@@ -115,7 +115,7 @@ class Op:
         tick: Position in the step, which is also its number in the schedule.
         held: Uses leased together for the whole tick.
         passing: Groups leased one after the other within the tick; empty for an update with all parts at home.
-        beside: Link -> bytes moved outside of blocks: to and from other ranks, and directions of matrices.
+        bytes_outside: Link -> bytes moved outside of blocks: to and from other ranks, and directions of matrices.
     """
 
     tick: int
@@ -125,7 +125,7 @@ class Op:
     held: tuple[Use, ...]
     passing: tuple[tuple[Use, ...], ...]
     serves: ModelPhase | None = None
-    beside: Mapping[str, int] = field(default_factory=dict)
+    bytes_outside: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -193,8 +193,8 @@ def compile_step(
         passing = tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing)
         if tick.phase == "update" and all(homes[key] == tiers[number] for key, _ in tick.uses):
             held, passing = (*held, *(use for group in passing for use in group)), ()  # no part waits for memory
-        beside = program.bytes_beside_blocks(number)
-        ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves, beside))
+        bytes_outside = program.bytes_outside_blocks(number)
+        ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves, bytes_outside))
     return Tape(tuple(ops), left)
 
 

@@ -260,7 +260,7 @@ class UpdateOps:
         # With separate factors, this waits for the layer's norm, and may be called only once.
         update, filled = pending.of_layout(layout.name), pending.with_gradient[layout.name]
         parts = self._program.parts_of(layout)
-        if update is not None and self._is_beside_device(op):
+        if update is not None and self._overlaps_device(op):
             self._run_in_background(op, update, len(parts), filled)
             return
         if op.tier == "ram":
@@ -275,7 +275,7 @@ class UpdateOps:
                     if update is not None:
                         self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
 
-    def _is_beside_device(self, op: Op) -> bool:
+    def _overlaps_device(self, op: Op) -> bool:
         """Return whether an update on the host may run while a device computes the layers that follow it.
 
         Only if all its blocks are at home in RAM: then longer leases take no memory from other blocks. Products of

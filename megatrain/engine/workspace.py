@@ -211,7 +211,7 @@ class _CollectiveMemory:
         )
         self._num_sums = len(self._lanes.sums_of_rank(self._shards.rank))
         # On a GPU sums are sent while the next visit runs.
-        self._sends_beside = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
+        self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
         self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # by the tick that needs them: gathers, in order
         self._served: dict[tuple[Phase, int], int] = {}  # last tick of each visit
 
@@ -250,7 +250,7 @@ class _CollectiveMemory:
             nbytes = self._lanes.num_sums * _FP32_BYTES * block.num_elements
             yield Transient("received sums", nbytes, (number, 2 * turn + 1), (number, 2 * turn + 1))
         for whole, turn in last.items():
-            until = (self._next_visit(number), _END) if self._sends_beside else (number, 2 * turn + 1)
+            until = (self._next_visit(number), _END) if self._sends_ahead else (number, 2 * turn + 1)
             yield Transient("sums", sums[whole], (made, 0), until)
 
     def _next_visit(self, number: int) -> int:

@@ -693,7 +693,7 @@ def library_bytes(total_bytes: int) -> int:
     return min(_LIBRARY_BYTES, total_bytes // 10)
 
 
-def gpu_room_beside_tier(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
+def describe_library_memory(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
     """Return a sentence on the GPU memory that a tier of this capacity leaves to libraries, or "" if unknown."""
     if device.type != "cuda" or (planned is None and not torch.cuda.is_available()) or is_one_memory(planned):
         return ""

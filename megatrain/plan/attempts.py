@@ -66,9 +66,9 @@ class Attempts:
 
     def programs(self) -> Iterator[StepProgram]:
         """Yield programs of the step: programs that hide more latency come before programs that need less memory."""
-        for updates_beside_device in self._updates_beside_device():
+        for overlaps_device in self._overlap_choices():
             for gathers_ahead in self._gathers_ahead():
-                yield from self._by_vocabulary(self._builder(updates_beside_device, gathers_ahead))
+                yield from self._by_vocabulary(self._builder(overlaps_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
         """Return what a program keeps for its backward and its placement, or the tier that is too small."""
@@ -81,7 +81,7 @@ class Attempts:
         )
         return keeper.solve(*_layers_kept(run))
 
-    def _updates_beside_device(self) -> tuple[bool, ...]:
+    def _overlap_choices(self) -> tuple[bool, ...]:
         """Return whether the host may update a layer during the next one, which needs one more layer's gradients."""
         must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
         return (True,) if must_be else (True, False)
@@ -101,7 +101,7 @@ class Attempts:
         if self.most_ahead < 2 or not program.sharding.gathers_ahead:
             return placed
         alike = replace(self, passes_parts=bool(program.cuts.passing))
-        (further,) = alike._by_vocabulary(alike._builder(program.updates.beside_device, self.most_ahead))
+        (further,) = alike._by_vocabulary(alike._builder(program.updates.overlaps_device, self.most_ahead))
         found = self.place(further)
         if isinstance(found, Shortfall):
             return placed
@@ -135,7 +135,7 @@ class Attempts:
         # Twice, because the head recomputes logits if parts pass.
         yield from (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
 
-    def _builder(self, updates_beside_device: bool, gathers_ahead: int) -> ProgramBuilder:
+    def _builder(self, overlaps_device: bool, gathers_ahead: int) -> ProgramBuilder:
         run, model = self.run, self.model
         return ProgramBuilder(
             model.graph,
@@ -148,7 +148,7 @@ class Attempts:
             updates=GroupUpdates(
                 are_deferred=run.optimizer.defers_updates,
                 in_compute_tier=model.device_optimizer is not None,
-                beside_device=updates_beside_device,
+                overlaps_device=overlaps_device,
             ),
             frozen=FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings),
             sharding=run.sharding(gathers_ahead),

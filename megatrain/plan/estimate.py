@@ -301,15 +301,15 @@ class _Costs:
         """Return the seconds of a step and the resource that decides them."""
         compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
         busy = self._busy_s(compute, optimizer) + seconds.get("gpu optimizer", 0.0)
-        beside = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
+        overlapping = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
         if self._on_gpu:
-            beside["host"] = seconds.get("host", 0.0)
+            overlapping["host"] = seconds.get("host", 0.0)
         else:
             busy += seconds.get("host", 0.0)
-        slowest = max(beside, key=beside.__getitem__, default="")
-        if slowest and beside[slowest] > busy:
-            return beside[slowest], slowest
-        one_after_the_other = [name for name in _PROCESSORS if name in seconds and name not in beside]
+        slowest = max(overlapping, key=overlapping.__getitem__, default="")
+        if slowest and overlapping[slowest] > busy:
+            return overlapping[slowest], slowest
+        one_after_the_other = [name for name in _PROCESSORS if name in seconds and name not in overlapping]
         return busy, max(one_after_the_other, key=seconds.__getitem__)
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
@@ -337,8 +337,8 @@ class _Costs:
             if self._on_gpu:
                 terms = [(per_token, 0.0), (per_token - hiding_per_token, optimizer - hiding_s)]
             starts = [
-                max(0.0, (fixed_s or 0.0) - beside - on_gpu) / (slope - moved_per_token)
-                for slope, beside in terms
+                max(0.0, (fixed_s or 0.0) - offset - on_gpu) / (slope - moved_per_token)
+                for slope, offset in terms
                 if slope > moved_per_token
             ]
             if not starts:

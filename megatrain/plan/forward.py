@@ -152,7 +152,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         program=program,
         placement=placement,
         budgets_by_tier=known,
-        room_beside_tier=machine.gpu_room_beside_tier(
+        library_memory=machine.describe_library_memory(
             known[model.compute_tier].capacity_bytes, run.device, run.tiers.machine
         ),
     )

@@ -89,7 +89,7 @@ class Traffic:
         if not self._program.sharding.shards.are_whole:
             moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
         for op in tape.ops:
-            for link, nbytes in op.beside.items():
+            for link, nbytes in op.bytes_outside.items():
                 moved[link] += nbytes
         return moved
 
@@ -433,7 +433,7 @@ class ResidentChooser:
                 continue
             if try_move(keys):
                 self._follow(keys, homes)
-                self._push(queue, self._beside(keys, homes), homes)
+                self._push(queue, self._affected_candidates(keys, homes), homes)
 
     def _follow(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
         """Update the tiers of ticks after blocks have moved."""
@@ -454,7 +454,7 @@ class ResidentChooser:
     def _left(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
 
-    def _beside(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
+    def _affected_candidates(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
         """Return the candidates whose cost may have changed after blocks of their groups have moved."""
         groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
         related = {key for group in groups.values() for key in group}
@@ -465,7 +465,7 @@ class ResidentChooser:
     def _is_shared(self, key: str) -> bool:
         return len(self._groups.get(key, ())) > 1
 
-    def _beside_one(self, key: str) -> tuple[str, ...]:
+    def _linked_blocks(self, key: str) -> tuple[str, ...]:
         """Return the blocks whose moves depend on the home of one block: its group, or itself if it is shared."""
         return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
 
@@ -484,7 +484,7 @@ class ResidentChooser:
 
     def _look_around(self, candidate: _PlacementCandidate) -> _Surroundings | None:
         """Return the inputs to a candidate's cost, or None if a shared block makes it depend on several groups."""
-        keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._beside_one(key)))
+        keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._linked_blocks(key)))
         if any(self._is_shared(key) for key in keys):
             return None
         own = frozenset(candidate.keys)
@@ -522,7 +522,7 @@ class ResidentChooser:
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
         """Return the extra seconds of a step per byte if blocks move; negative if the move saves time."""
-        related = tuple(dict.fromkeys(other for key in keys for other in self._beside_one(key)))
+        related = tuple(dict.fromkeys(other for key in keys for other in self._linked_blocks(key)))
         after = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
         loads = self._load(related, after, self._tiers_with(keys, after)), self._load(related, homes, {})
         more = [a - b for a, b in zip(*loads, strict=True)]
@@ -744,8 +744,8 @@ class Placement:
 
     def peak_bytes(self, tier: str) -> int:
         """Return the smallest capacity of ``tier`` that this placement needs."""
-        beside = self.workspace_bytes.get(tier, 0) + self.generation_bytes.get(tier, 0)
-        return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + beside
+        other_bytes = self.workspace_bytes.get(tier, 0) + self.generation_bytes.get(tier, 0)
+        return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + other_bytes
 
 
 class PlacementSolver:
@@ -1044,8 +1044,8 @@ class _Fill:
         return max(self._working[tier].largest(ahead=ahead), self._tiers[tier].filling_bytes - of_a_step)
 
     def peak(self, tier: str, *, ahead: bool) -> int:
-        beside = self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
-        return self._home_bytes[tier] + beside + self.largest_working_set(tier, ahead=ahead)
+        other_bytes = self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
+        return self._home_bytes[tier] + other_bytes + self.largest_working_set(tier, ahead=ahead)
 
     def generation_bytes(self, tier: str) -> int:
         """Return the bytes of the committed generations on a tier, in addition to its live blocks."""
@@ -1153,8 +1153,8 @@ class _Fill:
             for number, _ in self.solver.groups_of[key]:
                 if number in ticks:
                     left -= left if self._ticks[number].phase == "update" else slots[key]
-        beside = budget.workspace_bytes + self._generation_bytes[tier]
-        least = self._home_bytes[tier] + grown + beside + max(0, left)
+        other_bytes = budget.workspace_bytes + self._generation_bytes[tier]
+        least = self._home_bytes[tier] + grown + other_bytes + max(0, left)
         return least > budget.capacity_bytes - self.solver.open_bytes(tier)
 
     def _move(self, block: BlockPlan, tier: str) -> None:

@@ -434,7 +434,7 @@ class Plan:
         ticks: Seconds of each tick, if steps of this model were timed. No decision depends on it.
         kept_bytes: Bytes of the compute tier's workspace for graphs that wait for their backward.
         objections: Reasons against running it on this machine.
-        room_beside_tier: A sentence on the GPU memory left to libraries, or "" without a GPU.
+        library_memory: A sentence on the GPU memory left to libraries, or "" without a GPU.
         passthrough_tensors: Description of untrained tensors in the model's folder; "" if none were found.
     """
 
@@ -448,7 +448,7 @@ class Plan:
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
     objections: Sequence[Objection] = ()
-    room_beside_tier: str = ""
+    library_memory: str = ""
     passthrough_tensors: str = ""
 
     @property

@@ -110,7 +110,7 @@ def _plan_of(attempts: Attempts, placed: KeptGraphs) -> Plan:
         placement=placed.placement,
         budgets_by_tier=placed.budgets,
         kept_bytes=placed.nbytes,
-        room_beside_tier=machine.gpu_room_beside_tier(capacity, run.device, run.tiers.machine),
+        library_memory=machine.describe_library_memory(capacity, run.device, run.tiers.machine),
     )
     return estimated(plan, attempts.profile)
 

@@ -54,14 +54,14 @@ class ProcessMemory:
     heap_bytes: int
 
     @property
-    def beside_tier_bytes(self) -> int:
+    def non_tier_bytes(self) -> int:
         """Bytes outside the tier."""
         return self.libraries_bytes + self.kernels_bytes + self.data_bytes + self.heap_bytes
 
     @property
     def total_bytes(self) -> int:
         """The smallest sufficient limit of a container."""
-        return self.tier_bytes + self.beside_tier_bytes
+        return self.tier_bytes + self.non_tier_bytes
 
 
 def process_memory(plan: Plan) -> ProcessMemory:

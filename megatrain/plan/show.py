@@ -89,24 +89,24 @@ def messages(plan: Plan) -> Sequence[str]:
         workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
         estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
-    beside = [*filter(None, [plan.room_beside_tier]), *_computed_again(plan)]
+    notes = [*filter(None, [plan.library_memory]), *_computed_again(plan)]
     world = plan.run.world
     if not world.is_single:
         on_host = {name: used * (1 if name == "gpu" else world.local_size) for name, used in plan.totals.items()}
         totals = ", ".join(f"{name} {format_size(used)}" for name, used in on_host.items() if name != "gpu")
         where = "on this host" if world.num_hosts == 1 else f"on each of {world.num_hosts} hosts"
-        beside.append(
+        notes.append(
             f"this is one of {world.size} processes; the {world.local_size} {where} together take {totals}, and train "
             f"{plan.run.batch.num_tokens:,} tokens per step"
         )
-    return (*_moves(plan), *beside, *estimates)
+    return (*_moves(plan), *notes, *estimates)
 
 
 def process_line(memory: ProcessMemory) -> str:
     """Return the memory of the process: the RAM tier, and the bytes outside it."""
-    tier, beside = format_size(memory.tier_bytes), format_size(memory.beside_tier_bytes)
+    tier, rest = format_size(memory.tier_bytes), format_size(memory.non_tier_bytes)
     return (
-        f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {beside} of Python and "
+        f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {rest} of Python and "
         "libraries, kernels, tokenizer and rows"
     )
 

@@ -271,7 +271,7 @@ class _Replay:
         self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
-        nbytes = max([0, *(nbytes for link, nbytes in op.beside.items() if PEER in link or NETWORK in link)])
+        nbytes = max([0, *(nbytes for link, nbytes in op.bytes_outside.items() if PEER in link or NETWORK in link)])
         if not nbytes:
             return
         moving_s = nbytes / self._rates.peer_bytes_per_s

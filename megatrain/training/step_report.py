@@ -74,7 +74,7 @@ class StepMeter:
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
-        self._moved_beside = MovedByLink()  # traffic outside blocks, up to the last step
+        self._moved_outside = MovedByLink()  # traffic outside blocks, up to the last step
         self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class StepMeter:
         step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._before
         self._seconds.append(step_s)
         now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
-        before, self._moved_beside = self._moved_beside, now
+        before, self._moved_outside = self._moved_outside, now
         links = MovedByLink(
             added(moved.due_bytes, added(now.num_bytes, before.num_bytes, -1)),
             added({name: link.busy_s for name, link in moved.links.items()}, added(now.busy_s, before.busy_s, -1)),

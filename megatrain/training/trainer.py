@@ -186,13 +186,13 @@ class Trainer:
                     self.evaluate()  # before the checkpoint, so that a run resumed from it has the evaluation already
                 self.save_if_due()
             self._end_steps()
-            moved_beside = self._engine.moved_bytes
+            moved_outside = self._engine.moved_bytes
             self.evaluate()
             self.save_last()
             self.opened.store.wait_idle()
             moved = self.opened.store.stats() - before
-            moved_beside = added(moved_beside, self.evaluator.moved_bytes)  # traffic of evaluations between ranks
-            summary = partial(self._summary, moved, added(link_bytes(moved), moved_beside))
+            moved_outside = added(moved_outside, self.evaluator.moved_bytes)  # traffic of evaluations between ranks
+            summary = partial(self._summary, moved, added(link_bytes(moved), moved_outside))
             if self.consensus.stops:
                 self._finish_copies()
                 return summary(interrupted=True)

@@ -106,7 +106,7 @@ def test_matrices_are_made_orthogonal_on_the_device(
             if len(entry.shape) == 2 and entry not in vocabulary
         ]
         sent = NUM_STEPS * 2 * sum(entry.numel for entry in matrices)
-        assert dict(results[-1].moved_beside) == {"ram->gpu": sent, "gpu->ram": sent}
+        assert dict(results[-1].moved_outside) == {"ram->gpu": sent, "gpu->ram": sent}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

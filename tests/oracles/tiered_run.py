@@ -46,12 +46,12 @@ class TieredRun:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: StoreStats | None = None
-    moved_beside: Mapping[str, int] = field(default_factory=dict)
+    moved_outside: Mapping[str, int] = field(default_factory=dict)
 
     def assert_as_planned(self) -> None:
         """What moved is what the plan said, nothing was fetched for nothing, and no tier took more than it has."""
         assert self.moved is not None
-        moved = {link: stats.num_bytes + self.moved_beside.get(link, 0) for link, stats in self.moved.links.items()}
+        moved = {link: stats.num_bytes + self.moved_outside.get(link, 0) for link, stats in self.moved.links.items()}
         assert moved == self.plan.placement.run_traffic_bytes(len(self.losses))
         assert self.moved.prefetch_wasted == 0 and self.moved.schedule_misses == 0
         for tier, stats in self.moved.tiers.items():
@@ -165,7 +165,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
             run.grad_norms.append(result.grad_norm)
         engine.finish_updates()
         store.wait_idle()
-        run.moved, run.moved_beside = store.stats() - before, engine.moved_bytes
+        run.moved, run.moved_outside = store.stats() - before, engine.moved_bytes
         running.end_steps()  # RAM may have room for a layout's weights only beside those, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):

@@ -103,7 +103,7 @@ def test_every_optimizer(
             "muon": "for Muon, the GPU makes only the matrix products",
         }
         assert there == 0 and f"updates run in ram: {why[optim]}" in messages(result.plan)
-        assert (result.moved_beside.get("ram->gpu", 0) > 0) == (optim == "muon")
+        assert (result.moved_outside.get("ram->gpu", 0) > 0) == (optim == "muon")
         assert not result.plan.placement.home_bytes["gpu"]["optimizer"]
     else:
         assert 0 < there <= all_groups and (gpu != "64MiB" or there == all_groups)

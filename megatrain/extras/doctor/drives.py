@@ -277,7 +277,7 @@ class DriveEffort:
         span_bytes: Maximum bytes of the files.
         turn_s: seconds of alternating reads and writes.
         mixed_s: seconds of simultaneous reads and writes.
-        beside_s: seconds of simultaneous reads and writes while the processor computes.
+        computing_s: seconds of simultaneous reads and writes while the processor computes.
         sustained_s: time limit of the long write.
         sustained_bytes: byte limit of the long write.
     """
@@ -287,12 +287,12 @@ class DriveEffort:
     mixed_s: float
     sustained_s: float = 0.0
     sustained_bytes: int = 0
-    beside_s: float = 0.0
+    computing_s: float = 0.0
 
 
-QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=1.0, mixed_s=1.0, beside_s=1.0)
+QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=1.0, mixed_s=1.0, computing_s=1.0)
 FULL = DriveEffort(
-    span_bytes=512 * MiB, turn_s=4.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, beside_s=4.0
+    span_bytes=512 * MiB, turn_s=4.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, computing_s=4.0
 )
 _NUM_SMALL, _SMALL_BYTES = 64, 64 * KiB
 _PRODUCT_SIZE = 768  # of matrices: takes a few milliseconds, in the processor's caches
@@ -353,7 +353,7 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
                 reads.append(tier.read())
                 writes.append(tier.write())
             mixed = tier.mixed(effort.mixed_s)
-            lost = computing_lost(tier, effort.beside_s) if effort.beside_s else None
+            lost = computing_lost(tier, effort.computing_s) if effort.computing_s else None
             sustained = tier.sustained_write(effort.sustained_s, effort.sustained_bytes) if effort.sustained_s else None
             is_direct = tier.is_direct
         with TierProbe(folder / "small", _NUM_SMALL * _SMALL_BYTES, _SMALL_BYTES) as small:

@@ -104,13 +104,13 @@ def layer_rates(
     def attention() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
 
-    def beside_products() -> torch.Tensor:
+    def other_operators() -> torch.Tensor:
         found = stream.float()
         normed = (found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
         return stream + torch.nn.functional.silu(gate) * up * normed
 
     rates: list[float] = []
-    for forward, inputs in ((attention, (queries, keys, values)), (beside_products, (stream, gate, up))):
+    for forward, inputs in ((attention, (queries, keys, values)), (other_operators, (stream, gate, up))):
         ones = torch.ones_like(forward())
 
         def work(

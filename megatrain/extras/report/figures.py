@@ -243,7 +243,7 @@ def compute_figures(history: RunHistory) -> Figures:
         settings=_changed_settings(resolved_values(history.config)) if history.config is not None else (),
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
-        beside_tier_bytes=_beside_tier(steps),
+        beside_tier_bytes=_peak_non_tier_bytes(steps),
         process_usage=_process_usage(warm),
         timeline=None if history.timeline is None else str(history.timeline),
         ranks=_ranks(warm),
@@ -251,11 +251,11 @@ def compute_figures(history: RunHistory) -> Figures:
     )
 
 
-def _beside_tier(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    beside = [
+def _peak_non_tier_bytes(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    sizes = [
         step["rss_bytes"] - step.get("tier_used_bytes", {}).get("ram", 0) for step in steps if step.get("rss_bytes")
     ]
-    return max(beside, default=None)
+    return max(sizes, default=None)
 
 
 def _process_usage(warm: Sequence[Mapping[str, Any]]) -> dict[str, float]:

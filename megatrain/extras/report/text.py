@@ -144,8 +144,12 @@ def _rest(figures: Figures) -> Iterator[str]:
         yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
     if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
         grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
-        beside = figures.beside_tier_bytes
-        parts = f"; the RAM tier + {format_size(beside)} of Python, libraries and data" if beside is not None else ""
+        other_bytes = figures.beside_tier_bytes
+        parts = (
+            f"; the RAM tier + {format_size(other_bytes)} of Python, libraries and data"
+            if other_bytes is not None
+            else ""
+        )
         yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
     if used := figures.process_usage:
         yield (

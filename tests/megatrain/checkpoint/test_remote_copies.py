@@ -541,7 +541,7 @@ def test_only_known_files_enter_the_folder_of_a_run(tmp_path: Path) -> None:
         (tmp_path / "got" / name).write_text("theirs")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("mine")
-    remote._put_beside(tmp_path / "got", tmp_path / "out")
+    remote._restore_run_files(tmp_path / "got", tmp_path / "out")
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {"reference/ab.safetensors", "metrics.jsonl", "trackers.json"}
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "mine"

@@ -45,8 +45,8 @@ def test_a_tier_that_leaves_libraries_too_little_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 * GiB, 16 * GiB))
     monkeypatch.setattr(machine, "is_one_memory", lambda planned: False)
-    fine = machine.gpu_room_beside_tier(14 * GiB, CUDA)
+    fine = machine.describe_library_memory(14 * GiB, CUDA)
     assert fine == "1.00 GiB of free GPU memory are outside of the tier; libraries are allowed 1.00 GiB"
-    tight = machine.gpu_room_beside_tier(14 * GiB + 512 * MiB, CUDA)
+    tight = machine.describe_library_memory(14 * GiB + 512 * MiB, CUDA)
     assert tight.startswith("512.00 MiB") and "more than tiers.gpu.size = 14.00 GiB they may find none" in tight
-    assert machine.gpu_room_beside_tier(14 * GiB, torch.device("cpu")) == ""
+    assert machine.describe_library_memory(14 * GiB, torch.device("cpu")) == ""

@@ -192,7 +192,7 @@ def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
 
 @pytest.mark.slow
 def test_the_command(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0, beside_s=0.1))
+    monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0, computing_s=0.1))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
     group = command_group()
     path = write(ram="6MiB", placement='optimizer = ["nvme"]')
