@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from tiered.tiers.cleanup import measure_leftovers as measure_leftovers
     from tiered.tiers.cleanup import remove_leftovers as remove_leftovers
     from tiered.tiers.cleanup import remove_orphan as remove_orphan
-    from tiered.tiers.directory import check_ours as check_ours
+    from tiered.tiers.directory import check_claimable as check_claimable
     from tiered.tiers.directory import claim_directory as claim_directory
     from tiered.tiers.directory import files_below as files_below
     from tiered.tiers.directory import refuse_links as refuse_links

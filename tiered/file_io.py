@@ -175,7 +175,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
     """
     temporary = path.with_suffix(".tmp")
     try:
-        with open_anew(temporary) as file:
+        with create_text_file(temporary) as file:
             file.write(text)
             if durable:
                 # Before the rename: else a power cut could leave the new name with no contents.
@@ -189,7 +189,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
         sync_path(path.parent)
 
 
-def open_anew(path: Path) -> TextIO:
+def create_text_file(path: Path) -> TextIO:
     """Create a UTF-8 text file for writing. An old file of this name is removed; of a link, only the link.
 
     Raises:

@@ -105,7 +105,7 @@ class Leasing:
             try:
                 has_waited = asks_again = False
                 while (waiting := self._first_obstacle(targets)) is not None:
-                    if self._stays_after_all(targets, waiting):
+                    if self._cancel_evictions(targets, waiting):
                         continue
                     self._check_can_ever(targets, waiting)
                     asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
@@ -306,7 +306,7 @@ class Leasing:
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
-    def _stays_after_all(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
+    def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
         """Cancel evictions of targets if the caller's leases leave no room to finish them; return whether any was."""
         if waiting.cause != "space" or waiting.need_bytes <= self._room_ever(waiting.tier):
             return False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tiered.transfer import Waiting
 
 
-class Travels:
+class AwaySchedule:
     """Scheduled accesses of blocks that are ever used away from home. The others need no fetch and no room.
 
     The schedule is walked at every change. If most blocks stay at home, walking them would dominate the work of a step.
@@ -48,7 +48,7 @@ def next_fetches(
     inspect: Callable[[Access], tuple[bool, int]],
     passing: Callable[[Access], Mapping[str, int]] | None = None,
     buffers: Mapping[tuple[str, int], int] | None = None,
-    passed_over: Container[tuple[int, str]] = (),
+    skipped: Container[tuple[int, str]] = (),
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
 
@@ -66,7 +66,7 @@ def next_fetches(
         passing: returns the room that an access needs in tiers between its tier and the block's home. None if there
             are no such tiers.
         buffers: by (tier, size), the number of copies with a buffer; sizes without an entry share the bytes.
-        passed_over: (tick, key) of reads that will not take place.
+        skipped: (tick, key) of reads that will not take place.
     """
     if lookahead_bytes == 0:
         return
@@ -94,7 +94,7 @@ def next_fetches(
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
         # A skipped access keeps its room, and the fetches after it their order: it may take place after all.
-        if not is_present and (tick, key) not in passed_over:
+        if not is_present and (tick, key) not in skipped:
             yield Access(tick, key, access.tier, access.mode)
 
 
@@ -175,8 +175,8 @@ class Prefetcher:
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
-        self._travels = Travels(None)
-        self._passed_over: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not take place
+        self._away = AwaySchedule(None)
+        self._skipped: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not take place
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.settled: object = None
@@ -184,31 +184,31 @@ class Prefetcher:
 
     def know(self, block: Block) -> None:
         """Note a new block, which the schedule may already contain."""
-        self._travels.know(block)
+        self._away.know(block)
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Fetch ahead by another schedule."""
         self._mover.occupancy.num_changes += 1
-        self.schedule, self.lookahead_bytes, self._travels = schedule, lookahead_bytes, Travels(schedule)
-        self._passed_over = set()
+        self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, AwaySchedule(schedule)
+        self._skipped = set()
 
     def advance(self, tick: int) -> None:
         """Go to a tick."""
         self.now = tick
-        if self._passed_over:
-            self._passed_over = {each for each in self._passed_over if each[0] >= tick}
+        if self._skipped:
+            self._skipped = {each for each in self._skipped if each[0] >= tick}
 
-    def pass_over(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
+    def skip(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
         """Do not prefetch for these accesses, (tick, key)."""
         self._mover.occupancy.num_changes += 1
-        self._passed_over.update(accesses)
-        self._passed_over.difference_update(but_not)
+        self._skipped.update(accesses)
+        self._skipped.difference_update(but_not)
 
     def pump(self) -> None:
         """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
         if self._is_pumping:
             return
-        if not self._travels.among(self._mover.blocks).accesses and not self._mover.has_held_up:
+        if not self._away.among(self._mover.blocks).accesses and not self._mover.has_held_up:
             return
         self._is_pumping = True
         try:
@@ -236,12 +236,10 @@ class Prefetcher:
 
     def wanted(self) -> Iterator[Access]:
         """Yield scheduled accesses without a copy, nearest deadline first, as far as there is room."""
-        travels, held_up = self._travels.among(self._mover.blocks), self._mover.held_up_slots()
+        away, held_up = self._away.among(self._mover.blocks), self._mover.held_up_slots()
         room, buffers = self._mover.occupancy.room(held_up), self._mover.occupancy.buffers(held_up)
         passing = self._passing if len(self._mover.order) > 2 else None
-        return next_fetches(
-            travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._passed_over
-        )
+        return next_fetches(away, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._skipped)
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:

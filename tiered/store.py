@@ -403,7 +403,7 @@ class TieredStore(BlockMapping):
             but_not: accesses of earlier calls that will take place after all.
         """
         with self._changed:
-            self._movement.prefetcher.pass_over(accesses, but_not)
+            self._movement.prefetcher.skip(accesses, but_not)
             self._movement.prefetcher.pump()
 
     def wait_idle(self) -> None:

@@ -74,7 +74,7 @@ class CheckpointCopier:
         self._folder = spec.output_dir / COPIES_NAME
         self._remote = RemoteCopier(spec, tell, rank, gather) if table.copy_url is not None else None
         if self.is_on:
-            folder = CheckpointFolder(self._folder, rank, gather, table.save_total_limit, tell, passes_over_damage=True)
+            folder = CheckpointFolder(self._folder, rank, gather, table.save_total_limit, tell, ignores_damage=True)
             own, self._writer = folder.own, CopyWriter(folder)
             self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
             self._drives = [path / own for path in spec.drives]
@@ -114,7 +114,7 @@ class CheckpointCopier:
         if self._job is None:
             self._start(job)
         else:
-            self._pass_over_next()
+            self._skip_next()
             self._next = job
 
     def poll(self) -> None:
@@ -142,7 +142,7 @@ class CheckpointCopier:
             self._remote.wait_for_pruned(outgoing, should_stop)
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
-        self._pass_over_next()  # the checkpoint committed now replaces it in the queue
+        self._skip_next()  # the checkpoint committed now replaces it in the queue
         self._wait()
 
     def finish(self) -> None:
@@ -187,7 +187,7 @@ class CheckpointCopier:
         pending = [job.checkpoint.number for job in (self._job, self._next) if job is not None]
         return max(self._writer.folder.newest_number, *pending, 0)
 
-    def _pass_over_next(self) -> None:
+    def _skip_next(self) -> None:
         if self._next is None or self._job is None:
             return
         if not self._said_slow:

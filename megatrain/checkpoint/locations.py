@@ -184,10 +184,10 @@ def foreign_drives(output_dir: Path | str) -> list[str]:
                 continue
         except (OSError, TypeError):  # the run creates the folder, or reports why it cannot
             continue
-        from tiered.ext import check_ours  # imported late, because the store's rule imports torch
+        from tiered.ext import check_claimable  # imported late, because the store's rule imports torch
 
         try:
-            check_ours(path)
+            check_claimable(path)
         except TieredError as error:
             found.append(str(error))
     return found

@@ -188,7 +188,7 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
     """
     problems: list[str] = []
 
-    def pass_over(error: GenerationError) -> None:
+    def skip_damaged(error: GenerationError) -> None:
         if isinstance(error, NewerFormatError):
             raise CheckpointError(str(error)) from error
         problems.append(str(error))
@@ -197,7 +197,7 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
     for notice in folder_notices(folder):
         on_notice(notice)
     checkpoints: list[Checkpoint] = []
-    for each in scan(folder, drives, on_damage=pass_over):
+    for each in scan(folder, drives, on_damage=skip_damaged):
         if each.problem is None or each.lost:
             checkpoints.append(each)
         elif each.is_foreign:

@@ -39,7 +39,7 @@ class CheckpointFolder:
     Args:
         gather: All-gathers one object per rank; a collective.
         tell: called on rank 0 if old files could not be removed, which costs no checkpoint.
-        passes_over_damage: Whether a damaged document counts as empty and is replaced by the next one. Otherwise it
+        ignores_damage: Whether a damaged document counts as empty and is replaced by the next one. Otherwise it
             raises an error.
 
     Attributes:
@@ -56,14 +56,14 @@ class CheckpointFolder:
         keep: int,
         tell: Callable[[str], None],
         *,
-        passes_over_damage: bool = False,
+        ignores_damage: bool = False,
     ) -> None:
         self.path, self.rank, self.keep = path, rank, keep
         self.best: Checkpoint | None = None
         self.gather, self._tell = gather, tell
         self.paths = store_paths(len(gather(None)))
         self.own = self.paths[rank]
-        on_damage = None if self.is_listed and not passes_over_damage else _pass_over
+        on_damage = None if self.is_listed and not ignores_damage else _ignore_damage
         self.known: list[Checkpoint] = self.from_first(lambda: read_checkpoints(path, on_damage))
 
     @property
@@ -133,7 +133,7 @@ class CheckpointFolder:
         return f"rank {self.rank}: {problem}" if self.is_listed else problem
 
 
-def _pass_over(error: GenerationError) -> None:
+def _ignore_damage(error: GenerationError) -> None:
     """Do nothing, because the search for checkpoints has reported it."""
 
 

@@ -695,7 +695,7 @@ class GradientBlock:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
         for parameter in self._ordinary.values():
             node: Any = get_gradient_edge(parameter).node
-            self._hooks.append(node.register_prehook(partial(self._make_way, parameter)))
+            self._hooks.append(node.register_prehook(partial(self._drop_placeholder, parameter)))
             self._nodes.append(node)
 
     def _register(self, homes: Sequence[str]) -> None:
@@ -796,7 +796,7 @@ class GradientBlock:
             sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
             GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
-    def _make_way(self, parameter: Tensor, arriving: Any) -> None:
+    def _drop_placeholder(self, parameter: Tensor, arriving: Any) -> None:
         """Remove the placeholder of an earlier gradient before autograd adds the next one to it."""
         if isinstance(gradient_of(parameter), StandIn):
             set_gradient(parameter, None)

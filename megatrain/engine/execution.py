@@ -173,7 +173,7 @@ class TapeExecution:
         for key in keys:
             self._copies.skipped(self._uses[key], op.tier)
 
-    def pass_over(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
+    def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
         """Prefetch nothing for some uses, (tick of this step or the next, key); see ``TieredStore.pass_over``."""
         first = self._first_tick
         self._store.pass_over(

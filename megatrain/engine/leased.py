@@ -225,7 +225,7 @@ class LeasedWeights:
                 if tick is not None:
                     found = unused if visit in idle else used
                     found += [(tick, key) for key in self._keys_of(visit)]
-        self._execution.pass_over(unused, but_not=used)
+        self._execution.skip_prefetch(unused, but_not=used)
 
     def hold_back(self, num_tokens: int) -> None:
         """Prefetch no weights, before their layer is reached, of experts that probably get no token."""
@@ -233,7 +233,7 @@ class LeasedWeights:
             return
         unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
         for first in (0, len(self._program.ticks)):  # prefetch reaches into the next step
-            self._execution.pass_over(
+            self._execution.skip_prefetch(
                 [
                     (first + tick, key)
                     for visit in unlikely

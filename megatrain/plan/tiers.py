@@ -21,7 +21,7 @@ from megatrain.plan.budgets import FOLDER
 from megatrain.plan.placement import DoesNotFitError, Shortfall
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
-from tiered.ext import SourceTier, UnifiedTier, check_ours, claim_directory, plan_chunks, statuses_below
+from tiered.ext import SourceTier, UnifiedTier, check_claimable, claim_directory, plan_chunks, statuses_below
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def check_folders(spec: CheckpointSpec) -> None:
     """
     for path in (*spec.drives, spec.output_dir / CHECKPOINTS_NAME):
         if path.is_dir():
-            check_ours(path)
+            check_claimable(path)
 
 
 def check_drives(plan: Plan) -> None:

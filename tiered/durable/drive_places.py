@@ -55,7 +55,7 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
             nearby = path if block is None else Path(os.path.normpath(here / os.path.relpath(path, common)))
             is_moved = nearby != path  # else no note is read
             is_left = is_moved and not holds_part(nearby, manifest)
-            is_left = is_left and (holds_part(path, manifest) or _is_of_another(nearby, manifest.store))
+            is_left = is_left and (holds_part(path, manifest) or _belongs_to_other_store(nearby, manifest.store))
             places[path] = DrivePlace(path, nearby, path if is_left else nearby)
     return tuple(places.values())
 
@@ -66,7 +66,7 @@ def holds_part(path: Path | str, manifest: Manifest) -> bool:
     return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", manifest.store) == manifest.store
 
 
-def _is_of_another(path: Path, store: str) -> bool:
+def _belongs_to_other_store(path: Path, store: str) -> bool:
     """Return whether a path has snapshots, all of them another store's: a run next to the copy uses it."""
     owners = {read_note(note).get("id", store) for note in path.glob(f"{SNAPSHOT_FOLDER}/*/{OWNER_NAME}")}
     return bool(owners) and store not in owners

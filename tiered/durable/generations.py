@@ -99,7 +99,7 @@ class Generations:
         self._directory: TierDirectory | None = None  # owns ``path`` if no tier does
         self._identity: StoreIdentity | None = None
         self._abandoned: set[int] = set()  # newer than the one that was loaded
-        self._passed_over: set[int] = set()  # damaged, and newer than the one that was opened
+        self._skipped: set[int] = set()  # damaged, and newer than the one that was opened
 
     # -- committing --------------------------------------------------------------------------------------------
 
@@ -251,8 +251,8 @@ class Generations:
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
         # A damaged generation may be whole once its drive is mounted: it stays until newer ones replace it.
-        num_newer = sum(number > max(self._passed_over, default=0) for number in known)
-        protected = self._passed_over if num_newer < max(1, self.num_kept) else set()
+        num_newer = sum(number > max(self._skipped, default=0) for number in known)
+        protected = self._skipped if num_newer < max(1, self.num_kept) else set()
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
         wanted = set(self.keep_also()) if self.keep_also is not None else set()
         unwanted = [number for number in order if number not in wanted | protected]
@@ -328,7 +328,7 @@ class Generations:
         with self._committing:
             if generation is None:
                 reader = self._fill_newest_whole(register, unregister)
-                self._passed_over = {number for number in newest_first(reader.path) if number > reader.generation}
+                self._skipped = {number for number in newest_first(reader.path) if number > reader.generation}
             else:
                 reader = self._reader(generation)
                 self._fill(reader, register)

@@ -92,8 +92,8 @@ class GenerationReader:
         self.path = Path(os.path.abspath(path))
         self.notice: str | None = None
         if generation is None and list_generations(self.path) and (problem := top_problem(self.path)) is not None:
-            generation, passed_over = _newest_whole(self.path, search)
-            texts = [problem, *passed_over, f"Generation {generation} is the newest whole one and is used"]
+            generation, skipped = _newest_whole(self.path, search)
+            texts = [problem, *skipped, f"Generation {generation} is the newest whole one and is used"]
             self.notice = ". ".join(texts)
         self.manifest: Manifest = read_manifest(self.path, generation)
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}

@@ -29,7 +29,7 @@ _BEFORE_MEMBERS = b', "consolidated_metadata": '
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # left by a crash during the first write
 
 
-def check_ours(path: Path) -> None:
+def check_claimable(path: Path) -> None:
     """Refuse a directory with foreign files, or with files of a newer format. Writes nothing."""
     refuse_links(path)
     own = read_own_attributes(path)
@@ -120,7 +120,7 @@ class TierDirectory:
         except OSError as error:
             problem = f"'{self.path}' cannot be made a directory: {error.strerror}. Name another directory"
             raise UnusableDirectoryError(problem) from error
-        check_ours(self.path)
+        check_claimable(self.path)
         lock = lock_directory(self.path)
         self.dead_owner = lock.dead_owner
         try:
@@ -131,7 +131,7 @@ class TierDirectory:
         self._lock: DirectoryLock | None = lock
         self._process = os.getpid()
         try:
-            check_ours(self.path)  # again, under the lock: no other process can be making it now
+            check_claimable(self.path)  # again, under the lock: no other process can be making it now
             self._write_own_document()
             self._check_link_counts()
             self._recover_pool()

@@ -60,8 +60,8 @@ class SlabPool(Generic[Buffer]):
             assert not self._is_closed, "pool used after close"
             self._kept = dict(counts)
             for nbytes, count in counts.items():
-                while self._num_made[nbytes] < count and self._room_beside_kept() >= nbytes:
-                    self._make_way(nbytes)
+                while self._num_made[nbytes] < count and self._available_bytes() >= nbytes:
+                    self._drop_pooled(nbytes)
                     self.pooled_bytes += nbytes  # before it is made, as in `take`
                     try:
                         buffer = self._make(nbytes)
@@ -82,7 +82,7 @@ class SlabPool(Generic[Buffer]):
                 return True
             if self._kept.get(nbytes, 0) or not self._kept:
                 has_all = bool(self._kept) and self._num_made[nbytes] >= self._kept[nbytes]
-                return not has_all and self._room_beside_kept() >= nbytes
+                return not has_all and self._available_bytes() >= nbytes
             return self.free_bytes >= nbytes
 
     def take(self, nbytes: int) -> Buffer | None:
@@ -99,7 +99,7 @@ class SlabPool(Generic[Buffer]):
             if same_size:
                 self.pooled_bytes -= nbytes
                 return same_size.pop(position)
-            self._make_way()
+            self._drop_pooled()
             self._num_made[nbytes] += 1
         try:
             return self._make(nbytes)
@@ -128,13 +128,13 @@ class SlabPool(Generic[Buffer]):
         """
         with self._lock:
             self._ledger.reserve(nbytes)
-            self._make_way()
+            self._drop_pooled()
 
     def close(self) -> None:
         """Drop every pooled buffer; those still held are dropped when they come back. Idempotent."""
         with self._lock:
             self._is_closed = True
-            self._make_way(everything=True)
+            self._drop_pooled(everything=True)
 
     def _next_of(self, same_size: list[Buffer]) -> int:
         if self._is_idle is None:
@@ -147,18 +147,18 @@ class SlabPool(Generic[Buffer]):
         with self._lock:
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 
-    def _num_beside_kept(self, nbytes: int) -> int:
+    def _num_surplus(self, nbytes: int) -> int:
         """Return the number of pooled buffers of a size that ``keep`` did not ask for."""
         return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
 
-    def _room_beside_kept(self) -> int:
-        return self.free_bytes + sum(nbytes * self._num_beside_kept(nbytes) for nbytes in self._pooled)
+    def _available_bytes(self) -> int:
+        return self.free_bytes + sum(nbytes * self._num_surplus(nbytes) for nbytes in self._pooled)
 
-    def _make_way(self, need_bytes: int = 0, *, everything: bool = False) -> None:
+    def _drop_pooled(self, need_bytes: int = 0, *, everything: bool = False) -> None:
         """Drop pooled buffers, kept ones last, largest size first, oldest first, until ``need_bytes`` are free."""
         for drops_kept in (False, True):
             for nbytes in sorted(self._pooled, reverse=True):
-                num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_beside_kept(nbytes)
+                num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_surplus(nbytes)
                 while num_to_drop and (everything or self.free_bytes < need_bytes):
                     self._drop(self._pooled[nbytes].pop(0))
                     self._num_made[nbytes] -= 1
