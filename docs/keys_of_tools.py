@@ -49,7 +49,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def written_anew(page: str, tool: str) -> str:
+def update_page(page: str, tool: str) -> str:
     """Return a page with its tables as they are now."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -58,4 +58,4 @@ def written_anew(page: str, tool: str) -> str:
 
 if __name__ == "__main__":
     for path in sorted(Path(sys.argv[1]).glob("*.md")):
-        path.write_text(written_anew(path.read_text(encoding="utf-8"), path.stem), encoding="utf-8")
+        path.write_text(update_page(path.read_text(encoding="utf-8"), path.stem), encoding="utf-8")

@@ -283,7 +283,7 @@ class Encoder:
         """Return the texts of a row as trained; an empty list if the row is dropped."""
         counts, options, max_length = self.counts.total, self._options, self._options.max_length
         longest = max(len(each.tokens) for each in whole)
-        if error := options.kind.fault_of(whole, row, max_length):
+        if error := options.kind.rejection(whole, row, max_length):
             self._drop(error, whole)
             return []
         if longest > max_length and options.overlong == "error":

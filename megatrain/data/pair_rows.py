@@ -51,7 +51,7 @@ class PairRows(RowKind):
         """Return the titles of the two answers."""
         return ("chosen", "rejected")
 
-    def fault_of(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
+    def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
         """Refuse two answers with the same tokens."""
         first, *others = [text.tokens[:max_length] for text in texts]
         if first not in others:

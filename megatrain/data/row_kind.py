@@ -82,7 +82,7 @@ class RowKind:
         """Return the titles of these texts in previews."""
         return [cast("PlainRow", row).title]
 
-    def fault_of(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
+    def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
         """Return the error if an example of these texts, each cut to ``max_length`` tokens, cannot be trained."""
         return None
 

@@ -133,7 +133,7 @@ class StoredParameter(_OffloadedParameter):
             return arrived
         if block.gradients is None or not block.gradients.has(self):
             return None
-        return stand_in(self, block.name_of(self), is_gradient=True)
+        return make_placeholder(self, block.name_of(self), is_gradient=True)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -151,7 +151,7 @@ class StoredParameter(_OffloadedParameter):
         return f"<{name}: {tuple(self.shape)}, {self.dtype}, in the store>"
 
 
-class StandIn(Tensor):
+class Placeholder(Tensor):
     """Placeholder with the metadata of a tensor in the store; refuses everything else."""
 
     what: str
@@ -215,14 +215,14 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         _GRADIENT.__set__(parameter, gradient)
 
 
-def stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> StandIn:
+def make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Placeholder:
     """Return a placeholder with the metadata of ``parameter`` that refuses everything else."""
     with torch._C.DisableTorchFunctionSubclass():
         empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
-        standing_in = Tensor._make_subclass(StandIn, empty)
-    assert isinstance(standing_in, StandIn)
-    standing_in.what, standing_in.is_gradient = what, is_gradient
-    return standing_in
+        made = Tensor._make_subclass(Placeholder, empty)
+    assert isinstance(made, Placeholder)
+    made.what, made.is_gradient = what, is_gradient
+    return made
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,7 +238,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return func(*_by_node(args), **dict(zip(kwargs, _by_node(kwargs.values()), strict=True)))
         asked = absent[0] if absent else None
         if asked is not None and (name == "detach" or name == "__get__"):
-            return stand_in(asked, _what(asked), is_gradient=_is_gradient(asked))
+            return make_placeholder(asked, _what(asked), is_gradient=_is_gradient(asked))
         what = "an offloaded module" if asked is None else _what(asked)
         operation = property_name if name in ("__get__", "__set__") else name
         raise AbsentWeightError(what, operation, is_gradient=_is_gradient(asked))
@@ -261,23 +261,23 @@ def _by_node(values: Iterable[Any]) -> list[Any]:
 def _absent(values: list[Any]) -> list[Tensor]:
     """Return the absent tensors among arguments, including lists of them."""
     flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    return [one for one in flat if isinstance(one, StoredParameter | StandIn)]
+    return [one for one in flat if isinstance(one, StoredParameter | Placeholder)]
 
 
 def _provide(parameter: Tensor) -> bool:
     """Fetch a parameter's values if possible; another parameter may have fetched them already."""
     if not isinstance(parameter, StoredParameter):
-        return not isinstance(parameter, StandIn)
+        return not isinstance(parameter, Placeholder)
     block = block_of(parameter)
     return block is not None and block.owner is not None and block.owner.provide(block)
 
 
 def _is_gradient(asked: Tensor | None) -> bool:
-    return isinstance(asked, StandIn) and asked.is_gradient
+    return isinstance(asked, Placeholder) and asked.is_gradient
 
 
 def _what(asked: Tensor) -> str:
-    if isinstance(asked, StandIn):
+    if isinstance(asked, Placeholder):
         return asked.what
     block = block_of(asked)
     return "a parameter" if block is None else block.name_of(asked)
@@ -735,7 +735,7 @@ class GradientBlock:
         """
         for name, parameter in self._ordinary.items():
             gradient = gradient_of(parameter)
-            if gradient is not None and not isinstance(gradient, StandIn):
+            if gradient is not None and not isinstance(gradient, Placeholder):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} ({name}) has a gradient that autograd did not make "
                     "in this process alone: set by hand, or by DistributedDataParallel. With offload_gradients=True "
@@ -778,7 +778,7 @@ class GradientBlock:
     def _take(self, parameter: Tensor) -> None:
         """Move a gradient from its parameter into the block: autograd's hook after adding to ``.grad``."""
         gradient = gradient_of(parameter)
-        if gradient is None or isinstance(gradient, StandIn):
+        if gradient is None or isinstance(gradient, Placeholder):
             return
         set_gradient(parameter, None)
         if gradient.layout is not torch.strided:
@@ -789,7 +789,7 @@ class GradientBlock:
         self._add(self._entries[name], gradient)
         self.num_changes += 1
         if name in self._ordinary:  # clipping or reading it must raise, instead of finding no gradient
-            set_gradient(parameter, stand_in(parameter, name, is_gradient=True))
+            set_gradient(parameter, make_placeholder(parameter, name, is_gradient=True))
 
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
         with torch.no_grad(), self._store.acquire(self.key, self._tier, "rw" if self._filled else "w") as lease:
@@ -798,7 +798,7 @@ class GradientBlock:
 
     def _drop_placeholder(self, parameter: Tensor, arriving: Any) -> None:
         """Remove the placeholder of an earlier gradient before autograd adds the next one to it."""
-        if isinstance(gradient_of(parameter), StandIn):
+        if isinstance(gradient_of(parameter), Placeholder):
             set_gradient(parameter, None)
         else:
             self._filled.discard(self._names[id(parameter)])  # cleared by zero_grad, or replaced

@@ -126,7 +126,7 @@ class StoreAccess:
         self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
-            self._sharding.weights.hold_back(num_tokens)
+            self._sharding.weights.skip_unlikely(num_tokens)
         self._gradients.start_step(scales)
         # An immediate update reads `with_gradient` while the backward fills it: each layout after its last gradient.
         self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)

@@ -164,9 +164,9 @@ class LayerRunner:
         refusal = self._objective.loss.refusal
         if refusal and self._plan is None:
             raise UnsupportedModelError(type(graph.model).__name__, f"it has its own loss function, {refusal}")
-        self._recompute, self._stand_in = recompute, self._make_stand_in()
+        self._recompute, self._part_weight = recompute, self._make_part_weight()
         self._figures: list[PartialMean] = []
-        default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
+        default = self._plan.default_columns if self._plan and self._part_weight is not None else 0
         self._head_columns = default if order.head_columns is None else min(order.head_columns, default)
         self._head_rows = order.head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
         self._activity = activity or Activity()
@@ -182,8 +182,8 @@ class LayerRunner:
             context or partial(graph.computing, is_compiled=compiler is not None),
         )
 
-    def _make_stand_in(self) -> PartWeight | None:
-        """Return the stand-in for the weight that makes the logits, if they may come in parts."""
+    def _make_part_weight(self) -> PartWeight | None:
+        """Return the placeholder for the weight that makes the logits, if they may come in parts."""
         if self._plan is None or self._plan.cut_weight is None:
             return None
         name = self._plan.cut_weight
@@ -220,7 +220,7 @@ class LayerRunner:
     @property
     def logits_flops(self) -> int:
         """Floating-point operations of one row of logits that come in parts; 0 if logits are whole."""
-        return 2 * self._stand_in.numel() if self._stand_in is not None and self._head_columns else 0
+        return 2 * self._part_weight.numel() if self._part_weight is not None and self._head_columns else 0
 
     @property
     def by_part_in_head(self) -> frozenset[str]:
@@ -523,10 +523,10 @@ class LayerRunner:
             self._recompute.kept_parts,
             self._order.parts_in_turn,
         )
-        stand_in = self._stand_in if tiling.columns else None
-        model = HeadModel(self._graph.model, plan.trunk, stand_in, is_product=plan.is_product)
+        part_weight = self._part_weight if tiling.columns else None
+        model = HeadModel(self._graph.model, plan.trunk, part_weight, is_product=plan.is_product)
         ranges = plan.ranges(tiling.columns) if tiling.columns else ()
-        weights = HeadWeights(bounds, self._access, plan.cut_weight or "", stand_in, ranges)
+        weights = HeadWeights(bounds, self._access, plan.cut_weight or "", part_weight, ranges)
         head = ChunkedHead(model, weights, tiling, self._random, self._activity)
         items = [
             TrunkOutput(

@@ -82,14 +82,14 @@ class HeadModel:
     """The part of a model behind its trunk.
 
     Args:
-        stand_in: Stand-in for the weight that makes the logits in parts; None if logits are whole.
+        part_weight: Placeholder for the weight that makes the logits in parts; None if logits are whole.
 
     Attributes:
         has_auxiliary_loss: Whether the loss has an auxiliary term of the routers.
     """
 
-    def __init__(self, model: nn.Module, trunk: nn.Module, stand_in: PartWeight | None, *, is_product: bool) -> None:
-        self._model, self._trunk, self._stand_in, self._is_product = model, trunk, stand_in, is_product
+    def __init__(self, model: nn.Module, trunk: nn.Module, part_weight: PartWeight | None, *, is_product: bool) -> None:
+        self._model, self._trunk, self._part_weight, self._is_product = model, trunk, part_weight, is_product
         self.has_auxiliary_loss = _has_auxiliary_loss(model)
         self._accepts_use_cache = accepts_use_cache(model)
 
@@ -100,9 +100,9 @@ class HeadModel:
     def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
         """Return the logits [rows, columns of the part or all] that the model's own forward makes."""
         if part is not None and self._is_product:
-            assert self._stand_in is not None
-            with self._stand_in.at(part):
-                logits = torch.nn.functional.linear(output["last_hidden_state"], self._stand_in)
+            assert self._part_weight is not None
+            with self._part_weight.at(part):
+                logits = torch.nn.functional.linear(output["last_hidden_state"], self._part_weight)
             return logits.reshape(-1, logits.shape[-1])
         made: list[Tensor] = []
         self._call_at(part, item, output, made)
@@ -135,9 +135,9 @@ class HeadModel:
         full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
         for key, value in rest.items():
             full[key] = value
-        if self._stand_in is not None:
+        if self._part_weight is not None:
             # Its logits are dropped. One column is enough, and its weight need not be leased.
-            word = torch.zeros(1, self._stand_in.shape[1], dtype=self._stand_in.dtype, device=hidden.device)
+            word = torch.zeros(1, self._part_weight.shape[1], dtype=self._part_weight.dtype, device=hidden.device)
             loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
         else:
             unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
@@ -156,8 +156,8 @@ class HeadModel:
 
         The cross entropy is replaced by 0.
         """
-        assert part is None or self._stand_in is not None
-        at_part = nullcontext() if part is None or self._stand_in is None else self._stand_in.at(part)
+        assert part is None or self._part_weight is not None
+        at_part = nullcontext() if part is None or self._part_weight is None else self._part_weight.at(part)
 
         def catch(*args: Any, **kwargs: Any) -> Tensor:
             made.append(kwargs["logits"] if "logits" in kwargs else args[0])

@@ -64,7 +64,7 @@ class HeadWeights:
     Args:
         bounds: The head's units and the number of each unit's visit.
         cut_weight: Owner's name of the weight that makes the logits in parts; "" if logits are whole.
-        stand_in: Stand-in for that weight; None if logits are whole.
+        part_weight: Placeholder for that weight; None if logits are whole.
         ranges: Columns of each part of the vocabulary, `(start, stop)`.
 
     Attributes:
@@ -76,11 +76,11 @@ class HeadWeights:
         bounds: Sequence[tuple[BoundUnit, int]],
         access: BlockAccess,
         cut_weight: str = "",
-        stand_in: PartWeight | None = None,
+        part_weight: PartWeight | None = None,
         ranges: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._bounds, self._access = bounds, access
-        self._cut, self._stand_in, self._ranges = cut_weight, stand_in, ranges
+        self._cut, self._part_weight, self._ranges = cut_weight, part_weight, ranges
         self.parts: list[VocabularyPart] = []
         self._passing: PartedWeight | None = None  # the weight whose blocks are leased one at a time
 
@@ -97,8 +97,8 @@ class HeadWeights:
         for bound, visit in self._bounds:
             weights = stack.enter_context(self._access.weights(bound.unit, visit))
             own = stack.enter_context(bound.bound(weights))
-            if self._stand_in is not None and self._cut in weights:
-                weight = stack.enter_context(bound.replaced(self._cut, self._stand_in))
+            if self._part_weight is not None and self._cut in weights:
+                weight = stack.enter_context(bound.replaced(self._cut, self._part_weight))
                 self.parts = self._parts_of(weight, stack)
                 stack.callback(self.parts.clear)  # the parts are views of leased blocks
             units.append((bound, visit, own))

@@ -41,7 +41,7 @@ class WeightPlace(Protocol):
     def note_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
         """Announce which visits, from the present one on, will skip their weights."""
 
-    def hold_back(self, num_tokens: int, /) -> None:
+    def skip_unlikely(self, num_tokens: int, /) -> None:
         """Start a step of ``num_tokens`` tokens: do not prefetch experts that probably get no token."""
 
 
@@ -227,7 +227,7 @@ class LeasedWeights:
                     found += [(tick, key) for key in self._keys_of(visit)]
         self._execution.skip_prefetch(unused, but_not=used)
 
-    def hold_back(self, num_tokens: int) -> None:
+    def skip_unlikely(self, num_tokens: int) -> None:
         """Prefetch no weights, before their layer is reached, of experts that probably get no token."""
         if not self._chances:
             return

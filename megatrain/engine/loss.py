@@ -133,7 +133,7 @@ class Loss(Protocol):
         """
         return {}
 
-    def made_up(self, num_rows: int, device: torch.device) -> Mapping[str, Tensor]:
+    def synthetic_inputs(self, num_rows: int, device: torch.device) -> Mapping[str, Tensor]:
         """Return invented results of ``read`` for ``num_rows`` rows with a label, which a plan traces."""
         return {}
 
@@ -146,7 +146,7 @@ class Loss(Protocol):
 
         Args:
             host: Result of ``read``; empty if a plan traces the loss.
-            placed: The same on the compute device; result of ``made_up`` if a plan traces the loss.
+            placed: The same on the compute device; result of ``synthetic_inputs`` if a plan traces the loss.
             size: Result of ``size_of_step``; None if a plan traces the loss.
         """
 

@@ -86,7 +86,7 @@ def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
 
 
 class PartedWeight(AbsentWeight):
-    """Stand-in for a matrix with rows in several blocks. `F.embedding` looks up rows there; other uses are refused.
+    """Placeholder for a matrix with rows in several blocks. `F.embedding` looks up rows there; other uses are refused.
 
     If all blocks are leased, the look-up is immediate. If one block is leased at a time, rows of all micro-batches are
     looked up beforehand (``RowLookUps``), so that each block comes once.
@@ -104,7 +104,7 @@ class PartedWeight(AbsentWeight):
     def in_place_of(
         cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
     ) -> PartedWeight:
-        """Return a stand-in, a leaf of graphs if there is a target."""
+        """Return a placeholder, a leaf of graphs if there is a target."""
         weight: Any = Tensor._make_subclass(cls, absent, target is not None)
         weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
         assert isinstance(weight, PartedWeight)

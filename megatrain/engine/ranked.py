@@ -415,7 +415,7 @@ class FullCopies:
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Do nothing, because all ranks fetch together."""
 
-    def hold_back(self, num_tokens: int) -> None:
+    def skip_unlikely(self, num_tokens: int) -> None:
         """Do nothing, because all ranks fetch together."""
 
     @contextmanager

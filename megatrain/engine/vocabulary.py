@@ -57,13 +57,13 @@ class VocabularyPart:
 
 
 class PartWeight(AbsentWeight):
-    """Stand-in with the shape of the weight that makes the logits. Its `F.linear` makes the logits of one part."""
+    """Placeholder with the shape of the weight that makes the logits. Its `F.linear` makes the logits of one part."""
 
     _part: VocabularyPart | None
 
     @classmethod
     def in_place_of(cls, absent: AbsentWeight) -> PartWeight:
-        """Return a stand-in with the shape, dtype and device of an absent weight."""
+        """Return a placeholder with the shape, dtype and device of an absent weight."""
         weight: Any = Tensor._make_subclass(cls, absent)
         weight._part = None
         assert isinstance(weight, PartWeight)

@@ -416,7 +416,7 @@ def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, 
 
     Args:
         ids: Indexes of the rows, of any shape.
-        leaf: Stand-in for the matrix in the graph. It gets no gradient.
+        leaf: Placeholder for the matrix in the graph. It gets no gradient.
         padding_idx: Row without a gradient.
     """
     if padding_idx is not None and padding_idx < 0:

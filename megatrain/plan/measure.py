@@ -323,7 +323,7 @@ class _Steps:
         plan.optimizer.warm_up()
         clip.warm_up()
         self.takes_any_number = run.batch.order == "layer"
-        self._micro_batches = made_up_batches(plan)
+        self._micro_batches = synthetic_batches(plan)
         self._watch = _Watch(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
         # With the compute tier set to RAM, a step computes the same, even if the plan emulates a GPU.
@@ -348,7 +348,7 @@ class _Steps:
         return _Timed(self._watch.take(), total_s)
 
 
-def made_up_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
+def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     """Return the micro-batches of a step in the format of real data: full rows, every token trained.
 
     Packed rows of conversations hold two documents each, which needs a mask. Packed rows of plain text hold one.

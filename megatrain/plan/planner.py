@@ -128,7 +128,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
     program = _streaming(plan, count)
     if not program.updates.streamed:
         return plan
-    return estimated(next(_placed_anew(replace(plan, program=program)), plan), profile)
+    return estimated(next(_with_new_placement(replace(plan, program=program)), plan), profile)
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
@@ -318,7 +318,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         return plan
 
     def placed(other: Plan) -> Plan | None:
-        found = next(_placed_anew(other), None)
+        found = next(_with_new_placement(other), None)
         return estimated(found, profile) if found is not None and _spares_drives(found, plan) else None
 
     seconds = _step_s if is_elsewhere else _replayed_s
@@ -328,7 +328,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
     if found is plan:
         return plan
     # `found` has the first share of open room, so try only the others.
-    others = (other for other in islice(_placed_anew(found), 1, None) if _spares_drives(other, plan))
+    others = (other for other in islice(_with_new_placement(found), 1, None) if _spares_drives(other, plan))
     return fastest(chain((plan, found), (estimated(other, profile) for other in others)))
 
 
@@ -388,10 +388,10 @@ def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Pla
     up_s = sum(nbytes for nbytes, mode in uses if mode != "r") / gpu.d2h_bytes_per_s
     balanced = round(len(ticks) * host_s / (host_s + max(down_s, up_s)))
     for count in sorted({balanced, balanced // 2} - {0}, reverse=True):
-        yield from _placed_anew(replace(plan, program=_streaming(plan, count)))
+        yield from _with_new_placement(replace(plan, program=_streaming(plan, count)))
 
 
-def _placed_anew(plan: Plan) -> Iterator[Plan]:
+def _with_new_placement(plan: Plan) -> Iterator[Plan]:
     """Yield the plans with open room for a changed program, without the old placement."""
     return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 

@@ -75,7 +75,7 @@ class Distillation(Loss):
         """Return the teacher's scores of the rows with a label; empty for micro-batches without scores."""
         return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
 
-    def made_up(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
+    def synthetic_inputs(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
         words = torch.zeros(num_rows, self.k, dtype=torch.int32, device=device)
         return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
 

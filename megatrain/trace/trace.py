@@ -123,7 +123,7 @@ def trace_visits(
                 # All pieces of the head are equal: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-                loss = objective.loss.of_micro_batch({}, objective.loss.made_up(num_rows, device), None)
+                loss = objective.loss.of_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
             with (
                 _lists_are_read(),
                 kernels_counted(tracer.counts.book),

@@ -33,14 +33,14 @@ class _Stored(weights.StoredParameter, VirtualTensor):
     pass
 
 
-class _StandIn(weights.StandIn, VirtualTensor):
+class _Placeholder(weights.Placeholder, VirtualTensor):
     pass
 
 
-def _stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Tensor:
+def _make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = weights.placeholder(parameter.shape, parameter.dtype, parameter.device)
-    made.__class__ = _StandIn
+    made.__class__ = _Placeholder
     made.what, made.is_gradient = what, is_gradient
     result: Tensor = made
     return result
@@ -71,7 +71,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "_DATA": _Data(),
         "PresentParameter": _Present,
         "StoredParameter": _Stored,
-        "stand_in": _stand_in,
+        "make_placeholder": _make_placeholder,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
         "references": lambda tensor: 0,  # queued kernels hold their inputs, which is no use by the program
     }

@@ -75,7 +75,7 @@ def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
     docs = Path(__file__).parents[3] / "docs"
     page = (docs / f"coming_from/{tool}.md").read_text(encoding="utf-8")
     writer = runpy.run_path(str(docs / "keys_of_tools.py"))
-    assert page == writer["written_anew"](page, tool)
+    assert page == writer["update_page"](page, tool)
     table = page.partition(writer["BEGIN"])[2]
     keys = {**OTHERS, **KEYS.get(tool, {})}  # type: ignore[call-overload]
     told = {key: name for key, name in keys.items() if (tool in KEYS or name.tool == tool) and name.why + name.ours}

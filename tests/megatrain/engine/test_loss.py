@@ -79,7 +79,7 @@ class Likeliest(Loss):
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
         return {"count": torch.tensor([float(len(positions))])}
 
-    def made_up(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
+    def synthetic_inputs(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
         return {"count": torch.zeros(1, device=device)}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> int:

@@ -22,9 +22,9 @@ from megatrain.plan import measure
 from megatrain.plan.measure import (
     NotMeasurableError,
     SharedMemoryTier,
-    made_up_batches,
     measure_ticks,
     shared_bytes,
+    synthetic_batches,
     timed,
 )
 from megatrain.plan.plan import MeasuredTicks, Plan
@@ -132,13 +132,13 @@ def test_blocks_share_slabs_of_their_kind(kind_bytes: int, write: Write) -> None
 
 def test_batches_look_like_the_data(write: Write) -> None:
     plan = planned(write())
-    batches = made_up_batches(plan)
+    batches = synthetic_batches(plan)
     assert len(batches) == 3 and all(batch["input_ids"].shape == (2, 64) for batch in batches)
     assert batches[0]["position_ids"][0].tolist() == list(range(64))
-    chat = made_up_batches(replace(plan, run=replace(plan.run, data=replace(plan.run.data, kind=CHATS))))
+    chat = synthetic_batches(replace(plan, run=replace(plan.run, data=replace(plan.run.data, kind=CHATS))))
     assert chat[0]["position_ids"][0].tolist() == [*range(32), *range(32)]
     padded = planned(write(), "data.packing=false")
-    assert set(made_up_batches(padded)[0]) == {"input_ids", "labels", "attention_mask"}
+    assert set(synthetic_batches(padded)[0]) == {"input_ids", "labels", "attention_mask"}
 
 
 def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
