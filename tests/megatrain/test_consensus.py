@@ -1,4 +1,4 @@
-"""Stops and saves that one rank is asked for are those of all; a run of one process does what its signals say now."""
+"""A stop or save request to one rank applies to all; a run of one process follows its signals immediately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USAGE = StepUsage(0.5, SimpleNamespace(tiers={}, stall_s={}, written_bytes={}), 
 
 
 class Group:
-    """The other ranks answer as this one does, but for what a test says of them."""
+    """A group in which the other ranks answer like this one unless a test says otherwise."""
 
     def __init__(self, *, is_single: bool, is_first: bool = True) -> None:
         self.world = SimpleNamespace(is_single=is_single, is_first=is_first)

@@ -52,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SavedRu
 
 @pytest.fixture
 def run(trained: Callable[[str], SavedRun], tmp_path: Path) -> SavedRun:
-    """A run of its own, in RAM, that a test may spoil; the config in its checkpoints names the model of the first."""
+    """Return a separate run in RAM that a test may damage; its checkpoints' configs name the first run's model."""
     return trained("fp32 in RAM").copy(tmp_path / "w")
 
 
@@ -69,11 +69,11 @@ def test_the_same_files_as_the_run_itself(trained: Callable[[str], SavedRun], tm
     done, totals = [number for _, number, _ in units], {total for _, _, total in units}
     weights = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert done == sorted(done) and totals == {done[-1]}
-    assert 0.8 * 2 * weights < done[-1] <= 2 * weights  # written and read back; the files have headers beside
+    assert 0.8 * 2 * weights < done[-1] <= 2 * weights  # written and read back; the files also have headers
 
 
 def test_transformers_opens_an_earlier_step(run: SavedRun, tmp_path: Path) -> None:
-    """The checkpoint of step 2 is where a run of 2 steps ends."""
+    """The checkpoint of step 2 equals the end of a run of 2 steps."""
     result = run.run(out="short", steps=2)
     assert result.exit_code == 0, result.output
     out = export_checkpoint(run.out, tmp_path / "out", step=2)
@@ -87,7 +87,7 @@ def test_transformers_opens_an_earlier_step(run: SavedRun, tmp_path: Path) -> No
 
 
 def test_every_bit_of_the_master_weights(trained: Callable[[str], SavedRun], tmp_path: Path) -> None:
-    """A bf16 run with the same start: its fp32 masters are more than their bf16 halves."""
+    """A bf16 run with the same start: its fp32 masters contain more than their bf16 halves."""
     run = trained("bf16 on a drive")
     exact = load_file(export_checkpoint(run.out, tmp_path / "exact", dtype=torch.float32) / "model.safetensors")
     rounded = load_file(run.out / "final/model.safetensors")
@@ -188,7 +188,7 @@ def test_somebody_elses_folder_is_not_touched(run: SavedRun, tmp_path: Path) -> 
 
 
 def test_buffers_come_from_the_models_folder(tmp_path: Path) -> None:
-    """Routers of deepseek have a bias that is no parameter; experts are fused in the model and apart in the files."""
+    """Routers of deepseek have a bias that is not a parameter; experts are fused in the model, separate in files."""
     run = make_run(tmp_path / "w")
     shutil.rmtree(run.folder / "model")
     shutil.copytree(QUICKSTART / "model", run.folder / "model")

@@ -1,4 +1,4 @@
-"""FLOPs of a step: torch's own count of the plain model, the 6 N T rule, and what is not known."""
+"""FLOPs of a step: torch's count of the plain model, the 6 N T rule, and unknown operators."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_model_flops_are_torchs_count_of_the_plain_model(family: str) -> None:
     config._attn_implementation = "eager"  # torch has no formula for the fused attention of the CPU
     trace = trace_of(config, attn_implementation="eager")
     flops = all_of(trace)
-    # Left out are products between the layers: some releases of transformers make their rotary tables by one.
+    # Products between the layers are excluded: some releases of transformers make their rotary tables by one.
     assert 0 <= counted(config) - flops.model <= 1e-4 * flops.model
     head = trace.head.flops
     left_out = sum(visit.unneeded.work.flops for visit in trace.visits)
-    # A forward is a third of what it takes with its backward; less where a mamba is made of plain operations of torch.
+    # A forward is a third of forward and backward; less if a mamba consists of plain torch operations.
     assert 1.24 <= (flops.hardware + left_out - head) / (flops.model - head) <= 1.02 * 4 / 3
 
 
@@ -63,7 +63,7 @@ def test_frozen_layers_have_no_backward() -> None:
 
 
 def test_six_times_parameters_times_tokens() -> None:
-    """Where attention is small beside the matrices, as in large models with short rows."""
+    """Attention is small relative to the matrices, as in large models with short rows."""
     config = tiny_config(
         "llama", tied=False, hidden_size=256, intermediate_size=768, num_key_value_heads=4, head_dim=64
     )
@@ -80,7 +80,7 @@ def test_fused_attention_is_counted_as_matrix_products_are() -> None:
     config = tiny_config("llama", tied=False)
     fused = all_of(trace_of(config, attn_implementation="sdpa")).model
     eager = all_of(trace_of(config, attn_implementation="eager")).model
-    # The fused backward computes the scores once more: one product of [16, 8] x [8, 16] for 3 layers, 2 rows, 4 heads.
+    # The fused backward recomputes the scores: one product of [16, 8] x [8, 16] for 3 layers, 2 rows, 4 heads.
     assert fused - eager == 3 * 2 * 4 * (2 * 16 * 8 * 16)
 
 

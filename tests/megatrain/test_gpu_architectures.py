@@ -136,7 +136,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mod
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Return what cuobjdump says that the kernel of a cubin takes, by its names: REG, STACK, SHARED, LOCAL."""
+    """Return cuobjdump's resource usage of a cubin's kernel, by its names: REG, STACK, SHARED, LOCAL."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -152,7 +152,7 @@ def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
 
 
 def forms() -> Iterator[Any]:
-    """Yield capability and case; those that no other test compiles are not slow on one architecture."""
+    """Yield capability and case; cases that no other test compiles are not slow on one architecture."""
     for capability, name in itertools.product(CAPABILITIES, CASES):
         is_quick = capability == 90 and ("int8" in name or "table" in name)
         yield pytest.param(capability, name, marks=[] if is_quick else [pytest.mark.slow])

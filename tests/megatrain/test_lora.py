@@ -133,7 +133,7 @@ def test_merge_at_the_end_of_a_run_is_that_of_its_checkpoint(model: Path, tmp_pa
 def test_prompts_are_continued_by_the_base_model_with_its_adapters_as_by_peft(
     model: Path, tmp_path: Path, lora: str
 ) -> None:
-    """From the run's folder, from its adapter, and from a copy of that: tokens are peft's, whatever is in RAM."""
+    """From the run's folder, its adapter, and a copy of the adapter: the tokens are peft's, whatever is in RAM."""
     run = lora_text(tmp_path, model, lora).replace("learning_rate = 1e-3", "learning_rate = 0.05")
     train(tmp_path, run + '[export]\ndtype = "float32"\n')
     copy = shutil.copytree(tmp_path / "out/final", tmp_path / "copy")
@@ -241,7 +241,7 @@ def test_merge_into_a_tied_weight_is_refused_before_the_first_step(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-#: What of a base read in place differs: nothing is at home elsewhere, or little is.
+#: Differences of a base read in place: no blocks, or few, are at home elsewhere.
 IN_PLACE: dict[str, dict[str, Any]] = {
     "folder": {"nvme": 0, "placement": 'weights = ["folder"]'},
     "folder and NVMe": {"nvme": 1, "placement": ALL_NVME.replace('["nvme"]', '["folder", "nvme"]', 1), "ram": "8MiB"},

@@ -1,4 +1,4 @@
-"""Adapters of an embedding in the form that peft saves: with a copy of the embedding's own weight in the file."""
+"""Adapters of an embedding in peft's format, with a copy of the embedding's weight in the file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_another_embedding_than_the_models_is_refused(folders: tuple[Path, Path]
 
 
 def test_adapters_of_an_image_models_words_are_not_optional(tmp_path: Path) -> None:
-    """Every row has words: only what reads images may be left out of a step."""
+    """Every row has text tokens: only the image modules may be skipped in a step."""
     folder = make_folder("qwen2_5_vl", tmp_path / "images")
     lora = LoraConfig(r=4, target_modules=("embed_tokens", "q_proj"))
     graph = build_graph(folder, images="frozen", lora=lora)

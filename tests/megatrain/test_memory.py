@@ -1,4 +1,4 @@
-"""Law 3 seen from outside: a run whose state is many times its RAM tier stays within the plan's total."""
+"""Law 3 measured from outside: a run whose state is many times its RAM tier stays within the plan's total."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from oracles.tiered_run import EXAMPLES
 from tiered import MiB
 
-#: What the allocator of the C library keeps beyond the bytes asked for, and threads' stacks. The interpreter and
-#: the libraries come on top; they are measured here, by a process that plans the same run and does not train.
+#: Extra memory of the C library's allocator, and threads' stacks. The interpreter and the libraries are additional;
+#: they are measured here, by a process that plans the same run and does not train.
 ALLOCATOR_SLACK_BYTES = 96 * MiB
 
 CONFIG = """

@@ -1,4 +1,4 @@
-"""Runs whose rows are streamed: the same bits whatever stops them, on however many processes they go on."""
+"""Streamed runs: the same bits after any interruption, on any number of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ path = "{where}/shards-b"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model, shards of two sources; and what six steps give that nothing happens to."""
+    """A model, shards of two sources, and the result of six undisturbed steps."""
     run = make_run(tmp_path_factory.mktemp("model") / "w")
     words = (run.folder / "data.txt").read_text().split()
     rows = [{"text": " ".join(words[start : start + 15])} for start in range(0, 400, 5)]
@@ -60,7 +60,7 @@ def weights(run: SavedRun, out: str = "out") -> bytes:
 
 @pytest.mark.parametrize("steps", [3, 5])
 def test_a_run_goes_on_from_its_cursor(run: SavedRun, steps: int) -> None:
-    """At a step at which nothing is saved otherwise; another length of the run is none of the data's."""
+    """The run stops at a step without a regular save; another run length does not change the data."""
     assert run.call("run", streamed(run, steps=steps)).exit_code == 0
     result = run.call("run", streamed(run), "--allow-config-change")
     assert result.exit_code == 0, result.output
@@ -69,7 +69,7 @@ def test_a_run_goes_on_from_its_cursor(run: SavedRun, steps: int) -> None:
 
 
 def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
-    """It is other data, and allowed as such; what was drawn is neither replayed nor skipped."""
+    """It is different data, and allowed as such; drawn rows are neither replayed nor skipped."""
     assert run.call("run", streamed(run, steps=2)).exit_code == 0
     path = streamed(run, steps=4)
     path.write_text(path.read_text().replace("{ 3 = 0.5 }", "{ 3 = 0.0 }"))
@@ -84,7 +84,7 @@ def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
 
 
 def test_what_looks_at_streams(run: SavedRun) -> None:
-    """``check`` lists shards, ``data preview`` reads the first rows, ``data stats`` says why it cannot count."""
+    """``check`` lists shards, ``data preview`` reads the first rows, ``data stats`` explains why it cannot count."""
     path = streamed(run)
     result = run.call("check", path)
     assert result.exit_code == 0, result.output
@@ -137,14 +137,14 @@ def test_what_does_not_go_together(run: SavedRun, change: tuple[str, str], said:
         text, said = text.replace("{ 3 = 0.5 }", "{ 3 = 0 }"), "from step 4 on all weights are 0"
     path.write_text(text)
     result = run.call("run", path)
-    code = 4 if "shards-c" in change[1] else 2  # as of other data that is not there
+    code = 4 if "shards-c" in change[1] else 2  # like other missing data
     assert result.exit_code == code and "Traceback" not in result.output, result.output
     assert said in " ".join(result.output.split()) and "hunter2" not in result.output, result.output
 
 
 @pytest.mark.slow
 def test_other_processes_another_machine_and_no_disk_of_its_own(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes read shards from S3 and send checkpoints there; one on an empty machine goes on, to the bit."""
+    """Two processes read shards from S3 and upload checkpoints there; one on an empty machine resumes, to the bit."""
     with s3_server() as s3:
         for name in ("shards-a", "shards-b"):
             s3.files().put(str(run.folder / name), f"bucket/{name}", recursive=True)

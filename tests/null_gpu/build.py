@@ -1,9 +1,9 @@
-"""Builds the null GPU in a folder: CUDA builds of torch and Triton over libraries that stand in for CUDA's.
+"""Build the null GPU in a folder: CUDA builds of torch and Triton over stub CUDA libraries.
 
     python tests/null_gpu/build.py FOLDER
 
-Fetches about 1 GB with pip as it is configured, once, and needs gcc and nm. `FOLDER/env.sh` is what a shell reads then,
-from the folder of the checkout that it will run.
+Fetches about 1 GB once with pip as configured, and needs gcc and nm. A shell then sources `FOLDER/env.sh` from the
+folder of the checkout that it will run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: Of the machine that is lent; only these files of them are unpacked: the rest is there already, or not needed.
+#: Packages of the lent machine; only these files are unpacked: the rest exists already, or is not needed.
 PACKAGES = {
     "site": ("torch==2.11.0", "triton==3.6.0"),
     "libraries": (
@@ -31,7 +31,7 @@ PACKAGES = {
     "headers": ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"),
 }
 LEFT_OUT = ("torch/include/", "torch/share/")
-#: Libraries that torch asks for by the version of a symbol, and those whose symbols have none: begin of names, version.
+#: Libraries with versioned symbols for torch, and libraries without: start of the name, version.
 VERSIONED = (
     "libcublas.so.13",
     "libcublasLt.so.13",
@@ -64,7 +64,7 @@ _DEFINED = re.compile(r"^[\w ]+?\**(\w+)\(", re.MULTILINE)
 
 
 def main() -> None:
-    """Build it; what is there already is not fetched again."""
+    """Build it; existing packages are not fetched again."""
     folder = Path(sys.argv[1]).resolve()
     fetch(folder)
     stub(folder)
@@ -81,14 +81,14 @@ def main() -> None:
     }
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
     packages = shlex.quote(os.pathsep.join(map(str, (site, libraries))))
-    # Of the checkout that reads it: several may use one null GPU.
+    # The path of the checkout that reads it: several may use one null GPU.
     lines.append(f'export PYTHONPATH={packages}:"$PWD":"$PWD/tests"')
     (folder / "env.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"the null GPU is in {folder}")
 
 
 def fetch(folder: Path) -> None:
-    """Fetch and unpack the packages that are not there."""
+    """Fetch and unpack the missing packages."""
     for part, packages in PACKAGES.items():
         wheels = folder / "wheels" / part
         if (wheels / "unpacked").exists():
@@ -136,7 +136,7 @@ def stub(folder: Path) -> None:
 
 
 def symbols(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
-    """Return library -> the symbols of it that torch's libraries need, and those that name no library."""
+    """Return library -> its symbols that torch's libraries need, and the symbols without a library."""
     wanted: dict[str, set[str]] = {}
     others: set[str] = set()
     for library in folder.glob("*.so*"):
@@ -152,7 +152,7 @@ def symbols(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def body(name: str) -> str:
-    """Return the C of a function that does nothing."""
+    """Return the C source of a function that does nothing."""
     if name in BODIES:
         return BODIES[name]
     if name.endswith(("ErrorString", "StatusString", "LastError")):

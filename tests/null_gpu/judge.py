@@ -1,10 +1,9 @@
-"""A plugin of pytest for `-m gpu` on the null GPU: assertions about numbers are passed over, all else counts.
+"""A pytest plugin for `-m gpu` on the null GPU: it ignores assertions about numbers, all others count.
 
     . temp/null_gpu/env.sh; pytest -p null_gpu.judge -m gpu tests/gpu
 
-Kernels do nothing there, so no number is right: an assertion of a test about one says nothing, and the test goes on
-behind it. An exception counts, and so does an assertion of ours, or one of a test about exit codes, bytes, waits or
-what was called.
+Kernels do nothing there, so no number is right: an assertion about a number means nothing, and the test continues after
+it. An exception counts. So does an assertion of the project, or of a test about exit codes, bytes, waits or calls.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import torch
 from _pytest.assertion import rewrite
 
 TESTS = Path(__file__).resolve().parent.parent
-#: Tests that a package of ours brings, for those who write a tier of their own.
+#: Tests that the project's packages ship, for authors of tiers.
 SUITES = TESTS.parent / "tiered" / "testing"
-#: Raises where numbers of two tensors differ.
+#: Raises if numbers of two tensors differ.
 _COMPARES = Path(torch.__file__).parent / "testing"
-#: Test, a part of what it raises, and why nothing else can come of it where numbers are none.
+#: Test, a part of its error, and the reason why meaningless numbers always cause it.
 KNOWN = (
     (
         "test_whole_runs.py::test_evaluations_continue_rows_as_on_a_cpu",
@@ -40,20 +39,20 @@ KNOWN = (
         "how many elements a sparse tensor has is a number on the device",
     ),
 )
-#: In the line of an assertion that is judged.
+#: Words in the line of an assertion that counts.
 JUDGED = re.compile(
     r"returncode|exit_code|Traceback|num_drops|num_calls|\bpeak|\w_bytes\b|allocated|reserved|allocs|as_planned|syncs|waits"
     r"|\bmoved|traffic|links|prefetch_|schedule_misses|gathers_ahead|is_pinned"
 )
-#: Ends of messages of ours about numbers that cannot be, which the numbers here may be.
+#: Ends of the project's messages about impossible numbers, which can occur here.
 _NUMBERS = re.compile(r"not finite|\bnan\b|\binf\b|NonFinite|math domain error", re.IGNORECASE)
 REACHED = "only a number is wrong"
-_passed_over: list[str] = []  # by the running test
+_passed_over: list[str] = []  # in the running test
 
 
 @contextmanager
 def passing_over(text: str) -> Iterator[None]:
-    """Go on behind an assertion of a test about a number, whose source this is."""
+    """Continue after an assertion of a test about a number; ``text`` is its source."""
     try:
         yield
     except AssertionError:
@@ -61,7 +60,7 @@ def passing_over(text: str) -> Iterator[None]:
 
 
 def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
-    """Put every assertion of a module that is not judged into a ``with passing_over(...)``."""
+    """Put every assertion about a number of a module into a ``with passing_over(...)``."""
     name = __name__.partition(".")[0]
 
     class Wrapped(ast.NodeTransformer):
@@ -82,7 +81,7 @@ def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Have pytest pass over numbers in all modules whose assertions it rewrites, oracles among them."""
+    """Let pytest pass over numbers in all modules whose assertions it rewrites, oracles included."""
     own = rewrite.rewrite_asserts
 
     def rewritten(tree: ast.Module, source: bytes, *more: Any) -> None:
@@ -90,12 +89,12 @@ def pytest_load_initial_conftests() -> None:
         own(tree, source, *more)
 
     rewrite.rewrite_asserts = rewritten
-    rewrite.PYC_TAIL = f".null-gpu{rewrite.PYC_TAIL}"  # what is compiled here is for nobody else
+    rewrite.PYC_TAIL = f".null-gpu{rewrite.PYC_TAIL}"  # no other run may use these compiled files
     pytest.register_assert_rewrite("oracles", "tiered.testing")
 
 
 def is_about_numbers(kind: type[BaseException], message: str, frames: Sequence[tuple[str, str]]) -> bool:
-    """Return whether an exception of a test says nothing where numbers are none.
+    """Return whether an exception of a test means nothing without real numbers.
 
     Args:
         kind: of the exception. message: its text. frames: file and line of source, the innermost last.
@@ -113,14 +112,14 @@ def asserting(frames: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 def known(test: str, message: str) -> str:
-    """Return why a test is known to raise what it raises; "" if it is not."""
+    """Return the reason for a test's known error, or ""."""
     return next((why for name, part, why in KNOWN if name in test and part in message), "")
 
 
 def faults_of_calls(folder: Path) -> list[str]:
-    """Return what is wrong in the results of calls of `bench/gpu_fifteen.sh`, losses aside.
+    """Return the errors in the results of calls of `bench/gpu_fifteen.sh`, without losses.
 
-    A bench ends with 1 if any of its rows is not ok; so that is judged by the rows, and by what it printed.
+    A bench exits with 1 if any of its rows is not ok, so the rows and the output decide.
     """
     rows, log = folder / "gpu.jsonl", (folder / "log.txt").read_text(encoding="utf-8")
     found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
@@ -136,7 +135,7 @@ def faults_of_calls(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps find norms that gradients can have: one of what lies in memory would end them."""
+    """Let steps find possible gradient norms: a norm of arbitrary memory would end them."""
     from megatrain.optim import clip
 
     own = clip._sum_in_order
@@ -150,7 +149,7 @@ def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-    """Report a test that failed for a number, or passed one over, as one that was expected to fail."""
+    """Report a test that failed for a number, or passed one over, as an expected failure."""
     report = yield
     if report.when == "call" and report.passed and _passed_over:
         report.outcome, report.wasxfail = "skipped", f"{REACHED}: {'; '.join(dict.fromkeys(_passed_over))}"

@@ -1,4 +1,4 @@
-"""What the planner predicts for steps of parts of `bench/gpu.py` on machines of its files. Nothing is measured.
+"""Print the planner's predictions for parts of `bench/gpu.py` on machines of its files. Nothing is measured.
 
     . temp/null_gpu/env.sh; python tests/null_gpu/predict.py --machines h200-1.5tb,h100-512gb 7b_64k 7b_4k
 

@@ -1,10 +1,10 @@
-"""Plans and steps of parts of `bench/gpu.py` at true size on the null GPU: what is allocated, and what the host costs.
+"""Plans and steps of parts of `bench/gpu.py` at true size on the null GPU: allocations, and host cost.
 
     . temp/null_gpu/env.sh; python tests/null_gpu/steps.py 7b_4k@h200 7b_64k@h100 --json --out rows.jsonl
 
-A part without a GPU behind @ runs on an H200. The RAM tier has the 110 GiB of `bench/gpu_fifteen.sh`.
-Host seconds, launches, leases and bytes are real; numbers and seconds of the GPU are not. Nothing is filled, and AdamW
-of the host is left out: with pages that nobody touches, 113 GiB of RAM tier fit into any machine.
+A part without a GPU after @ runs on an H200. The RAM tier has the 110 GiB of `bench/gpu_fifteen.sh`. Host seconds,
+launches, leases and bytes are real; numbers and GPU seconds are not. Nothing is filled, and the host's AdamW is
+skipped: with untouched pages, a RAM tier of 113 GiB fits into any machine.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from megatrain.training import weights
 from tiered.leasing import Leasing
 from tiered.tiers.ram import HostSlab
 
-#: Bytes of the GPUs that a part can be tried on, as nvidia-smi reports them.
+#: Memory of the supported GPUs in bytes, as nvidia-smi reports it.
 GPUS = {"h200": 143_771 << 20, "h100": 81_559 << 20, "rtx4090": 24_564 << 20}
 DEFAULT = (
     *("7b_64k@h200", "7b_4k@h200", "14b@h200", "long_32k@h200"),
     *("7b_64k@h100", "7b_4k@h100", "7b_16k@rtx4090", "7b_4k@rtx4090"),
 )
-#: Of the borrowed machine.
+#: RAM tier of the lent machine.
 RAM_BYTES, FREE_RAM_BYTES, RAM_TIER = 134_000_000_000, 130_000_000_000, "110GiB"
-#: Tensors on the GPU may be more than planned by what libraries keep, and by what the allocator rounds.
+#: Tensors on the GPU may exceed the plan by the memory of libraries and the allocator's rounding.
 LIBRARIES_BYTES = 256 << 20
-#: As libcudart here counts: launches of kernels, those of the driver (Triton's), waits for a stream or an event.
+#: Counters of this libcudart: kernel launches, driver launches (Triton's), waits for a stream or an event.
 LAUNCHES, DRIVER_LAUNCHES, SYNCS = 0, 3, 6
 
 
 def main() -> int:
-    """Run the parts, each in a process of its own; 1 if one fails, or takes more than was planned."""
+    """Run each part in a separate process; return 1 if one fails, or takes more than planned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--steps", type=int, default=3, help="after one that is not measured")
@@ -80,7 +80,7 @@ def main() -> int:
         report = Report("null_gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
         Steps(name, part, report, arguments.launches_per_s, quick=arguments.quick).run(arguments.steps)
         sys.stdout.flush()
-        os._exit(0 if report.all_ok else 1)  # nothing is worth an orderly end
+        os._exit(0 if report.all_ok else 1)  # an orderly end is not needed
     words = [word for word in sys.argv[1:] if word not in arguments.parts]
     codes = []
     for name in arguments.parts:
@@ -91,19 +91,19 @@ def main() -> int:
 
 
 class Phases:
-    """What a timeline is told: main thread's CPU seconds, launches and leases of each phase of a step."""
+    """Receives timeline calls: main thread's CPU seconds, launches and leases of each phase of a step."""
 
     def __init__(self, counts: Any, leases: list[int]) -> None:
         self._counts, self._leases = counts, leases
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Restart the counts."""
         self.found: dict[str, list[float]] = {}
         self._op: tuple[str, tuple[float, int, int]] | None = None
 
     def now(self) -> tuple[float, int, int]:
-        """Return what has been used so far."""
+        """Return the totals so far."""
         return time.thread_time(), self._counts[LAUNCHES] + self._counts[DRIVER_LAUNCHES], self._leases[0]
 
     def on_op(self, op: Any) -> None:
@@ -133,7 +133,7 @@ class Steps:
         self._report.row(f"{self._name}.{name}", value, unit, **claim)
 
     def run(self, num_steps: int) -> None:
-        """Plan, step, and print what was seen."""
+        """Plan, step, and print the results."""
         with tempfile.TemporaryDirectory() as folder:
             _leave_out_what_takes_memory()
             self._count_leases()
@@ -160,7 +160,7 @@ class Steps:
             self._step(side, phases, num_steps, planned_peak(plan.placement, "gpu"))
 
     def _predict_host(self, plan: Plan, launches_per_s: float) -> None:
-        """Print how long the plan of an H200 says that the host is busy, at launches that were measured here."""
+        """Print the host time in the plan of an H200, at launch rates measured here."""
         machine = find_machine("h200-1.5tb").profile.model_copy(update={"launches_per_s": launches_per_s})
         seconds = estimate_step(plan, plan.shape, LoadedProfile(machine)).seconds
         self.row("host.predicted", seconds["host"], "s")

@@ -1,10 +1,10 @@
-"""torch's stream sanitizer over two steps of a tiny model on the null GPU: copies and kernels that no event orders.
+"""torch's stream sanitizer over two steps of a tiny model on the null GPU: finds unordered copies and kernels.
 
     . temp/null_gpu/env.sh; python tests/null_gpu/stream_order.py            # no report, else exit status 1
     . temp/null_gpu/env.sh; python tests/null_gpu/stream_order.py --control  # buffers order nothing: reports, else 1
 
-The sanitizer compares what torch's operators read and write with streams and events, so no kernel has to run. It does
-not see Triton's launches, nor views that begin inside a block.
+The sanitizer compares the reads and writes of torch's operators with streams and events, so no kernel has to run. It
+does not see Triton's launches, nor views that begin inside a block.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Accesses(_sanitizer.ArgumentHandler):
 
 
 class StreamOrder(_sanitizer.CUDASanitizerDispatchMode):
-    """The sanitizer for all threads, which counts reports in place of raising the first one.
+    """The sanitizer for all threads; it counts reports instead of raising the first one.
 
     Attributes:
         num_calls: operators that touched device memory, by kind of thread.
-        reports: pairs of operators on two streams without order -> how often.
+        reports: pairs of operators on two streams without order -> count.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class StreamOrder(_sanitizer.CUDASanitizerDispatchMode):
 
 
 def main() -> int:
-    """Run the steps; 1 unless the sanitizer reports what is expected."""
+    """Run the steps; return 1 unless the sanitizer reports what is expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--control", action="store_true", help="let buffers order nothing, which must be reported")
     arguments = parser.parse_args()
@@ -89,7 +89,7 @@ def main() -> int:
     sys.argv[1:] = []  # one_step parses it
     with (
         mock.patch.object(threading.Thread, "run", run_watched),
-        # All work ends at once on the null GPU. Nothing would ever wait for an event.
+        # All work ends at once on the null GPU, so no code would ever wait for an event.
         mock.patch.object(torch.cuda.Event, "query", return_value=False),
         mock.patch.object(DeviceBuffer, "order_before") if arguments.control else nullcontext(),
         order,

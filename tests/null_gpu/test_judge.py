@@ -1,4 +1,4 @@
-"""What counts where kernels do nothing."""
+"""Judgement of assertions when kernels do nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_comparison_of_torch_is_the_line_of_the_test_that_calls_it() -> None:
 
 
 def test_a_test_goes_on_behind_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The sources first: a folder of tests has the name of a package, which would hide it.
+    # The sources come first: a folder of tests has a package's name, and would hide it.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS.parent), str(TESTS))))
     source = """
         import pytest

@@ -1,4 +1,4 @@
-"""Adafactor, written once more as plainly as possible: one matrix after the other, sums in fp64 in a stated order."""
+"""Adafactor, reimplemented as plainly as possible: one matrix after the other, sums in fp64 in a stated order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""AdamW, the split master and the gradient norm, written once more as plainly as possible.
+"""AdamW, the split master and the gradient norm, reimplemented as plainly as possible.
 
-numpy rounds every operation to the type of its arrays and fuses nothing, so this is the arithmetic of the kernels by
+numpy rounds every operation to the type of its arrays and fuses nothing. So this is the kernels' arithmetic by
 definition, one operation per line.
 """
 
@@ -26,7 +26,7 @@ def adamw_step(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the new `(weight, m, v)`; the arguments stay as they are."""
+    """Return the new `(weight, m, v)`; the arguments are unchanged."""
     one = np.float32
     g = grad * one(grad_scale)
     decayed = weight * one(1.0 - lr * weight_decay)
@@ -51,7 +51,7 @@ def split(master: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.i
 
 
 def join(high: NDArray[np.uint16], low: NDArray[np.int16]) -> NDArray[np.float32]:
-    """Return the masters that `split` took apart."""
+    """Return the masters of the halves from `split`."""
     truncated = np.where(low < 0, high - np.uint16(1), high).astype(np.uint32)
     return ((truncated << 16) | low.view(np.uint16)).view(np.float32)
 

@@ -1,4 +1,4 @@
-"""Tiny models of kinds that no language model is, each with an input: diffusion, speech, vision, judges, proteins."""
+"""Tiny models other than language models, each with an input: diffusion, speech, vision, judges, proteins."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Case:
 
     Attributes:
         make: returns one with random weights.
-        inputs: what its forward is called with, of two rows.
+        inputs: the forward's arguments, of two rows.
         loss: of its output.
         ram_kib: of a store in which it trains; less than half of its weights, gradients and state.
-        needs: the package that has it.
+        needs: the package that defines it.
     """
 
     make: Callable[[], nn.Module]
@@ -38,7 +38,7 @@ def _ids(*shape: int, most: int = 64) -> Tensor:
 
 
 def _velocity(output: Any) -> Tensor:
-    """Return the loss of flow matching: the output is a velocity, whose target stands here for latent and noise."""
+    """Return the loss of flow matching: the output is a velocity; a random target replaces latent and noise."""
     (found,) = output
     target = torch.randn(found.shape, generator=torch.Generator().manual_seed(7))
     return (found.float() - target).square().mean()
@@ -50,7 +50,7 @@ def _own(output: Any) -> Tensor:
 
 
 def _grid(columns: int) -> Tensor:
-    """Return places of 4 x 4 pieces of a latent, (16, columns)."""
+    """Return positions of 4 x 4 pieces of a latent, (16, columns)."""
     y, x = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
     places = torch.zeros(16, columns)
     places[:, 1], places[:, 2] = y.flatten(), x.flatten()

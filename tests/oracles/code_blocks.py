@@ -29,8 +29,8 @@ class Block:
     """One fenced block.
 
     Attributes:
-        page, line: where its fence is. language: its info string. text: what is in it.
-        reason: why it is not executed, as the comment before it says, or "".
+        page, line: position of its fence. language: its info string. text: its contents.
+        reason: why it is not executed, from the comment before it, or "".
     """
 
     page: str
@@ -45,7 +45,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command of a shell block: its words, and the comment beside it."""
+    """One simple command of a shell block: its words, and the comment after it."""
 
     words: tuple[str, ...]
     comment: str
@@ -58,7 +58,7 @@ def blocks_of(page: str) -> list[Block]:
     """Return the blocks of a page.
 
     Raises:
-        AssertionError: code that the blocks do not contain: indented, or between other fences.
+        AssertionError: code outside of the blocks: indented, or between other fences.
     """
     found: list[Block] = []
     inside: list[str] | None = None
@@ -81,7 +81,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Yield the simple commands of a shell block; in a console block those after a prompt."""
+    """Yield the simple commands of a shell block; in a console block, the ones after a prompt."""
     for line in block.text.splitlines():
         if block.language == "console":
             if not line.startswith("$ "):
@@ -101,7 +101,7 @@ def commands_of(block: Block) -> Iterator[Command]:
 
 
 def _without_comment(line: str) -> tuple[str, str]:
-    """Return code and comment; a # inside quotes or a word begins none."""
+    """Return code and comment; a # inside quotes or a word starts no comment."""
     quote = ""
     for position, letter in enumerate(line):
         if quote:

@@ -1,7 +1,7 @@
-"""A plugin of pytest that says how far apart the two sides of each comparison were: ``pytest -p oracles.differences``.
+"""A pytest plugin that reports the difference of the two sides of each comparison: ``pytest -p oracles.differences``.
 
-Of each test it prints the largest difference that `pytest.approx` and `torch.testing.assert_close` let pass, absolute
-and relative to the largest value of the same tensor, and how many tensors `torch.equal` found equal.
+For each test it prints the largest difference that `pytest.approx` and `torch.testing.assert_close` accepted, absolute
+and relative to the largest value of the same tensor, and the number of tensors that `torch.equal` found equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _pytest.approx import ApproxScalar
 
 @dataclass
 class Differences:
-    """The largest ones of a test."""
+    """The largest differences of a test."""
 
     number: float = 0.0
     number_relative: float = 0.0
@@ -28,7 +28,7 @@ class Differences:
     num_equal: int = 0
 
     def add_tensors(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Take in two tensors."""
+        """Add the difference of two tensors."""
         self.num_tensors += 1
         if expected.numel():
             error = float((found.double() - expected.double()).abs().max())
@@ -36,7 +36,7 @@ class Differences:
             self.tensor_relative = max(self.tensor_relative, error / (float(expected.double().abs().max()) or 1.0))
 
     def add_numbers(self, found: float, expected: float) -> None:
-        """Take in two numbers."""
+        """Add the difference of two numbers."""
         self.num_numbers += 1
         self.number = max(self.number, abs(found - expected))
         self.number_relative = max(self.number_relative, abs(found - expected) / (abs(expected) or 1.0))
@@ -47,7 +47,7 @@ _FOUND: dict[str, Differences] = {}
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Look at the comparisons of a test."""
+    """Record the comparisons of a test."""
     own = Differences()
     close, equal, approx = torch.testing.assert_close, torch.equal, ApproxScalar.__eq__
     expects = getattr(getattr(item, "module", None), "assert_equal", None)
@@ -83,7 +83,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what was found."""
+    """Print the recorded differences."""
     for name, own in _FOUND.items():
         terminalreporter.write_line(
             f"{name}: {own.num_numbers} numbers {own.number:.1e} ({own.number_relative:.1e}), "

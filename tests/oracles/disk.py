@@ -1,4 +1,4 @@
-"""What files take on a drive."""
+"""Disk usage of files."""
 
 from __future__ import annotations
 

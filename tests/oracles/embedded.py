@@ -16,7 +16,7 @@ import megatrain
 from megatrain.embed.weights import block_of
 from tiered import TieredStore
 
-#: Homes of weights, gradients and state. What is called auto lies in RAM, where there is room for it.
+#: Homes of weights, gradients and state. "auto" means RAM, if there is space.
 HOMES = {
     "ram": {},
     "weights on a drive": {"weights": "nvme"},
@@ -31,7 +31,7 @@ def small_store(folder: Path, ram: int | str = "16MiB") -> TieredStore:
 
 
 def stored_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a copy of what the store has summed up for a parameter."""
+    """Return a copy of the store's gradient sum for a parameter."""
     block = block_of(parameter)
     if block is None:
         return None if parameter.grad is None else parameter.grad.clone()
@@ -56,7 +56,7 @@ def assert_same_gradients(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
-    """Compare everything that ``state_dict`` gives."""
+    """Compare all entries of ``state_dict``."""
     one, other = plain.state_dict(), tiered.state_dict()
     assert list(one) == list(other)
     for name, numbers in one.items():
@@ -64,7 +64,7 @@ def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 class Rooted(nn.Module):
-    """Parameters of its own, in lists and in dicts, used outside of any module's forward; one is never used."""
+    """A module whose parameters, in lists and dicts, are used outside of any submodule's forward; one is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Rooted(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too; its layers and weights are used twice."""
+    """An embedding that is also the head; its layers and weights are used twice."""
 
     def __init__(self, *, reads_directly: bool = False, sparse: bool = False) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Reads the weights of its projection itself."""
+    """Reads its projection's weights directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def parametrized(kind: str) -> nn.Module:
 
 
 def frozen_in_part() -> nn.Module:
-    """Return layers of which some weights are frozen."""
+    """Return layers with some frozen weights."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8))
     module[0].requires_grad_(False)
     module[1][0].weight.requires_grad_(False)

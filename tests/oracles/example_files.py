@@ -1,4 +1,4 @@
-"""Files of examples/ as modules, since they are in no package; what the suites need to know of its object tier."""
+"""Files of examples/ as modules, because they are in no package, and the object tier's facts for the suites."""
 
 from __future__ import annotations
 

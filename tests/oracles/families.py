@@ -1,4 +1,4 @@
-"""Tiny models of every family of transformers, decoders and image-text; batches that show what goes wrong."""
+"""Tiny models of every family of transformers, decoders and image-text; batches that reveal common errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {**_MOE, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "attention_chunk_size": 4},
 }
 
-#: The families of the last year: trained beside Hugging Face in one test, so that the others stay as short as they are.
+#: Families of the last year: one test trains them against Hugging Face, so the other tests stay short.
 RECENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": {**_QWEN3_5, **_MOE, "shared_expert_intermediate_size": 24},
@@ -168,7 +168,7 @@ def tiny_config(family: str, *, tied: bool | None = None, **changes: Any) -> Any
 
 
 def padded_batches() -> list[dict[str, torch.Tensor]]:
-    """Return three unequal micro-batches: padded on the right, prompts without labels, lengths that differ."""
+    """Return three unequal micro-batches: padded on the right, prompts without labels, different lengths."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for rows, length in ((2, 12), (1, 7), (3, 9)):
@@ -186,7 +186,7 @@ def padded_batches() -> list[dict[str, torch.Tensor]]:
 
 
 def packed_batches() -> list[dict[str, torch.Tensor]]:
-    """Return two micro-batches of documents packed into one row, told apart by their positions."""
+    """Return two micro-batches of documents packed into one row, separated by their positions."""
     generator = torch.Generator().manual_seed(6)
     batches = []
     for lengths in ((5, 4, 7), (3, 9)):
@@ -225,7 +225,7 @@ SMALL = {name: number for number, names in SMALL_BY_NUMBER.items() for name in n
 
 
 def shrunk_config(model_type: str) -> Any:
-    """Return a tiny configuration without dropout; raises whatever transformers raises where that is impossible."""
+    """Return a tiny configuration without dropout; raises transformers' error if that is impossible."""
     if model_type in FAMILIES:
         return tiny_config(model_type)
     default = CONFIG_MAPPING[model_type]()
@@ -246,7 +246,7 @@ def shrunk_config(model_type: str) -> Any:
 
 IMAGE_TEXT_TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
-#: Of towers of images and sounds, beside the sizes of a text model.
+#: Keys of image and audio towers, in addition to the sizes of a text model.
 _TOWER: dict[str, int] = {
     "image_size": 32,
     "patch_size": 16,
@@ -282,11 +282,11 @@ def image_text_class(model_type: str) -> Any:
 
 
 def tiny_image_text_config(model_type: str) -> Any:
-    """Return a tiny configuration without dropout; raises whatever transformers raises where that is impossible."""
+    """Return a tiny configuration without dropout; raises transformers' error if that is impossible."""
     default = CONFIG_MAPPING[model_type]()
     config = CONFIG_MAPPING[model_type](**_shrunk(default))
     if model_type.endswith(("_omni_moe_thinker", "_omni_thinker")):
-        config.vision_start_token_id = VOCAB - 2  # published configs have it, the default has not
+        config.vision_start_token_id = VOCAB - 2  # published configs have it, the default does not
     config.architectures = [image_text_class(model_type).__name__]
     return config
 

@@ -1,4 +1,4 @@
-"""The oracle: the whole model in memory, plain `loss.backward()`, torch's AdamW or another; nothing of ours."""
+"""The oracle: the whole model in memory, plain `loss.backward()`, an optimizer of torch; no code of the project."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain.engine.state import micro_batch_seed
 
 @dataclass
 class Reference:
-    """Loss, and gradients by parameter name (absent where Hugging Face gives none)."""
+    """Loss, and gradients by parameter name (absent if Hugging Face gives none)."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -42,7 +42,7 @@ def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequenc
 
 
 def add_gradients(model: Any, batch: Mapping[str, Tensor], num_items: int) -> float:
-    """Run the backward of a micro-batch's own mean loss, times its share of the step's labels, and return the loss."""
+    """Run the backward of a micro-batch's mean loss, times its share of the step's labels, and return the loss."""
     count = int((batch["labels"][:, 1:] != -100).sum())
     if not count:
         return 0.0
@@ -64,7 +64,7 @@ def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], 
 
 
 def evaluate(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over all tokens that have a label, in eval mode, and their number."""
+    """Return the mean loss over all tokens with a label, in eval mode, and their number."""
     total, num_tokens = 0.0, 0
     model.eval()
     with torch.no_grad():
@@ -99,8 +99,8 @@ def train_plainly(
 ) -> PlainRun:
     """Train in fp32 on the CPU: token-weighted accumulation, global-norm clipping, decoupled decay.
 
-    `make_optimizer` makes an optimizer of parameter groups; None: torch's AdamW.
-    `unit_of` tells the unit of a parameter: each unit's gradients are clipped by their own norm. None: all by theirs.
+    `make_optimizer` makes an optimizer of parameter groups; the default is torch's AdamW. `unit_of` returns a
+    parameter's unit: each unit's gradients are clipped by their norm. Without it, all are clipped by the global norm.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -132,7 +132,7 @@ def train_plainly(
 
 
 def assert_same_gradients(expected: Reference, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Compare a step's loss and gradients with those of ``train_step``, in fp32: what the order of sums may change."""
+    """Compare a step's loss and gradients with ``train_step``, in fp32, within the effect of the order of sums."""
     assert loss == pytest.approx(expected.loss, rel=2e-6)
     assert set(gradients) == set(expected.gradients)
     noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())

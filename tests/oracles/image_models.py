@@ -19,7 +19,7 @@ from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"
-SIDE = 32  # of the images that towers of a fixed size take
+SIDE = 32  # size of the images for towers of a fixed size
 
 _PARTS = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -33,13 +33,13 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a tiny folder of a family needs beside its configuration.
+    """Properties of a tiny folder of a family in addition to its configuration.
 
     Attributes:
         processor: class of the processor.
         image_processor: class and values of the image processor.
         tokens: name of a special token of the tokenizer -> the token.
-        placeholder: what the chat template writes for an image.
+        placeholder: text of the chat template for an image.
         ids: field of the configuration -> token.
         values: of the processor.
         changes: of the configuration, by path.
@@ -251,7 +251,7 @@ def random_model(family: str, tokenizer: Any) -> Any:
             continue
         *inner, name = path.split(".")
         setattr(getattr(config, inner[0]) if inner else config, name, value)
-    config = type(config)(**{**config.to_dict(), **made.changes.get("", {})})  # what follows from other fields
+    config = type(config)(**{**config.to_dict(), **made.changes.get("", {})})  # derived from other fields
     config.architectures = [image_text_class(family).__name__]
     torch.manual_seed(1234)
     model = image_text_class(family)._from_config(config, dtype=torch.float32).train()
@@ -279,7 +279,7 @@ def chat(*parts: str | dict[str, Any], answer: str = "a whale") -> list[dict[str
 
 
 def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path:
-    """Write a file of rows, each with images of the sizes given, and the images beside it."""
+    """Write a file of rows with images of the given sizes, and the images next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, own in enumerate(sizes):
@@ -295,7 +295,7 @@ def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path
 
 
 def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> DataSpec:
-    """Return what a run says of rows with images."""
+    """Return a run's description of rows with images."""
     table = DataConfig(
         train=[DatasetConfig(path=str(rows))],
         max_length=max_length,

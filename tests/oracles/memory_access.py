@@ -1,4 +1,4 @@
-"""`BlockAccess` in plain dictionaries: the oracle of what the tiered store must do for the engine."""
+"""`BlockAccess` in plain dictionaries: the oracle of the tiered store's service to the engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class MemoryAccess:
         self._filled: dict[int, set[str]] = {}
         self._open: list[str] = []
         self.log: list[tuple[str, int]] = []
-        self.skipped: list[str] = []  # units whose weights were not needed, once for each visit
+        self.skipped: list[str] = []  # units whose weights were not needed, one entry per visit
         self.largest_num_activations = 0
-        self.attention_nbytes = 1 << 20  # of the room for a micro-batch's results
+        self.attention_nbytes = 1 << 20  # size of a micro-batch's results
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self, phase: str, visit: int) -> None:
@@ -73,9 +73,9 @@ class MemoryAccess:
         key = (visit, micro_batch, index)
         tensor = self._activations[key]
         yield tensor
-        if self._log_visit() <= visit:  # else a visit before this one, whose own it is, reads it as well
+        if self._log_visit() <= visit:  # otherwise the earlier visit that saved it also reads it
             del self._activations[key]
-            tensor.fill_(0)  # whoever still uses it is seen
+            tensor.fill_(0)  # a later use would show
 
     @contextmanager
     def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
@@ -87,7 +87,7 @@ class MemoryAccess:
             return
         room = self._rooms.pop((visit, micro_batch))
         yield room
-        room.fill_(255)  # whoever still uses it is seen
+        room.fill_(255)  # a later use would show
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the gradients summed over use sites in use order, and start over."""
@@ -102,7 +102,7 @@ class MemoryAccess:
 
 
 def cut_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of a model under the names of a graph's, cut as its experts are."""
+    """Return a model's tensors under a graph's names, cut as its experts are."""
     entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
     return {
         entry.name: whole[entry.parameter]
@@ -115,7 +115,7 @@ def cut_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def joined(graph: ModelGraph, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what ``cut_like`` was given."""
+    """Invert ``cut_like``."""
     found: dict[str, list[torch.Tensor]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:

@@ -1,4 +1,4 @@
-"""The oracle of LoRA: peft's own model around the plain one, all in memory; nothing of ours."""
+"""The oracle of LoRA: peft's model around the plain one, all in memory; no code of the project."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def with_adapters(model: Any, settings: Mapping[str, Any]) -> PeftModel:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a file of an adapter, or of the model, has for a parameter of peft's model."""
+    """Return the name of a parameter of peft's model in the file of an adapter or of the model."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
-    if ".lora_" not in name:  # those of experts are one in the other, and their adapters' names say so
+    if ".lora_" not in name:  # adapters of experts are nested, and so are their names
         name = name.replace(".base_layer", "")
     return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
 
 
 def parameters_by_name(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return all parameters by the name that a file has."""
+    """Return all parameters by their names in files."""
     found = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return found | {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def opened(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> PeftModel:
-    """Return what peft makes of two folders."""
+    """Return peft's model of two folders."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what peft calls
+        warnings.simplefilter("ignore", FutureWarning)  # transformers warns about a call of peft
         return PeftModel.from_pretrained(model, adapter)

@@ -1,4 +1,4 @@
-"""The workspace that is planned for a step of a traced model whose blocks all lie where it computes."""
+"""The planned workspace of a step of a traced model whose blocks are all in the compute tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.optim.elementwise import AdamW
 
 
 def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: int, kept_parts: int = 1) -> int:
-    """Return the bytes outside of blocks, but for kept graphs.
+    """Return the bytes outside of blocks, without kept graphs.
 
     Args:
         graph: The model.
@@ -35,13 +35,13 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
 
 
 def fullest_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
-    """Return what a step of one process that keeps the graphs of all visits before the head holds outside of blocks.
+    """Return the bytes outside of blocks of a single-process step that keeps the graphs of all visits before the head.
 
     Args:
         graph: The model.
         trace: Its visits.
         program: A step; whether it keeps graphs makes no difference here.
-        num_micro_batches: Micro-batches that are there together.
+        num_micro_batches: Micro-batches that exist together.
     """
     trunk = [number for number, visit in enumerate(trace.visits) if not visit.is_head]
     in_visits = visit_transients(graph, trace, program, num_micro_batches, torch.device("cpu"))

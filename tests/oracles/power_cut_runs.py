@@ -1,4 +1,4 @@
-"""A store at work, with blocks in several homes, that commits again and again; and what must be left of it."""
+"""A store at work, with blocks in several homes, that commits repeatedly, and the checks of its remains."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Contents = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where blocks and generations lie, below one folder."""
+    """Locations of blocks and generations, below one folder."""
 
     name: str
     generations: str
     drives: tuple[str, ...]
-    homes: tuple[str, ...]  # of the blocks in turn
+    homes: tuple[str, ...]  # for the blocks in turn
     keep: int = 2
 
     def tiers(self, root: Path) -> list[Tier]:
@@ -54,7 +54,7 @@ class Layout:
         return TieredStore.open(path, self.tiers(root), generation, keep_generations=self.keep)
 
     def number(self, root: Path, generation: int | None = None) -> int:
-        """Return the run's own number of a generation, default the current one."""
+        """Return the run's number of a generation, by default of the current one."""
         number = read_manifest(root / self.generations, generation).meta["number"]
         assert isinstance(number, int)
         return number
@@ -70,11 +70,11 @@ LAYOUTS = [
 
 @dataclass
 class History:
-    """What was committed: contents by the run's own numbers, and which of them somebody knows to be safe.
+    """Committed contents by the run's numbers, and the commits known to be safe.
 
     Attributes:
-        begun: the largest number whose commit was begun. waited: all whose commit was waited for.
-        line: of these, the last one that a run went on from or committed, and those before it.
+        begun: the largest number whose commit was begun. waited: all numbers whose commit was waited for.
+        line: the last waited-for commit that a run resumed or made, and its predecessors.
     """
 
     expected: dict[int, Contents] = field(default_factory=dict)
@@ -94,17 +94,17 @@ class History:
 
     @property
     def safe(self) -> int:
-        """Return the number that must not be lost, 0: none."""
+        """Return the number that must not be lost, or 0."""
         return self.line[-1] if self.line else 0
 
     def kept(self, found: int, keep: int) -> list[int]:
-        """Return the numbers that must be whole when ``found`` is the current one."""
+        """Return the numbers that must be complete when ``found`` is the current one."""
         line = self.line if found in self.waited else [*self.line, found]
-        return line[-max(1, keep - 1) :]  # a commit makes room before it begins
+        return line[-max(1, keep - 1) :]  # a commit frees space before it begins
 
 
 class Trainer:
-    """Changes blocks and commits, as a training does; ``tell`` hears what happens."""
+    """Changes blocks and commits, like a training run; ``tell`` receives the events."""
 
     def __init__(self, store: TieredStore, history: History, tell: Callable[[str, int], None], start: int = 0) -> None:
         self.store, self.history, self._tell = store, history, tell
@@ -153,12 +153,12 @@ def same(found: Contents, expected: Contents) -> bool:
 
 
 def check_newest(root: Path, layout: Layout, history: History) -> int:
-    """Open what is there; return its number, 0: there is none, which is right only before the first."""
+    """Open the newest generation; return its number, or 0 for none, which is right only before the first."""
     if not newest_first(root / layout.generations):
         assert history.safe == 0, f"{history.safe} is lost"
         with pytest.raises(GenerationError):
             layout.open(root)
-        with layout.new(root):  # somebody can begin there
+        with layout.new(root):  # a new store can begin there
             return 0
     with layout.open(root) as store:
         number = layout.number(root)
@@ -168,7 +168,7 @@ def check_newest(root: Path, layout: Layout, history: History) -> int:
 
 
 def check_older(root: Path, layout: Layout, history: History, found: int) -> None:
-    """Every generation that is there opens and is what it was, and those that are kept are there."""
+    """Assert that every existing generation opens unchanged, and that the kept ones exist."""
     path = root / layout.generations
     opened = []
     for generation in newest_first(path):

@@ -1,4 +1,4 @@
-"""Looks at the data of a config, as the command line takes them."""
+"""Previews of a config's data, as the command line makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders whose weights are quantized, with the numbers they stand for: written after the formats' descriptions."""
+"""Folders with quantized weights, and their decoded values, written from the formats' descriptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1
 
 
 def fp8(weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return float8 numbers with scales of square blocks, by the end of their names, and what they stand for."""
+    """Return float8 numbers with scales of square blocks, by the end of their names, and their decoded values."""
     rows, columns = weight.shape
     down, across = math.ceil(rows / block), math.ceil(columns / block)
     scales = torch.empty(down, across)
@@ -43,7 +43,7 @@ def fp8(weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def nf4(weight: Tensor, block: int = 64, *, nested: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what bitsandbytes saves of a weight, and what it stands for."""
+    """Return the tensors that bitsandbytes saves for a weight, and its decoded value."""
     flat = weight.reshape(-1)
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(dim=1)
@@ -70,7 +70,7 @@ def nf4(weight: Tensor, block: int = 64, *, nested: bool = False) -> tuple[dict[
 
 
 def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return blocks and scales of experts' weights [E, C, R], by the end of their names, and what they stand for."""
+    """Return blocks and scales of experts' weights [E, C, R], by the end of their names, and the decoded values."""
     rows = weight.transpose(-1, -2).reshape(*weight.shape[:-2], weight.shape[-1], -1, 32)
     exponents = torch.floor(torch.log2(rows.abs().amax(dim=-1) / 6)) + 1
     codes = (rows / torch.exp2(exponents)[..., None])[..., None].sub(FP4).abs().argmin(dim=-1)
@@ -80,7 +80,7 @@ def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def int4(weight: Tensor, group: int, *, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what compressed-tensors' pack-quantized saves of a weight [R, C], and what it stands for."""
+    """Return compressed-tensors' pack-quantized tensors of a weight [R, C], and its decoded value."""
     rows, columns = weight.shape
     groups = weight.reshape(rows, -1, group)
     low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
@@ -105,7 +105,7 @@ def _words(numbers: Tensor) -> Tensor:
 
 
 def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: dict[str, dict[str, Tensor]]) -> None:
-    """Make a copy of a model's folder with some weights quantized.
+    """Copy a model's folder with some weights quantized.
 
     Args:
         table: ``quantization_config``.
@@ -162,7 +162,7 @@ METHODS = {
     "nf4": Method(_NF4, nf4),
     "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
     "int4": Method(_int4_table(16, symmetric=False), lambda weight: int4(weight, 16)),
-    # As the folders of gpt-oss are, and those of Qwen's and DeepSeek's mixtures, each expert for itself.
+    # As in gpt-oss folders, and in folders of Qwen's and DeepSeek's mixtures with each expert separate.
     "mxfp4": Method(
         {"quant_method": "mxfp4"},
         mxfp4,
@@ -185,7 +185,7 @@ METHODS = {
     "fp8 experts": Method(
         _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
     ),
-    # The experts alone, as in the folders of Kimi K2.
+    # Only the experts, as in the folders of Kimi K2.
     "int4 experts": Method(
         _int4_table(8, symmetric=True),
         lambda weight: int4(weight, 8, symmetric=True),
@@ -197,7 +197,7 @@ METHODS = {
 
 
 def quantized_pair(folder: Path, method: str) -> tuple[Path, Path]:
-    """Write a folder with quantized layers, and one with the numbers that these stand for."""
+    """Write a folder with quantized layers, and a plain folder with the decoded values."""
     made, source = METHODS[method], folder / "source"
     if made.family:
         torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Rows of a source, and documents made of rows, as a test asks for them: in RAM, without a config."""
+"""Rows of a source, and documents made of rows, for tests: in RAM, without a config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def encode_rows(
     joins_texts: bool = False,
     kind: RowKind = CHATS,
 ) -> TokenDataset:
-    """Tokenize rows; of a kind, and with the options that a config has."""
+    """Tokenize rows of a kind, with the options of a config."""
     made = InMemory()
     each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, joins_texts=joins_texts))
     each.add_rows(rows)
@@ -64,5 +64,5 @@ def encode_row(encoder: RowEncoder, row: PlainRow) -> Encoded:
 def to_row(
     value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow:
-    """Return what a row of a file holds."""
+    """Return the contents of a row of a file."""
     return read_row(value, where, format, columns, folder)[1]

@@ -1,4 +1,4 @@
-"""The state of a run that says nothing but what a test gives."""
+"""The state of a run with only the values of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner of a model's passes, with what it is made of by keywords."""
+"""A runner of a model's passes, made from keywords."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def write_gz(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Two frames to a file, as programs that append write it."""
+    """Write two frames per file, as programs that append do."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd")
@@ -37,7 +37,7 @@ def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_parquet(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Groups of three rows: a cursor stands before, in and behind them."""
+    """Write groups of three rows: a cursor is before, in and after them."""
     import pyarrow
     import pyarrow.parquet
 

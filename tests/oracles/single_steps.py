@@ -1,4 +1,4 @@
-"""Steps of a run that are taken one by one, with the blocks in between, and gradients that are not finite."""
+"""Steps of a run taken one by one, with the blocks in between, and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def single_steps(folder: Path, text: str) -> Iterator[Steps]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, glob: str = "*") -> None:
-    """Let an element of some parameters' gradients be NaN, whichever way they reach their accumulator."""
+    """Set an element of some parameters' gradients to NaN, on every path to their accumulator."""
 
     def spoil_argument(method: str, position: int) -> None:
         original = getattr(GradientAccumulator, method)

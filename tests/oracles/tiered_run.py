@@ -37,7 +37,7 @@ ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nacti
 
 @dataclass
 class TieredRun:
-    """What a run gave: losses, norms, a digest per block, fp32 weights and their averages by name, and what moved."""
+    """Results of a run: losses, norms, a digest per block, fp32 weights and their averages by name, and traffic."""
 
     plan: Plan
     losses: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class TieredRun:
     moved_outside: Mapping[str, int] = field(default_factory=dict)
 
     def assert_as_planned(self) -> None:
-        """What moved is what the plan said, nothing was fetched for nothing, and no tier took more than it has."""
+        """Assert that traffic is as planned, no fetch was wasted, and no tier exceeded its capacity."""
         assert self.moved is not None
         moved = {link: stats.num_bytes + self.moved_outside.get(link, 0) for link, stats in self.moved.links.items()}
         assert moved == self.plan.placement.run_traffic_bytes(len(self.losses))
@@ -61,7 +61,7 @@ class TieredRun:
             assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes
 
     def assert_same(self, other: TieredRun) -> None:
-        """Losses, norms and every block of weights and state are the other run's, bit for bit."""
+        """Assert that losses, norms and every block of weights and state equal the other run's, bit for bit."""
         assert self.losses == other.losses and self.grad_norms == other.grad_norms
         assert self.digests == other.digests
 
@@ -124,14 +124,14 @@ size = "{tables.get("ram", "256MiB")}"
 
 
 def plan_of(config: RunConfig) -> Plan:
-    """Plan a run; what a model is traced as is kept, since most runs of a test differ in placement only."""
+    """Plan a run; traces are kept, since most runs of a test differ only in placement."""
     with traces_kept():
         return planner.plan_run(resolve(config))
 
 
 @contextmanager
 def parts_passing(passes: bool) -> Iterator[None]:
-    """Have plans in which parts of the vocabulary pass one by one, or are all there, whatever that takes."""
+    """Let plans stream the parts of the vocabulary one by one, or hold all of them, at any cost."""
 
     def attempts(*values: Any, **options: Any) -> Attempts:
         return replace(Attempts(*values, **options), passes_parts=passes)
@@ -166,7 +166,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         engine.finish_updates()
         store.wait_idle()
         run.moved, run.moved_outside = store.stats() - before, engine.moved_bytes
-        running.end_steps()  # RAM may have room for a layout's weights only beside those, as in an export
+        running.end_steps()  # RAM may lack space for a layout's weights while steps are open, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
                 home = plan.placement.homes[block.key]
@@ -194,7 +194,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 
 def write_tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write weights, config and tokenizer into a folder and return it; ``changes`` are other values of the config."""
+    """Write weights, config and tokenizer into a folder and return it; ``changes`` replace values of the config."""
     torch.manual_seed(7)
     config = AutoConfig.from_pretrained(QUICKSTART, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

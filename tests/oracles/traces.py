@@ -1,10 +1,10 @@
-"""Traces that are kept for plans of the same: most plans of the tests differ in anything but what the model computes.
+"""Traces kept for equal plans: most plans of the tests differ in other things than the model's computation.
 
-A trace is most of a tiny run's time. What is kept is told apart by all that it depends on: the model's modules, their
-code, its config and layouts, what the trace is given, the state of torch, and the globals of the engine, which tests
-change. Tests of the trace itself call it; see ``TRACED_ANEW`` in ``conftest.py`` for those that plan.
+A trace takes most of a tiny run's time. The key of a kept trace has all its inputs: the model's modules, their code,
+its config and layouts, the arguments, the state of torch, and the globals of the engine, which tests change. Tests of
+the trace call it directly; see ``TRACED_ANEW`` in ``conftest.py`` for the tests that plan.
 
-Where nothing is replaced, so that names say all of that, the processes of one pytest share traces, by files.
+If no test has replaced code, so that names identify all of that, the processes of one pytest run share traces by files.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import traced
 
-#: Environment variable: the folder that processes share traces in, made and removed by ``conftest.py``.
+#: Environment variable: the folder in which processes share traces, made and removed by ``conftest.py``.
 FOLDER = "KEPT_TRACES"
-#: Key -> trace, and the globals that the key has addresses of: while they live, nothing else is there.
+#: Key -> trace, and the globals whose addresses are in the key: while they live, no object reuses the addresses.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
-#: Packages whose globals decide what is traced.
+#: Packages whose globals affect traces.
 _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
 
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """Have plans take the trace of an earlier one where the model, its rows and all that computes them are the same."""
+    """Let plans reuse an earlier trace if the model, its rows and all code that computes them are the same."""
     with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield
 
 
 def keeping(trace: Callable[..., VisitTrace]) -> Callable[..., VisitTrace]:
-    """Return what gives the traces of ``trace``, each made once."""
+    """Return a function that makes each trace of ``trace`` once."""
     return trace if is_keeping(trace) else functools.partial(_kept, trace)
 
 
 def is_keeping(trace: Callable[..., VisitTrace]) -> bool:
-    """Return whether this came from ``keeping``."""
+    """Return whether a function came from ``keeping``."""
     return isinstance(trace, functools.partial) and trace.func is _kept
 
 
@@ -101,16 +101,16 @@ def _shared(text: str, make: Callable[[], VisitTrace]) -> VisitTrace:
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Return whether a global says nothing about the code: what the interpreter keeps there, or a cache."""
+    """Return whether a global is independent of the code: the interpreter's state, or a cache."""
     return name.startswith("__") or (isinstance(value, dict) and name.islower())
 
 
 class _ReplacedError(Exception):
-    """A name does not say what this is: a test has put it there."""
+    """An object has no stable name: a test has put it there."""
 
 
 def _written(value: Any) -> str:
-    """Write what another process can compare. Raises ``_ReplacedError``: not possible."""
+    """Write a value so that another process can compare it. Raises ``_ReplacedError`` if that is impossible."""
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(map(_written, value.items())))}}}"
     if isinstance(value, list | tuple):
@@ -130,7 +130,7 @@ def _written(value: Any) -> str:
 
 
 def _name_of(value: Any) -> str:
-    """Return where a function or a class is found. Raises ``_ReplacedError``: nowhere, or another one is there."""
+    """Return the path of a function or a class. Raises ``_ReplacedError`` if it has none, or names another object."""
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -155,20 +155,20 @@ def _of_model(graph: ModelGraph) -> str:
 
 
 def _of_forwards(graph: ModelGraph) -> Iterator[Any]:
-    """Yield the functions that compute the model, which tests replace."""
+    """Yield the forward functions of the model, which tests replace."""
     yield frozenset(type(module).forward for module in graph.model.modules())
     yield frozenset(module.__dict__["forward"] for module in graph.model.modules() if "forward" in module.__dict__)
 
 
 def _globals() -> Iterator[tuple[str, Any]]:
-    """Yield what the modules of the engine hold, by name; tests replace it."""
+    """Yield the globals of the engine's modules, by name; tests replace them."""
     for name in _modules():
         yield from vars(sys.modules[name]).items()
 
 
 @functools.cache
 def _modules() -> Sequence[str]:
-    """Import all that can be, so that every process looks at the same."""
+    """Import every possible module, so that all processes read the same ones."""
     names = [
         found.name for package in _CODE for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]

@@ -1,4 +1,4 @@
-"""A run from its config to its export: what it reported, and what it left in its folder."""
+"""A run from its config to its export: its reports, and the files in its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiered.durable.manifest import read_manifest
 
 
 class Told(RunObserver):
-    """Keeps what a run reports, and stops it as another process would.
+    """Keeps a run's reports, and stops it as another process would.
 
     Args:
         stop_after: Step after which the run is stopped. None for never.
@@ -62,7 +62,7 @@ class WholeRun:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan that was run."""
+        """Return the plan of the run."""
         return self.trainer.plan
 
     @property
@@ -77,7 +77,7 @@ class WholeRun:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Return step and loss of all steps in the log, also of former starts."""
+        """Return step and loss of all steps in the log, including former starts."""
         return [(line["step"], line["loss"]) for line in self.lines if "grad_norm" in line]
 
     @property
@@ -87,7 +87,7 @@ class WholeRun:
 
     @property
     def weights(self) -> bytes:
-        """Return the exported file."""
+        """Return the exported weights."""
         return (self.folder / "out/final/model.safetensors").read_bytes()
 
     @property
@@ -96,7 +96,7 @@ class WholeRun:
         return {block.key: block.xxh3_64 for block in read_manifest(self.folder / "out/checkpoints").blocks}
 
     def assert_same(self, other: WholeRun) -> None:
-        """All losses, the last checkpoint and the export have the other run's bits."""
+        """Assert that all losses, the last checkpoint and the export have the other run's bits."""
         assert self.losses == other.losses
         assert self.state == other.state
         assert self.weights == other.weights

@@ -1,7 +1,7 @@
-"""The covering array: few rows that have, together, every pair of levels that can be had.
+"""The covering array: few rows that together have every possible pair of levels.
 
-``python -m pairs.array`` in ``tests`` makes ``rows.jsonl`` anew: the rows that can still be had stay, and covertable
-adds what they lack.
+In ``tests``, ``python -m pairs.array`` makes ``rows.jsonl`` again: the rows that are still possible stay, and
+covertable adds the missing ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from pairs.factors import EXCLUSIONS, FACTORS, Row, is_excluded
 
-#: One row of this many is drawn for a day.
+#: A day's selection draws one row in this many.
 SHARE = 26
 FILE = Path(__file__).with_name("rows.jsonl")
 
@@ -33,11 +33,11 @@ def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
     """Make the rows: seconds of a core.
 
     Args:
-        kept: rows that stay, but for those that are excluded and those that no pair needs any more.
+        kept: rows that stay, unless they are excluded or no pair needs them any more.
     """
     import covertable
 
-    plainest = {name: levels[0] for name, levels in FACTORS.items()}  # for rows that were made before a factor
+    plainest = {name: levels[0] for name, levels in FACTORS.items()}  # for rows older than a factor
     presets = [{**plainest, **row} for row in kept]
     constraints: list[dict[str, Any]] = []
     for each in EXCLUSIONS:
@@ -53,7 +53,7 @@ def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
 
 
 def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows without those all of whose pairs others have."""
+    """Return the rows without the redundant ones, whose pairs are all in other rows."""
     times = Counter(pair for row in rows for pair in pairs_of(row))
     left = []
     for row in rows:
@@ -66,24 +66,24 @@ def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def name_of(row: Row) -> str:
-    """Return the name of a test: four digits to choose it by, and its levels; the plainest ones are left out."""
+    """Return the name of a test: four digits to choose it by, and its levels without the plainest ones."""
     words = "-".join(row[name] for name, levels in FACTORS.items() if name == "model" or row[name] != levels[0])
     return f"{digest(row):04x}-{words}"
 
 
 def digest(row: Row) -> int:
-    """Return a number of 16 bits that a row alone decides."""
+    """Return a number of 16 bits that depends only on the row."""
     text = ",".join(f"{name}={row[name]}" for name in FACTORS)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "little")
 
 
 def pairs_of(row: Row) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    """Return the pairs of levels that a row has."""
+    """Return the pairs of levels in a row."""
     return set(combinations(((name, row[name]) for name in FACTORS), 2))
 
 
 def chosen(seed: str) -> Sequence[dict[str, str]]:
-    """Return the rows of a day: some that are drawn, and those with levels that these lack."""
+    """Return the rows of a day: some drawn at random, and rows with the levels that these lack."""
     drawn = [row for row in all_rows() if not is_long(row)]
     random.Random(seed).shuffle(drawn)
     found = drawn[: -(-len(drawn) // SHARE)]

@@ -14,12 +14,12 @@ NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_ROWS = 4, 4, 2
 ROWS_PER_STEP = NUM_MICRO_BATCHES * MICRO_BATCH_ROWS
 LEARNING_RATE = 1e-3
 WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2hosts": (2, 2)}
-#: Of a tier that has room for all there is, and of one that is to be as small as the plan allows.
+#: Sizes of a tier with space for everything, and of one as small as the plan allows.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")
-#: Next to the config of a run that has a tier of objects, and the size of the drive before that tier.
+#: Folder next to the config of a run with an object tier, and the size of the drive before that tier.
 OBJECTS_FOLDER, OBJECTS_DRIVE = "objects", "2MiB"
-#: Steps that weights change after, to the same: a stream draws no row for a later step before it.
+#: Steps with a change of weights to equal weights: before such a step, a stream draws no row for a later one.
 WINDOW_STARTS = (2, 4)
 LAYER_DECAY = 0.5
 _KINDS = ("weights", "gradients", "optimizer", "activations")
@@ -45,9 +45,9 @@ Config = dict[str, Any]
 
 
 def plain_of(row: Row) -> dict[str, str]:
-    """Return the row whose bits a row is to have: all in RAM, one process, nothing fetched ahead.
+    """Return the row with the same expected bits: all in RAM, one process, no prefetch.
 
-    How a model is cut stays: of what a sum is made follows from the model, and no config says it.
+    The cut of the model stays: the order of sums follows from the model, and no config states it.
     """
     size, _ = WORLDS[row["ranks"]]
     lanes = f"{size}lanes" if row["lanes"] == "open" and size > 1 else row["lanes"]
@@ -83,7 +83,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
             "gradient_accumulation_steps": NUM_MICRO_BATCHES,
             "max_steps": NUM_STEPS,
         },
-        # The first step changes nothing: so the losses of the first two are those of the weights that it starts from.
+        # The first step changes nothing, so the first two losses are those of the initial weights.
         "optimizer": {
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
@@ -143,7 +143,7 @@ def _cut(config: Config, row: Row) -> None:
 def _place(config: Config, row: Row, folder: Path) -> None:
     tiers, where = config["tiers"], row["placement"]
     if where in ("least", "drive", "objects", *ON_A_GPU):
-        # Each host has its own drive under the path that all are told: the folder that its processes are in.
+        # Each host has a separate drive under the shared path: the folder in which its processes run.
         own = Path("/proc/self/cwd") if WORLDS[row["ranks"]][1] > 1 else folder
         tiers["nvme"] = [{"path": str(own / "drive"), "size": "200MiB"}]
     if where in ("least", "objects"):
@@ -178,7 +178,7 @@ def _evaluate(config: Config, row: Row, held_out: Path) -> None:
 
 
 def all_in_place(config: Config) -> Config:
-    """Return a config with all in the memory of the device, and nothing fetched ahead."""
+    """Return a config with all blocks in the memory of the device, and no prefetch."""
     tiers = {"ram": {"size": AMPLE}} | ({"gpu": {"size": AMPLE}} if config["device"] == "cuda" else {})
     kept = {name: value for name, value in config.items() if name != "placement"}
     training = {**config["training"], "recompute": "full"}

@@ -1,4 +1,4 @@
-"""Tiny models of every level, and the rows that they are trained and evaluated on."""
+"""Tiny models of every level, and the rows for training and evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
 }
-#: Model -> what its configuration has beside the sizes. Layers of 100,000 elements: more than the smallest part.
+#: Model -> its configuration in addition to the sizes. Layers of 100,000 elements: more than the smallest part.
 _VALUES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3_moe": {"moe_intermediate_size": 96, "mlp_only_layers": []},
@@ -51,7 +51,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 96, "n_layer": 2, "n_positions": 512},
 }
-#: What names of quantized weights end in.
+#: Name endings of quantized weights.
 _ENDS = {
     "mxfp4": ("experts.gate_up_proj", "experts.down_proj"),
     "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
@@ -60,7 +60,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with models and data, each made when it is first asked for."""
+    """A folder with models and data, each made on first use."""
 
     folder: Path
 
@@ -69,7 +69,7 @@ class Place:
         return self._plain(family, task) if base == "plain" else self._quantized(family, base, task) / "quantized"
 
     def meant(self, family: str, base: str, task: str = "sft") -> Path:
-        """Return the folder of a model that has the numbers which the other one stands for."""
+        """Return the folder of a plain model with the decoded values of a quantized one."""
         return self._plain(family, task) if base == "plain" else self._quantized(family, base, task) / "plain"
 
     def _plain(self, family: str, task: str = "sft") -> Path:
@@ -102,7 +102,7 @@ class Place:
         return made
 
     def teacher(self, family: str) -> Path:
-        """Return the folder of a teacher with the words of a model."""
+        """Return the folder of a teacher with a model's vocabulary."""
         is_image_text = family == "qwen2_5_vl"
         folder = self.folder / "models" / ("teacher-images" if is_image_text else "teacher")
         if not folder.exists():
@@ -111,7 +111,7 @@ class Place:
         return folder
 
     def data(self, task: str, *, images: bool = False) -> tuple[Path, Path]:
-        """Return the files of rows that are trained and evaluated on."""
+        """Return the files of rows for training and evaluation."""
         kinds = {"pretrain": "text", "distill": "sft", "kto": "dpo", "orpo": "dpo", "reward": "dpo"}
         kind = "images" if images else kinds.get(task, task)
         folder = self.folder / "data" / kind
@@ -124,7 +124,7 @@ class Place:
 
 
 def rows_of(kind: str, folder: Path) -> list[dict[str, Any]]:
-    """Return rows of a kind: the held-out ones first; of preferences fewer, so that an epoch of them is one step."""
+    """Return rows of a kind, held-out ones first; fewer for preferences, so that their epoch is one step."""
     if kind == "images":
         return [image_row(number, folder) for number in range(NUM_HELD_OUT + NUM_ROWS)]
     if kind == "text":
@@ -174,13 +174,13 @@ def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7, *, is_
 
 
 def quantize(source: Path, folder: Path, family: str, base: str) -> None:
-    """Write a copy of a model with quantized weights, and one with the numbers that they stand for."""
+    """Write a copy of a model with quantized weights, and one with the decoded values."""
     method = METHODS["nf4" if base == "nf4" else base]
     ends = _ENDS.get(base) or _ENDS.get(family) or ("proj.weight",)
     tensors, parts = load_file(source / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(ends) and "visual" not in name]:
         weight = tensors[name]
-        if family == "gpt2":  # bitsandbytes keeps what Conv1D has the other way round
+        if family == "gpt2":  # bitsandbytes stores the transpose of Conv1D
             parts[name], meant = nf4(weight.T.contiguous())
             tensors[name] = meant.T.contiguous()
         else:

@@ -1,4 +1,4 @@
-"""Runs with levels that the product refuses: every one of them, alone among plain ones."""
+"""Runs with levels that the product refuses: each refusal, alone among plain levels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def cases() -> Iterator[tuple[Exclusion, dict[str, str]]]:
 
 
 def refused_row(exclusion: Exclusion, levels: Row) -> dict[str, str]:
-    """Return a row that has these levels, and no others that do not go together if that can be."""
+    """Return a row with these levels, and no other excluded combination if that is possible."""
     others = tuple(each for each in EXCLUSIONS if each is not exclusion)
     with mock.patch.object(factors, "EXCLUSIONS", others):
         found = completed(levels)
         if found is not None:
             return found
-    for other in reversed(others):  # one more refuses it as well: no third, which might be told alone
+    for other in reversed(others):  # allow one further refusal, not a third, which might be the reported one
         with mock.patch.object(factors, "EXCLUSIONS", tuple(each for each in others if each is not other)):
             if other.text and (found := completed(levels)) is not None:
                 return found
@@ -40,9 +40,9 @@ def refused_row(exclusion: Exclusion, levels: Row) -> dict[str, str]:
 
 
 def refusal_of(row: Row, place: Place, folder: Path) -> str:
-    """Return what a run of a row is refused with; "": it is not."""
+    """Return the refusal of a row's run, or "" if it runs."""
     try:
         train(row, place, folder)
-    except (AssertionError, ConfigError) as error:  # of ranks: what they said
+    except (AssertionError, ConfigError) as error:  # from ranks: their output
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Whole runs of rows, alone or as ranks: what each told, moved, planned and left."""
+"""Whole runs of rows, alone or as ranks: the log, traffic, plan and files of each."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from processes.ranks import finish_ranks, start_ranks
 from tiered import TieredStore
 from tiered.units import parse_size
 
-#: A tier that is to be as small as the plan allows is made larger so often, as one need may hide another one.
+#: Tries to enlarge a tier of the smallest planned size, because one need may hide another one.
 _MOST_TRIES = 12
 TIMEOUT_S = 600.0
 
 
 @dataclass
 class RankEnd:
-    """What one process of a run saw.
+    """Observations of one process of a run.
 
     Attributes:
         steps: number -> its figures.
         evaluations: in order; seconds are 0.
         moved: by link, between tiers and between ranks, from the first step to the end.
-        planned: by link, what the plan says of the same.
-        wasted: fetches ahead of what nobody used, and copies that the schedule did not foresee.
-        tiers: name -> bytes of the blocks that have their home there, most bytes at once, and capacity.
-        weights: of a run alone that exports what it has: name -> fp32 weights.
-        needs: tier -> the size that it needs, where it was too small; nothing else is filled then.
-        interrupted: a signal ended it.
+        planned: the plan's figures for ``moved``, by link.
+        wasted: unused prefetches, and copies that the schedule did not foresee.
+        tiers: name -> bytes of the blocks at home there, peak bytes, and capacity.
+        weights: name -> fp32 weights at the export; only for a run of one process.
+        needs: tier -> the size that it needs, if it was too small; then nothing else is filled.
+        interrupted: whether a signal ended it.
         num_commits: Checkpoints that were begun.
     """
 
@@ -83,7 +83,7 @@ class Run:
 
     Attributes:
         folder: of the run.
-        starts: for each start, what its processes saw.
+        starts: for each start, the observations of its processes.
         config: of the first start.
     """
 
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def bits(self) -> list[tuple[Any, ...]]:
-        """Of every step all that no placement may change."""
+        """Figures of every step that no placement may change."""
         steps = {number: step for start in self.starts for number, step in start[0].steps.items()}
         return [
             (n, s.loss, s.grad_norm, s.lr, s.num_real_tokens, s.num_trained_tokens, dict(s.preferences))
@@ -102,12 +102,12 @@ class Run:
 
     @property
     def steps(self) -> list[StepMetrics]:
-        """All steps, as rank 0 tells of them."""
+        """All steps, as rank 0 reports them."""
         return [step for start in self.starts for step in start[0].steps.values()]
 
     @property
     def evaluations(self) -> list[tuple[Any, ...]]:
-        """Of every evaluation all that no placement may change."""
+        """Figures of every evaluation that no placement may change."""
         found = [each for start in self.starts for each in start[0].evaluations]
         return [(e.step, e.name, e.loss, e.num_tokens, dict(e.preferences), tuple(e.samples)) for e in found]
 
@@ -124,7 +124,7 @@ class Run:
 
 
 class WatchedTrainer(Trainer):
-    """A trainer that notes what it moves, and what its plan says of that.
+    """A trainer that records its traffic, and the plan's traffic.
 
     Args:
         end: filled.
@@ -140,7 +140,7 @@ class WatchedTrainer(Trainer):
         self._num_since += 1
 
     def _schedule_to_next_stop(self) -> None:
-        """Evaluations and checkpoints cut a run into stretches, each of which begins as a run does."""
+        """Start a new stretch: each evaluation or checkpoint ends one, and each begins as a run does."""
         self._cut()
         super()._schedule_to_next_stop()
 
@@ -172,7 +172,7 @@ class WatchedTrainer(Trainer):
         return super()._summary(moved, link_bytes, **options)
 
     def export(self) -> Path:
-        """Note the weights where they are written: updates are over, and the store is still there."""
+        """Record the weights at the export: updates are done, and the store is still open."""
         real = FinalExport.write
 
         def write(export: FinalExport, *arguments: Any) -> Path:
@@ -187,12 +187,12 @@ class WatchedTrainer(Trainer):
 
 
 def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | None = None) -> RankEnd:
-    """Train in this process, which is a rank of a group or alone.
+    """Train in this process, as a rank of a group or alone.
 
     Args:
         path: of the config.
         cut: the level of that factor.
-        stop_after: step after which it is stopped; None: none.
+        stop_after: step after which it is stopped, or None.
         group: of the ranks.
     """
     end, failed, config = RankEnd(), "", load_config(path).config
@@ -202,7 +202,7 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
         elif cut == "experts":
             stack.enter_context(mock.patch.object(model_experts, "EXPERTS_ELEMENTS", 1))
         if config.device == "cuda":
-            # Without a GPU tier it is one that has no memory of its own.
+            # Without a GPU tier, the GPU shares the host's memory.
             stack.enter_context(virtual_gpu(is_integrated=config.tiers.gpu.size.is_auto))
         if config.tiers.nvme and (objects := path.parent / OBJECTS_FOLDER).exists():
             stack.enter_context(objects_tier(objects.as_uri(), parse_size(AMPLE)))
@@ -217,7 +217,7 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
             end.needs[error.tier] = error.need_bytes
         except Exception:
             failed = traceback.format_exc()
-        gc.collect()  # what a failed run held goes while its device is there
+        gc.collect()  # free a failed run's memory while its device exists
     assert not failed, failed
     return end
 
@@ -237,7 +237,7 @@ def counted_commits(end: RankEnd) -> Iterator[None]:
 
 @contextmanager
 def new_compiler() -> Iterator[None]:
-    """Let ``torch.compile`` begin without what other runs compiled, and set back what its first use turns off."""
+    """Let ``torch.compile`` start without other runs' compiled code, and reset the switches of its first use."""
     import torch._dynamo as dynamo
 
     validates = torch.distributions.Distribution._validate_args
@@ -286,10 +286,10 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
     if row["checkpoints"] in ("copied", "away"):
         for drive in [*folder.glob("drive*"), *folder.glob("host*/drive*")]:
             shutil.rmtree(drive)
-    if row["checkpoints"] == "away":  # and with the drives all that the machine had
+    if row["checkpoints"] == "away":  # along with the drives, all other files of the machine
         shutil.rmtree(run.folder / "out")
     if row["checkpoints"] == "moved":
-        # From the drives of other hosts one process cannot read.
+        # One process cannot read the drives of other hosts.
         stays = WORLDS[row["ranks"]][1] > 1 and "nvme" in config["tiers"]
         row, config = row if stays else {**row, "ranks": "alone"}, all_in_place(config)
     run.starts.append(_start(run, "second", config, row, None))
@@ -297,12 +297,12 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
 
 
 def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None) -> list[RankEnd]:
-    """Start a run, with tiers as large as it needs where they are to be as small as that."""
+    """Start a run; enlarge tiers of the smallest size until the run fits."""
     path, (size, num_hosts) = run.folder / f"{name}.toml", WORLDS[row["ranks"]]
     for _ in range(_MOST_TRIES):
         path.write_text(to_text(config))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what packages that are used deprecate
+            warnings.simplefilter("ignore")  # deprecation warnings of packages
             if size == 1:
                 ends = [train_here(path, row["cut"], stop_after)]
             else:
@@ -315,7 +315,7 @@ def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None
 
 
 def score(row: Row, place: Place, folder: Path) -> None:
-    """Have a teacher score the rows of a row, once."""
+    """Score the rows of a row with a teacher, once."""
     if folder.exists():
         return
     folder.mkdir(parents=True)

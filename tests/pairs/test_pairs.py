@@ -1,7 +1,7 @@
-"""Every feature with every other one that it can meet: a covering array of whole runs (docs/pairs.md).
+"""Every feature with every other compatible one: a covering array of whole runs (docs/pairs.md).
 
-Each run is a row of levels. Its bits are those of the same run all in RAM, in one process; it moves what its plan says
-and takes no more than its tiers have; what it counts, loses and writes is counted and computed once more without it.
+Each run is a row of levels. Its bits equal the same run all in RAM, in one process. It moves the planned bytes, within
+the capacity of its tiers. Its counts, losses and exports are computed again without the project.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(1800)]
 _TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
 
 
-#: Digits of a row -> why it fails: what the array found and nobody has mended yet.
+#: Digits of a row -> the cause of its failure, for failures that are not fixed yet.
 KNOWN: dict[str, str] = {}
 
 
@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def test_every_pair_is_covered_or_excluded() -> None:
-    """Nothing is left out without a reason, and no reason is given that hides nothing."""
+    """Every omission has a reason, and every reason explains an omission."""
     assert not [name_of(row) for row in all_rows() if is_excluded(row)]
     covered = set().union(*map(pairs_of, all_rows()))
     for pair in all_pairs():
@@ -101,10 +101,10 @@ def test_run(row: Row, place: Place, tmp_path: Path) -> None:
 
 
 def assert_within_plan(end: RankEnd) -> None:
-    """Every link moved what was planned, nothing was fetched for nothing, and tiers took what their blocks need."""
+    """Assert that every link moved the planned bytes, no fetch was wasted, and tiers are within their capacity."""
     links = {**end.moved, **end.planned}
     moved, planned = ({link: each.get(link, 0) for link in links} for each in (end.moved, end.planned))
-    if end.interrupted:  # nobody foresees a stop: what the next step needs may be on its way
+    if end.interrupted:  # a stop is unforeseen: the next step's blocks may be in flight
         assert all(moved[link] >= planned[link] for link in links), (moved, planned)
     else:
         assert moved == planned
@@ -114,13 +114,13 @@ def assert_within_plan(end: RankEnd) -> None:
 
 
 def assert_counts(row: Row, plain: Run, place: Place) -> None:
-    """An epoch holds the tokens of the files, and its loss is that of plain transformers, row by row."""
+    """Assert that an epoch has the tokens of the files, and the loss of plain transformers, row by row."""
     if row["reading"] == "streamed":
         if row["packing"] != "rows":
             assert_full_rows(row, plain)
             return
         epoch = plain.steps[: WINDOW_STARTS[0]]
-        assert [step.epoch for step in plain.steps] == [0.25, 0.5, 0.75, 1.0]  # of a stream the run is one epoch
+        assert [step.epoch for step in plain.steps] == [0.25, 0.5, 0.75, 1.0]  # with a stream, the run is one epoch
     else:
         epoch = [step for step in plain.steps if step.epoch <= 1.0]
         assert 1 <= len(epoch) <= 2 and epoch[-1].epoch == 1.0
@@ -137,18 +137,18 @@ def assert_counts(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_full_rows(row: Row, plain: Run) -> None:
-    """Streamed texts fill the rows of each step; which of them share a row, the draw decides."""
+    """Assert that streamed texts fill the rows of each step; the draw decides which texts share a row."""
     for step in plain.steps:
         most = ROWS_PER_STEP * LENGTH
         if row["packing"] == "concat":  # the last row of a window may be short
             assert most - LENGTH < step.num_real_tokens <= most
             assert step.num_trained_tokens == step.num_real_tokens - ROWS_PER_STEP
-        else:  # of two rows one is fuller than half
+        else:  # one of two rows is more than half full
             assert most // 2 < step.num_real_tokens <= most
 
 
 def assert_rates(row: Row, plain: Run, place: Place) -> None:
-    """With ``layer_decay`` AdamW and Lion move the weights of each layer by its share of the learning rate."""
+    """Assert that AdamW and Lion with ``layer_decay`` move each layer's weights by its share of the learning rate."""
     if row["model"] in ("zamba2", "qwen2_5_vl") or row["optimizer"] not in ("adamw", "adamw_bf16", "lion_int8"):
         return
     (end,) = plain.starts[0]
@@ -159,7 +159,7 @@ def assert_rates(row: Row, plain: Run, place: Place) -> None:
     for name, weight in end.weights.items():
         found = layer.search(name)
         depth = int(found[1]) + 1 if found else 0 if re.search(r"embed_tokens|wte|wpe", name) else num_layers + 1
-        if "lora_B" in name:  # which begins with zeros
+        if "lora_B" in name:  # it begins with zeros
             change = weight
         elif row["adapters"] == "full":
             change = weight - before[plain_name(name)].float()
@@ -173,7 +173,7 @@ def assert_rates(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_export(row: Row, plain: Run, place: Place) -> None:
-    """What was written opens with transformers or peft, is what the run had, and says what it was last said to say."""
+    """Assert that transformers or peft opens the export, and that it has the run's weights and last figures."""
     model = open_model({**row, "precision": "fp32"}, place, plain.exported)
     (end,) = plain.starts[0]
     found = {plain_name(name): weight for name, weight in read_exported(plain.exported).items()}

@@ -1,4 +1,4 @@
-"""Updates on the host beside a device: they go on while other layers are computed, and nobody is ahead of them."""
+"""Host updates while a device computes: they run during other layers' work, and no layer starts before its update."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run(folder: Path, model: Path, **tables: Any) -> TieredRun:
 
 
 class Beside:
-    """Holds back each update of a middle layer until the model has the weights of another one, then a moment more.
+    """Delays each update of a middle layer until the model has the weights of another one, then a moment more.
 
     Attributes:
-        went_on: for each of them, whether the model did while it was held back.
+        went_on: for each delayed update, whether the model continued meanwhile.
         threads: that made updates on the host.
     """
 
@@ -56,7 +56,7 @@ class Beside:
             self._leased.clear()
 
         def run_last(access: StoreAccess, *args: Any) -> None:
-            self._leased.set()  # no layer comes beside these
+            self._leased.set()  # no layer runs while these do
             run_updates(access, *args)
 
         monkeypatch.setattr(Updater, "update", held_back)

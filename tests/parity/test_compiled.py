@@ -1,4 +1,4 @@
-"""`model.compile`: one graph for all layers of a kind, the same bits at every placement, one error where it fails."""
+"""`model.compile`: one graph for all layers of a kind, the same bits at every placement, one error if it fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_NVME = {"placement": "\n".join(f'{kind} = ["nvme"]' for kind in ("weights", 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    # What torch.compile turns off in the process when it is first used.
+    # Switches that torch.compile turns off in the process at its first use.
     validates = torch.distributions.Distribution._validate_args
     dynamo.reset()
     dynamo.utils.counters.clear()
@@ -56,7 +56,7 @@ def test_one_graph_for_all_layers(dtype: str, tiny_model: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch itself, when it first makes kernels
+@pytest.mark.filterwarnings("ignore")  # torch itself warns when it first makes kernels
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_kernels_of_inductor_compute_what_layers_do(tiny_model: Path, tmp_path: Path) -> None:
     compiled = run(tmp_path / "ram", tiny_model, "compile = true", nvme=0)
@@ -102,7 +102,7 @@ def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path,
     assert (kept.losses, kept.grad_norms, kept.digests) == (again.losses, again.grad_norms, again.digests)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch itself, when it first makes kernels
+@pytest.mark.filterwarnings("ignore")  # torch itself warns when it first makes kernels
 @pytest.mark.parametrize(
     "backend",
     [
@@ -114,7 +114,7 @@ def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path,
     ],
 )
 def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) -> None:
-    """The trace is of layers that are not compiled: what the compiler saves of them must be less."""
+    """The trace has uncompiled layers: the compiler must save fewer bytes."""
     kinds = ["sliding_attention", "full_attention"] * 2
     for family, values in {"llama": {}, "gemma3_text": {"sliding_window": 8, "layer_types": kinds}}.items():
         runner, access, batch = prepared(family, LayerCompiler(backend), kept=range(99), **values)
@@ -133,7 +133,7 @@ def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) ->
 
 
 def saved_nbytes(bound: BoundUnit) -> list[int]:
-    """Return what autograd saves in each run of a layer from now on, without the layer's weights."""
+    """Return a record of autograd's saved bytes in each later run of a layer, without the layer's weights."""
     forward, found = bound.forward, list[int]()
 
     def counting(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Optimizers that an installed package brings, by the example; learning rates by layer and by name."""
+"""Optimizers of an installed package, by the example; learning rates by layer and by name."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def test_layers_and_names_have_rates_of_their_own(tiny_model: Path, tmp_path: Pa
             scale = 0.5 ** (num_layers + 1)
         scale *= 0.25 if ".mlp." in name else 1.0
         assert torch.equal(found[name], spread[name])
-        last_place = 2.5e-7 if "norm" in name else 1e-8  # of weights near 1, and near 0.02
+        last_place = 2.5e-7 if "norm" in name else 1e-8  # for weights near 1, and near 0.02
         assert torch.allclose(found[name], change * scale, rtol=1e-2, atol=last_place), name

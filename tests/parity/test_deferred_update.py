@@ -1,4 +1,4 @@
-"""The update that a step leaves to the next one: when it is made, and what a gradient that is not finite does to it."""
+"""The update that a step defers to the next one: its time, and the effect of a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path
         traffic = Traffic(plan.program, plan.placement.routes, plan.placement.homes, plan.placement.stays)
         moved[name] = traffic.of_step(kinds.__contains__)
     assert 0 < moved["late"]["nvme->ram"] <= gradient_bytes and 0 < moved["late"]["ram->nvme"] <= gradient_bytes
-    # A tied weight's gradient lasts from the head to the embedding, and has to make room meanwhile.
+    # A tied weight's gradient lives from the head to the embedding, and has to be evicted meanwhile.
     of_tied = 4 * plans["soon"].graph.layouts["model.embed_tokens"].num_elements
     assert all(moved["soon"][link] == of_tied < moved["late"][link] for link in ("nvme->ram", "ram->nvme"))

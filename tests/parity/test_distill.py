@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 
 def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_words: int = VOCAB) -> tuple[Tensor, ...]:
-    """Return words, their log-probabilities and that of all others, of a random teacher."""
+    """Return a random teacher's vocabulary entries, their log-probabilities and that of all others."""
     logits = 3 * torch.randn(*shape, num_words, generator=torch.Generator().manual_seed(seed))
     log_probs = (logits / temperature).log_softmax(-1)
     top = log_probs.topk(K)
@@ -60,7 +60,7 @@ def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_word
 
 
 def plain_loss(logits: Tensor, labels: Tensor, teacher: tuple[Tensor, ...], spec: Distillation) -> Tensor:
-    """Return the loss of rows as docs/teachers.md has it, by plain torch in double precision, summed."""
+    """Return the summed loss of rows as docs/teachers.md defines it, by plain torch in double precision."""
     ids, log_p, log_rest = teacher[0].long(), teacher[1].double(), teacher[2].double()
     student = (logits.double() / spec.temperature).log_softmax(-1)
     of_top = student.gather(-1, ids)
@@ -97,7 +97,7 @@ def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, tempe
 
 
 def test_all_words_of_the_teacher_and_none_of_its_mass_outside() -> None:
-    """A teacher that names every word: the bucket is empty, and nothing of it is NaN."""
+    """The teacher names every vocabulary entry: the bucket of the rest is empty, and no result is NaN."""
     logits = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
     teacher = teacher_of((4,), 1.0, num_words=K)
     assert torch.isneginf(teacher[2]).all()
@@ -123,7 +123,7 @@ def with_teacher(batches: Sequence[Mapping[str, Tensor]], temperature: float) ->
     [
         ("llama", {"head_columns": 16}),
         ("llama", {"head_columns": 16, "parts_in_turn": True}),
-        ("gemma2", {"head_columns": 16}),  # caps its logits, and they are those of its embedding
+        ("gemma2", {"head_columns": 16}),  # caps its logits; its head is the embedding
         ("gpt2", {"head_columns": 0}),
         ("mixtral", {"head_columns": 16}),
     ],
@@ -201,7 +201,7 @@ def test_the_plan_has_room_for_what_the_teacher_says(
     without = plan_run(plan.run)
     room = plan.placement.workspace_bytes["ram"] - without.placement.workspace_bytes["ram"]
     assert room == round_up(nbytes, PAGE_BYTES)
-    # A teacher's scores come with the rows and cost no link; the loss has more operations on every logit.
+    # A teacher's scores come with the rows and use no link; the loss has more operations on every logit.
     path.write_text(config_text(tmp_path, tiny_model))
     plain = plan_run(resolve(load_config(path).config))
     predicted = [estimate_step(each, each.shape, LoadedProfile(make_machine(tmp_path))) for each in (plan, plain)]
@@ -223,7 +223,7 @@ def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path,
     assert [*first, *rest] == whole
     with pytest.raises(ConfigChangedError, match="top_k"):
         train(tmp_path / "b", "training.max_steps=7", "distill.top_k=3")
-    # The other form of the same scores, and fewer of the teacher's words.
+    # The other form of the same scores, and fewer of the teacher's vocabulary entries.
     assert train(tmp_path / "c", "training.max_steps=1", "distill.top_k=3")[0] != whole[0]
 
 
@@ -243,7 +243,7 @@ def test_wrong_scores_are_refused_in_words(tiny_model: Path, scores: Path, tmp_p
     refused("made at 2", "distill.temperature=1.0")
     refused("label_smoothing_factor", "training.label_smoothing_factor=0.1")
     refused("distill.scores has no effect", 'task="sft"')
-    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Another row, which nobody has scored."}) + "\n")
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Another row, which has no scores."}) + "\n")
     other = f'data.train=[{{path="{tmp_path}/other.jsonl"}}]'
     refused("1 of 1 documents of data.train have no scores.*Score the rows of this very", other)
     damaged = tmp_path / "damaged"

@@ -1,4 +1,4 @@
-"""An evaluation gives Hugging Face's loss, changes no bit of training, and moves exactly what is planned."""
+"""An evaluation gives Hugging Face's loss, changes no bit of training, and moves exactly the planned bytes."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: Whole
         assert [sample.generated for sample in metrics.samples] == expected
         assert [sample.reference for sample in metrics.samples] == tokenizer.batch_decode(answers)
         assert [sample.prompt for sample in metrics.samples] == tokenizer.batch_decode(prompts)
-    # The log has them, and so have those who read it: the report, its page, and a run that is continued.
+    # The log has them, and so do its readers: the report, its page, and a resumed run.
     found = last_evaluations(sampled.folder / "out/metrics.jsonl", NUM_STEPS)
     assert found["held_out"].samples == sampled.told.evaluations[-2].samples
     history = read_history(sampled.folder / "out")
@@ -257,14 +257,14 @@ BOTH = f'eval_steps = 3\n{ONE_SAMPLE}\nweights = "both"\nmetric_for_best_model =
 
 @pytest.fixture(scope="module")
 def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
-    """Evaluations of the weights alone, of a run that makes averages of them."""
+    """Evaluations of the raw weights, of a run that keeps averages."""
     return train(tmp_path_factory.mktemp("averaged"), tiny_model, {**PLACEMENTS["RAM"], **AVERAGED})
 
 
 def test_averages_are_evaluated_as_their_export_is(
     tiny_model: Path, tmp_path: Path, averaged: WholeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of embeddings, the head and layers in parts: weights are one block, and their averages several."""
+    """Covers embeddings, the head and layers in parts: weights are one block, and their averages several."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     tables = {**PLACEMENTS["NVMe"], **AVERAGED}
     run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
@@ -276,7 +276,7 @@ def test_averages_are_evaluated_as_their_export_is(
     trained, average = run.told.evaluations[-4], run.told.evaluations[-2]
     assert trained.loss != average.loss and len(average.samples) == 1
 
-    # What the run exports is the average of the best step, here the last one: a model like any other.
+    # The run exports the average of the best step, here the last one: a model like any other.
     final = tmp_path / "w/out/final"
     assert json.loads((final / "export.json").read_text())["ema"] and run.weights == exported(run, tmp_path / "again")
     once = f"eval_on_start = true\n{ONE_SAMPLE}"
@@ -293,7 +293,7 @@ def exported(run: WholeRun, folder: Path) -> bytes:
 
 
 def test_averages_that_do_not_fit_are_refused(averaged: WholeRun) -> None:
-    """With the size that would do."""
+    """The refusal states the size that would suffice."""
     plan = averaged.plan
 
     def with_ram(nbytes: int) -> Plan:
@@ -328,7 +328,7 @@ def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Whol
 
 
 def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) -> None:
-    """From any step: a checkpoint in between starts the schedule anew."""
+    """This holds from any step: a checkpoint in between restarts the schedule."""
     unused: Any = None
     evaluator = Evaluator(
         resolve_evaluation(in_ram.config),
@@ -346,7 +346,7 @@ def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) ->
 
 
 def test_who_continues_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
-    """Stopped at a step whose evaluation is due, after one that is lost with its step, and stopped once more."""
+    """The run stops at a step with a due evaluation, after an evaluation that is lost with its step, and once more."""
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
     assert [line[0] for line in logged(stopped)] == [0, 0]
     train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=4)

@@ -1,4 +1,4 @@
-"""The scheme holds for every causal language model of transformers, or says why not."""
+"""The scheme works for every causal language model of transformers, or reports why not."""
 
 from __future__ import annotations
 

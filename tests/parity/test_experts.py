@@ -1,4 +1,4 @@
-"""Experts in parts: fused experts of a layer that are larger than a part are units of some of them each."""
+"""Experts in parts: if a layer's fused experts exceed a part, each unit has some of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OTHER_FAMILIES = ("mixtral", "deepseek_v3", "qwen3_next")
 
 @pytest.fixture(autouse=True)
 def single_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cut the experts of the tiny models: each is a part."""
+    """Cut the experts of the tiny models into single ones: each is a part."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def _parts(graph: ModelGraph) -> list[ExpertsPart]:
 
 
 def _assert_only_experts_stayed(moved: Mapping[str, int], planned: Mapping[str, int], program: StepProgram) -> None:
-    """What moved less than planned is whole blocks of experts."""
+    """Assert that the missing traffic is whole blocks of experts."""
     of_experts = math.gcd(*(block.nbytes for key, block in program.blocks.items() if ".experts." in key))
     for link, nbytes in moved.items():
         assert 0 <= nbytes <= planned[link] and (planned[link] - nbytes) % of_experts == 0, (link, moved, planned)
@@ -161,9 +161,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
-    """Beyond what a cut layer saves between its modules, and blocks rounded up to pages one by one.
+    """Exceptions: tensors that a cut layer saves between its modules, and blocks rounded up to pages one by one.
 
-    The family's attention gives its weights, [rows, heads, S, S], which nobody reads.
+    The family's attention returns its weights, [rows, heads, S, S], which no code reads.
     """
     model = write_mixture(tmp_path / "model", "gpt_oss")
     plans: dict[bool, Plan] = {}
@@ -188,7 +188,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
     for changes in (
         (),  # exact clipping: all gradients are held
         ("precision.grad_dtype=bfloat16",),
-        ("optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # gradients take turns in a few blocks
+        ("optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # gradients share a few blocks in turns
     ):
         split, whole = (least_ram(is_split=is_split, changes=changes) for is_split in (True, False))
         outside = [_bytes_outside_blocks(plans[is_split]) for is_split in (True, False)]
@@ -203,7 +203,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
 
 
 def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
-    """With what the tier needs then; not where the experts are cut already, or cannot be."""
+    """It states the tier's need then; it is absent if the experts are cut already, or cannot be."""
     model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
     (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
 
@@ -225,13 +225,13 @@ def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
     assert remedy.change not in str(refused(on))
     config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={remedy.need_bytes}B"]).config
     plan_run(resolve(config))
-    # Where gradients take the room: of cut layers there is no norm to clip each by.
+    # If gradients take the space: cut layers have no norm for per-layer clipping.
     for changes, change in (((), 'max_grad_norm = 0, or optimizer.clip_scope = "layer"'), ((on,), "max_grad_norm = 0")):
         assert f"optimizer.{change}" in [each.change for each in refused(*changes, name="ram.toml").remedies]
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
-    """Return the bytes of all inputs that are saved, of the workspace, and of what a micro-batch has between visits."""
+    """Return the bytes of all saved inputs, of the workspace, and of a micro-batch's tensors between visits."""
     trace, num_micro_batches = plan.trace, plan.num_micro_batches
     saved = sum(
         torch.Size(shape).numel() * dtype.itemsize
@@ -264,7 +264,7 @@ def test_a_checkpoint_is_continued_and_exported(mixture: Path, tmp_path: Path, m
     exported = export_checkpoint(continued, tmp_path / "exported")
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(exported / "model.safetensors").items())
 
-    # A checkpoint of a run whose layers were whole is not continued in parts.
+    # A checkpoint of a run with whole layers is not resumed in parts.
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1 << 24)
     _train(tmp_path / "whole", mixture, stop_after=2, nvme=0, precision=bf16)
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
@@ -292,7 +292,7 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["nf4 experts", "mxfp4", "fp8 experts"])
 def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks have the packed bytes of their own experts, wherever they live, and together all of them."""
+    """Blocks have the packed bytes of their experts, at every placement, and together all of them."""
     model, _ = quantized_pair(tmp_path, method)
     runs: dict[str, TieredRun] = {}
     for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
@@ -309,7 +309,7 @@ def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: py
     assert len(packed["ram"]) > len(packed["whole"]) == 2
     of_experts = [block.nbytes for block in packed["ram"] if ".experts." in block.key]
     whole = sum(block.nbytes for block in packed["whole"])
-    # What is not packed in such a layer, norms and attention, is in blocks of its own now.
+    # The unpacked tensors of such a layer, norms and attention, are in separate blocks now.
     assert whole / 4 < sum(of_experts) <= whole, [(b.key, b.nbytes) for b in packed["ram"]]
     assert len(of_experts) >= 4 and whole / 32 < min(of_experts) <= max(of_experts) < whole / 8, (of_experts, whole)
 
@@ -324,7 +324,7 @@ SCORED = {
 
 @pytest.mark.parametrize("place", SCORED)
 def test_scores_are_those_of_transformers(place: str, mixture: Path, tmp_path: Path) -> None:
-    """With the same bits wherever the experts live."""
+    """The scores have the same bits wherever the experts are."""
 
     def score(name: str, *changes: str) -> tuple[Scorer, ScoreSummary, list[dict[str, Any]]]:
         folder = tmp_path / name
@@ -354,7 +354,7 @@ tiers.ram.size = "64MiB"
     scorer, summary, rows = score("placed", *SCORED[place])
     assert _parts(scorer.plan.graph) and repr(rows) == repr(in_ram)
     assert "folder" in scorer.plan.placement.homes.values()
-    # Experts that no token of a pass goes to stay where they are: what is planned is the most that moves.
+    # Experts without tokens in a pass are not fetched: the plan is an upper bound.
     _assert_only_experts_stayed(summary.link_bytes, summary.planned_bytes, scorer.plan.program)
     assert summary.link_bytes["folder->ram"] > 0
     for tier, budget in scorer.plan.budgets.items():
@@ -380,7 +380,7 @@ PREFERENCES = EXAMPLES / "quickstart/preferences.jsonl"
 
 
 def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path: Path) -> None:
-    """Not that of whole layers, whose sums have other bits."""
+    """It differs from the reference of whole layers, whose sums have other bits."""
 
     def run(name: str, *, is_split: bool) -> tuple[list[float], list[str]]:
         folder = tmp_path / name
@@ -400,7 +400,7 @@ def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path:
 
 
 def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
-    """With the weights in parts, and what the cache holds."""
+    """Both the weights and the cache are in parts."""
     values: dict[str, Any] = {
         "model": {"model_name_or_path": str(mixture), "split_experts": True},
         "device": "cpu",
@@ -412,7 +412,7 @@ def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
     generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], GenerationSettings(5, 0.0, 7))
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
-    # Two tokens do not go to all experts: what was planned is the most that moves.
+    # Two tokens do not reach all experts: the plan is an upper bound.
     _assert_only_experts_stayed(generator.moved_bytes, generator.planned_bytes, generator.plan.plan.program)
     planned = generator.planned_bytes["folder->ram"]
     assert planned / 2 < generator.moved_bytes["folder->ram"] < planned
@@ -491,6 +491,6 @@ def test_idle_experts_are_not_leased() -> None:
         runner = layer_runner(graph, access, device="cpu", kept=kept)
         loss = runner.forward_backward([batch], seed=SEED)
         assert_same_gradients(expected, loss.loss, joined(graph, access.finish()))
-    # Of eight experts of a layer three tokens reach three at most: forward and backward, twice.
+    # Three tokens reach at most three of a layer's eight experts: forward and backward, twice.
     num_visits = 2 * 2 * len(_parts(graph))
     assert num_visits * 5 // 8 <= len(access.skipped) <= num_visits * 7 // 8

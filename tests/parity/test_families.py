@@ -1,4 +1,4 @@
-"""Loss and every gradient of the streamed step equal plain Hugging Face, whatever the family."""
+"""Loss and every gradient of the streamed step equal plain Hugging Face, for every family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
 TIED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "granite", "cohere2", "smollm3")
-#: Whose gradients in fp32 are further from those in fp64, Hugging Face's own as much as ours (2.9e-5 of the largest).
+#: Families whose fp32 gradients are further from fp64, in Hugging Face and here alike (2.9e-5 of the largest).
 NOISY = {"gemma4_text": 5e-5}
 
 
@@ -126,7 +126,7 @@ def test_packed_documents() -> None:
 def test_bfloat16() -> None:
     config = tiny_config("llama", tied=False)
     model = build_model(config, torch.bfloat16)
-    batches = padded_batches()[:1]  # Hugging Face adds micro-batches in bf16, we add them in fp32
+    batches = padded_batches()[:1]  # Hugging Face adds micro-batches in bf16, the engine in fp32
     expected = train_step(model, batches, SEED)
     loss, gradients, _ = streamed(config, model, batches, dtype=torch.bfloat16)
     assert_equal(expected, loss, {n: g.to(torch.bfloat16) for n, g in gradients.items()}, tolerance=2e-2)

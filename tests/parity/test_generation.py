@@ -1,4 +1,4 @@
-"""Prompts continued from tiers: the tokens of transformers' generate, the planned traffic, errors in words."""
+"""Prompts continued from tiers: the tokens of transformers' generate, the planned traffic, clear errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tables(ram: str, drive: Path | None = None, **more: Any) -> dict[str, Any]:
 
 
 def plain(folder: Path, prompts: list[str], temperature: float, seed: int) -> list[list[int]]:
-    """Return the tokens that transformers makes of prompts, two at a time."""
+    """Return transformers' tokens for prompts, two at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_transformers_wherever_the_cache_lives(
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_continues_as_transformers_does(family: str) -> None:
-    """Sliding windows, linear attention, shared caches: what a model keeps, it keeps in blocks, or it is refused."""
+    """Sliding windows, linear attention, shared caches: the cache is kept in blocks, or the model is refused."""
     config = tiny_config(family)
     model = build_model(config).eval()
     graph = build_graph(config, dtype=torch.float32, is_trained=False)
@@ -124,7 +124,7 @@ def test_every_family_continues_as_transformers_does(family: str) -> None:
 
 
 class InMemory:
-    """Weights and rooms of the cache in memory."""
+    """Weights and cache buffers in memory."""
 
     def __init__(self, weights: dict[str, torch.Tensor], nbytes: dict[int, int]) -> None:
         self._weights, self._nbytes = weights, nbytes
@@ -186,7 +186,7 @@ def test_command(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path) -> None:
-    """What `init` writes, a step in tokens, and packing: neither has a meaning for prompts."""
+    """The config of `init`, a step in tokens, and packing have no effect on prompts."""
     config = tmp_path / "run.toml"
     config.write_text(
         f'task = "sft"\noutput_dir = "out"\ndevice = "cpu"\n[model]\nmodel_name_or_path = "{tiny_model}"\n'

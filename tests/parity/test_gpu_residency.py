@@ -1,7 +1,7 @@
-"""GPU memory as a home of blocks, with a second part of RAM in its place: three tiers, layers run in the fastest one.
+"""GPU memory as a home of blocks, replaced by a second part of RAM: three tiers, layers run in the fastest one.
 
 Every copy in and out of the compute tier, the two-hop routes to files, updates where groups live and the planned
-traffic of all links are those of a GPU run; only the device is missing. The numbers must be those of a run in RAM.
+traffic of all links are those of a GPU run; only the device is missing. The numbers must equal a run in RAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiered import MiB
 
 NUM_STEPS = 3
 ALL_RAM = ALL_NVME.replace("nvme", "ram")
-#: Nothing needs the norm of all gradients: a group is updated as soon as its gradient is there.
+#: No setting needs the global norm: a group is updated as soon as its gradient is complete.
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
 SIZES = ("barely", "6MiB", "8MiB", "10MiB", "13MiB", "16MiB", "20MiB", "64MiB")
 
@@ -52,7 +52,7 @@ def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any)
 
 
 def groups_on_gpu(result: TieredRun) -> tuple[int, int]:
-    """Return how many groups are updated in the GPU tier, and of how many."""
+    """Return the number of groups updated in the GPU tier, and the number of all groups."""
     updates = [tick for tick in result.plan.program.ticks if tick.phase == "update"]
     return len(result.plan.device_updates), len(updates)
 
@@ -162,7 +162,7 @@ def test_homes_that_were_asked_for(placement: str, tiny_model: Path, tmp_path: P
 
 
 def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
-    """Neither of the two could hold the blocks, and there is no drive."""
+    """Neither tier could hold the blocks alone, and there is no drive."""
     blocks = baseline().plan.program.blocks.values()
     assert 12 * MiB < sum(block.nbytes for block in blocks) < 20 * MiB
     with pytest.raises(DoesNotFitError):
@@ -174,7 +174,7 @@ def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline:
 
 @pytest.mark.slow
 def test_more_gpu_memory_never_moves_more(tiny_model: Path, tmp_path: Path) -> None:
-    """But for one percent at the tightest sizes: a block that has its home there is room that copies lack."""
+    """At the tightest sizes one percent is allowed: a block at home there takes space from copies."""
     moved = []
     for size in range(6, 24):
         (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, gpu=f"{size}MiB"))

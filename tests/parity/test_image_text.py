@@ -20,7 +20,7 @@ from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 
 SEED = 3
-#: Those that Hugging Face runs on text alone, and the engine does not.
+#: Families that Hugging Face runs on text alone, and the engine does not.
 REFUSED = {
     "t5gemma2": r"uses model\.encoder.* for a text without images",
 }
@@ -56,7 +56,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
         pytest.skip(f"no tiny model of this type: {type(error).__name__}: {str(error)[:80]}")
     try:
         expected = train_step(model, batches, SEED)
-    except Exception as error:  # it wants an image: then it is refused in words, before anything runs
+    except Exception as error:  # it needs an image: it is refused with a message, before anything runs
         if reads_more_than_text(model):
             with pytest.raises(UnsupportedModelError):
                 trace_visits(build_graph(config), 1, 8, torch.float32)

@@ -45,7 +45,7 @@ ROWS = [[(40, 60), (90, 33)], [], [(50, 50)], [(64, 64)], [], [(33, 70)]]
 
 @pytest.fixture(autouse=True)
 def quiet_single_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)  # for videos alone
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)  # only for videos
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -87,7 +87,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
 ) -> None:
     folder = folder_of(family, folders)
     rows = write_rows(tmp_path, ROWS)
-    # Of six micro-batches of one row two have no image; of three of two rows each has another number of them.
+    # Of six one-row micro-batches two have no image; of three two-row ones each has a different number of images.
     for num_micro_batches, batch_rows in ((6, 1), (3, 2)):
         batches = next(make_loader(folder, rows, num_micro_batches=num_micro_batches, batch_rows=batch_rows))
         micro_batches = batches.micro_batches
@@ -135,7 +135,7 @@ TOWERS = {"qwen2_5_vl": ["model.visual"], "llava": ["model.vision_tower", "model
 def test_adapters_are_trained_as_by_peft(
     family: str, images: Literal["frozen", "trained"], folders: Path, tmp_path: Path
 ) -> None:
-    """Of the language model, beside a tower that is frozen or trained whole; names of modules are in both."""
+    """The adapters are in the language model; the tower is frozen or trained whole, and shares module names."""
     folder, rows = folder_of(family, folders), write_rows(tmp_path, ROWS[:3])
     micro_batches = next(make_loader(folder, rows, num_micro_batches=3, batch_rows=1)).micro_batches
     graph = build_graph(folder, images=images, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
@@ -222,12 +222,12 @@ def test_results_of_a_tower_are_saved_where_it_is_trained(images: str, folders: 
     assert optional == ({False, True} if images == "trained" else {False})
 
 
-#: One rank has all images of a step; or one of three ranks has none, and the others not as many.
+#: One rank has all images of a step; or one of three ranks has none, and the others differ in their number.
 FEW_IMAGES = {2: [[(40, 60), (90, 33)], [], [], []], 3: [[(40, 60), (90, 33)], [], [], [(50, 50)], [], []]}
 
 
 def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str) -> RankResult:
-    """Train on the ranks of a world; homes differ between them."""
+    """Train on the ranks of a world; homes differ between ranks."""
     where = {"placement": ALL_NVME, "ram": f"{48 * world.size}MiB"} if world.rank % 2 else {}
     text = config_text(folder, model, rows, images, **where)
     num_rows = len(rows.read_text().splitlines())
@@ -247,7 +247,7 @@ def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str
     ],
 )
 def test_ranks_have_the_bits_of_one_process(family: str, images: str, size: int, folders: Path, tmp_path: Path) -> None:
-    """Whoever of them has images: a rank without any gathers and exchanges the tower as the others do."""
+    """A rank without images still gathers and exchanges the tower like the others."""
     model, rows = folder_of(family, folders), write_rows(tmp_path / "data", FEW_IMAGES[size])
     alone = train_ranks(World.single(), tmp_path / "alone", model, rows, images)
     assert len(set(alone.losses)) == 2 and alone.evaluations

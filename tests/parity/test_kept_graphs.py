@@ -1,4 +1,4 @@
-"""Graphs that are kept in a GPU's tier, whose weights leave it for updates and come back."""
+"""Kept graphs in a GPU's tier, whose weights leave for updates and come back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZER = 'optim = "adafactor"'
 def test_a_device_tier_keeps_graphs_of_weights_at_home_there(
     gpu: str, num_layers: int, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Updates are made in RAM, between the steps' forwards."""
+    """Updates run in RAM, between the steps' forwards."""
     placement = 'weights = ["gpu"]\ngradients = ["gpu"]\nactivations = ["gpu"]\noptimizer = ["ram"]'
     text = config_text(tmp_path, tiny_model, nvme=0, optimizer=OPTIMIZER, training='recompute = "full"')
     again = run_config(text, tmp_path / "again", num_steps=NUM_STEPS)

@@ -1,4 +1,4 @@
-"""Choices that a config leaves to the program: a run keeps those of its first start in every later version."""
+"""Choices that a config leaves to the program: every later version keeps those of a run's first start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def weights(folder: Path) -> bytes:
 def test_a_run_keeps_its_cut_into_micro_batches(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In other tiers, and by a version that aims at another number of tokens: bit for bit the unbroken run."""
+    """In other tiers, and by a version with another token target, the bits equal the unbroken run."""
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
     unbroken = trainer(tmp_path / "unbroken", tiny_model, 2)
     assert (unbroken.plan.micro_batch_size, unbroken.plan.num_micro_batches) == (2, 3)

@@ -1,4 +1,4 @@
-"""Lanes: gradients are the lanes' sums added by hand in the tree, bit for bit, and placement changes none of them."""
+"""Lanes: gradients equal the lanes' sums added by hand in the tree, bit for bit, at every placement."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(folder: Path, model: Path, *, num_steps: int = 2, **options: Any) -> Tie
 
 
 class ByUse(MemoryAccess):
-    """Gives gradients by use site."""
+    """Returns gradients by use site."""
 
     def take(self) -> dict[tuple[int, str], Tensor]:
         found = {
@@ -58,7 +58,7 @@ class ByUse(MemoryAccess):
 
 
 def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
-    """Return gradients: of each lane by the engine with one lane, on its micro-batches, then added in the tree."""
+    """Return gradients: each lane by the engine with one lane, on its micro-batches, then added in the tree."""
     access = ByUse(plan.graph, weights, plan.graph.dtype)
     runner = layer_runner(
         plan.graph,
@@ -91,7 +91,7 @@ def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: 
 
 
 def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients that the first step's updates are made with, and what they should be."""
+    """Return the gradients of the first step's updates, and their expected values."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
@@ -111,7 +111,7 @@ def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple
         for layout in plan.graph.layouts.values():
             with trainer.weights.master(layout) as read:
                 flat = read(0, layout.num_elements).clone()
-                if plan.graph.dtype == torch.bfloat16:  # as masters are split: rounded half away from zero
+                if plan.graph.dtype == torch.bfloat16:  # like the split of masters: rounded half away from zero
                     flat = ((flat.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
                 weights.update(views(flat, layout))
         micro_batches = next(make_loader(config, plan)).micro_batches
@@ -133,7 +133,7 @@ def assert_by_hand(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     assert expected
     for name, gradient in expected.items():
         assert torch.equal(found[name].to(gradient.dtype), gradient), name
-    # What no micro-batch had a gradient of is zero.
+    # Elements without a gradient from any micro-batch are zero.
     assert all(not found[name].any() for name in found.keys() - expected.keys())
 
 
@@ -159,7 +159,7 @@ def test_gradients_are_the_lanes_sums_added_in_the_tree(
 
 
 def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts cut into parts; the embedding and the head take one part after the other."""
+    """Layouts are cut into parts; the embedding and the head take one part after the other."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(head_plan, "_COLUMNS", 192)  # several parts of the vocabulary in a part of the weight
@@ -179,7 +179,7 @@ def test_one_lane_is_one_sum_and_others_differ(tiny_model: Path, tmp_path: Path)
 
 
 def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
-    """Return what counts the bytes of the sums beside blocks that the engine makes in the running step, by visit."""
+    """Count the bytes of the gradient sums outside of blocks that the engine makes in the running step, by visit."""
     made: Counter[int] = Counter()
     visits: list[int] = []
     held, like = LeasedGradients.held, pieces.fp32_like
@@ -203,9 +203,9 @@ def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
 def test_open_sums_are_planned(
     grad_dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workspace has room for the visit that is fullest with the sums that the engine makes, and not a page more.
+    """The workspace fits the fullest visit with the engine's sums, and not a page more.
 
-    The more lanes, the less it matters what a visit computes: the fullest is a layer at first, and then the head.
+    The more lanes, the less a visit's compute matters: the fullest visit is a layer at first, and then the head.
     """
     fullest, taken = {}, {}
     for lanes in (1, 2, 8):
@@ -237,7 +237,7 @@ def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: P
 
 
 def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Path) -> None:
-    """ "auto" is what the checkpoint says; another number is another result, and refused."""
+    """ "auto" takes the number in the checkpoint; another number is another result, and refused."""
 
     def trainer(lanes: int | str, steps: int) -> Trainer:
         text = text_of(tmp_path, tiny_model, lanes=lanes, nvme=0).replace(

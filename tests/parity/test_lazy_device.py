@@ -1,7 +1,7 @@
-"""The CUDA tier and its links under the whole engine, on a device that copies nothing before somebody must have it.
+"""The CUDA tier and its links under the whole engine, on a device that delays all copies until a wait needs them.
 
 The layers run on the host at once; copies between the tiers are queued on streams, with the events, leases and threads
-of a GPU run. The numbers must be those of a run in RAM, and the traffic the planned one.
+of a GPU run. The numbers must equal a run in RAM, and the traffic must be as planned.
 """
 
 from __future__ import annotations

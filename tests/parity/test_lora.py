@@ -1,4 +1,4 @@
-"""LoRA: loss and every gradient are those of peft on the plain model."""
+"""LoRA: loss and every gradient match peft on the plain model."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def test_dora(family: str, modules: tuple[str, ...]) -> None:
     compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=True))
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
+@pytest.mark.filterwarnings("ignore")  # warnings of peft and transformers
 @pytest.mark.parametrize(("family", "modules"), [("gpt2", ("c_attn", "c_fc")), ("llama", ("q_proj", "down_proj"))])
 def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[str, ...]) -> None:
-    """Conv1D has its weight the other way round; every norm is that of a row of the output, for peft and here."""
+    """Conv1D has a transposed weight; each norm is of one row of the output, in peft and here."""
     config = tiny_config(family)
     plain = build_model(config)
     for name, weight in plain.named_parameters():  # no two rows or columns have the same norm
@@ -143,7 +143,7 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
 def test_mlps_over_a_few_rows_at_a_time(family: str, modules: tuple[str, ...], use_dora: bool) -> None:
-    """Adapters of a layer do not hide its MLP, and those inside of it get the sums of all pieces."""
+    """Adapters of a layer do not disable its MLP pieces, and adapters inside it get the sums of all pieces."""
     compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=use_dora), mlp_rows=5)
 
 

@@ -1,4 +1,4 @@
-"""Muon on a model with fused parameters is torch's Muon on the split matrices; a resumed run keeps its rule."""
+"""Muon on a model with fused parameters equals torch's Muon on the split matrices; a resumed run keeps its rule."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
         resumed = trainer(folder, "", 4)
         assert resumed.run.optimizer.muon_fused == (rule or "parts")
         assert resumed.train().num_steps == 4
-    # A checkpoint of before there was the key.
+    # A checkpoint older than the key.
     config = load_config(tmp_path / "old" / "run.toml").config
     before = to_toml(config).replace('muon_fused = "auto"\n', "")
     assert "muon_fused" not in before

@@ -1,4 +1,4 @@
-"""Smoothed labels and noisy embeddings equal transformers' own, and are the same bits wherever blocks live."""
+"""Smoothed labels and noisy embeddings equal transformers' results, with the same bits wherever blocks are."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
         embedding.neftune_noise_alpha = ALPHA
         embedding.register_forward_hook(neftune_post_forward_hook)
         expected = smoothed_step(model, padded_batches())[0]
-        if family == "mixtral":  # the smoother alone knows no auxiliary term
+        if family == "mixtral":  # the smoother itself has no auxiliary term
             assert loss > expected + 0.1
         else:
             assert loss == pytest.approx(expected, rel=1e-6)

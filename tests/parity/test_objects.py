@@ -1,4 +1,4 @@
-"""Runs with a drive and objects, each linked with RAM: the bits of a run in RAM, and traffic as planned."""
+"""Runs with a drive and objects, each linked to RAM: the bits of a run in RAM, and traffic as planned."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from oracles.tiered_run import config_text, make_loader, run_config
 
 Make = Callable[..., Any]
 
-#: What the config says, the reference, and its learning rate.
+#: Config lines, the reference, and its learning rate.
 TWINS: dict[str, tuple[str, Make, float]] = {
     "adamw": ("ema_decay = 0.9", partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-8), 1e-3),
     "lion": ("", partial(PlainLion, betas=(0.9, 0.99)), 5e-5),
@@ -36,7 +36,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int) -> tuple[float, list[float]]:
-    """Return the largest relative difference of a loss, and our losses."""
+    """Return the largest relative difference of a loss, and this project's losses."""
     lines, make, lr = TWINS[name]
     text = config_text(tmp_path, tiny_model, optimizer=f'optim = "{name}"\n{lines}')
     text = text.replace("learning_rate = 1e-3", f"learning_rate = {lr}")

@@ -1,4 +1,4 @@
-"""The order of micro-batches is the planner's: one at a time, more of the forward is kept."""
+"""The planner orders micro-batches: one at a time, more of the forward is kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def ram(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A size with room for some of what the backward needs of three micro-batches, and all of one."""
+    """Return a size with space for some of the backward's data of three micro-batches, and all of one."""
     folder = tmp_path_factory.mktemp("sizes")
     least = make_plan(folder, training='recompute = "full"').totals["ram"]
     one = make_plan(folder, advanced='micro_batch_order = "micro_batch"', training='recompute = "none"')
@@ -39,7 +39,7 @@ def test_one_at_a_time_where_more_is_kept(ram: str, tmp_path: Path) -> None:
     assert (by_layer.run.batch.order, plan.run.batch.order) == ("layer", "micro_batch")
     assert plan.totals["ram"] == plan.budgets["ram"] and not any(plan.traffic.values())
     assert [len(each.program.recompute.kept_graphs) for each in (plan, by_layer)] == [6, 1]
-    # A forward is a fourth of a step that computes everything again.
+    # A forward is a fourth of a step that recomputes everything.
     assert 0.75 * flops_per_token(by_layer) < flops_per_token(plan) < 0.99 * flops_per_token(by_layer)
     assert "one micro-batch at a time" in headline(plan) and "at a time" not in headline(by_layer)
 

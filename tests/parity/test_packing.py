@@ -1,4 +1,4 @@
-"""Packed documents train as they do one to a row: the same loss of each document, the same gradients of a step."""
+"""Packed documents train as single-document rows do: the same loss per document, the same gradients of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.training.resolve import resolve_data
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
-LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)  # words; 12 documents of at most 64 tokens
+LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)  # vocabulary; 12 documents of at most 64 tokens
 MAX_LENGTH = 128
 
 
@@ -37,7 +37,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def config_of(folder: Path, model: Path, rows: Path, *, packing: bool) -> str:
-    """Return a config whose first step is all of the data: 12 rows, or as few packed ones and empty ones."""
+    """Return a config whose first step has all data: 12 rows, or a few packed ones and empty ones."""
     text = config_text(folder, model, data=f"packing = {str(packing).lower()}").replace("pretrain", "sft")
     text = text.replace(str(EXAMPLES / "quickstart" / "loomings.txt"), str(rows))
     text = text.replace("max_length = 64", f"max_length = {MAX_LENGTH}")
@@ -68,7 +68,7 @@ def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> 
                     )
                     trained = wanted[start + 1 : end] != IGNORED_LABEL
                     if trained.any():
-                        last = int(trained.nonzero()[-1]) + 2  # padding behind it belongs to no document
+                        last = int(trained.nonzero()[-1]) + 2  # padding after it belongs to no document
                         found[tuple(ids[start : start + last].tolist())] = each[trained]
     return found
 

@@ -1,4 +1,4 @@
-"""Law 9: state and gradients of a large layout are blocks of a part each, and no number of a run depends on it."""
+"""Law 9: state and gradients of a large layout have one block per part, and no number of a run depends on it."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every layer of the tiny model, and let parts pass although they spare less than what waits meanwhile."""
+    """Cut every layer of the tiny model, and stream parts although that saves less memory than it takes."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
 
 
 def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
-    """Where something moves, the head and the embedding lease one part of weight and gradient at a time."""
+    """If anything moves, the head and the embedding lease one part of weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}
     for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
         folder = tmp_path / name.replace(" ", "_")
@@ -61,14 +61,14 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
         for tick in run.plan.program.ticks:
             for group in (tick.held, *tick.passing):
                 kinds = [kind_of_key(key) for key, _ in group if key.startswith("model.embed_tokens/")]
-                assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # of the tied head and of the embedding
+                assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # for tied head and embedding
         run.assert_same(held)
         run.assert_as_planned()
 
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
-    """Runs whose layouts are not cut, with the parts of the vocabulary of those that are: these decide about bits."""
+    """Runs with uncut layouts but the same vocabulary parts as cut ones, because these parts affect the bits."""
 
     def borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
         alone = [layout for layout in graph.layouts.values() if [entry.name for entry in layout.entries] == [name]]
@@ -88,14 +88,14 @@ def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 RUNS: dict[str, dict[str, str]] = {
     "float32": {"precision": 'compute_dtype = "float32"'},
     "bfloat16": {"precision": 'compute_dtype = "bfloat16"'},
-    "bfloat16, its gradients too": {"precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
+    "bfloat16 with its gradients": {"precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
 }
 
 
 CASES = (
     ("bfloat16", "on NVMe, one micro-batch at a time"),
     ("float32", "all on a GPU"),
-    ("bfloat16, its gradients too", "partly on a GPU"),
+    ("bfloat16 with its gradients", "partly on a GPU"),
 )
 
 
@@ -148,7 +148,7 @@ def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
 def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
     tiny_model: Path, tmp_path: Path, small_parts: None
 ) -> None:
-    """Saved with state on a drive, continued in RAM, exported from its files: the bits of a run that never stopped."""
+    """Saved with state on a drive, continued in RAM, exported from its files: the bits of an uninterrupted run."""
 
     def keys_of(out: Path) -> set[str]:
         return {record.key for record in read_manifest(out / "checkpoints").blocks}
@@ -165,7 +165,7 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 
     straight = train(4, "straight", nvme=0)
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
-    # And by a version whose weights are whole: a checkpoint is continued however its weights are cut.
+    # Also by a version with whole weights: any cut of the weights can resume the checkpoint.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgramBuilder, "_takes_parts", lambda *_: False)
         stopped = train(3, "stopped", nvme=0)

@@ -1,4 +1,4 @@
-"""Room for checkpoints on the drive: how much is planned, what it says where there is too little."""
+"""Space for checkpoints on the drive: the planned amount, and the message if there is too little."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def durable_bytes(plan: Plan, tier: str) -> int:
 def test_each_generation_takes_what_is_durable(tmp_path: Path, overrides: tuple[str, ...], sets: int) -> None:
     plan = make_plan(tmp_path, *overrides, placement=ON_DRIVE)
     held = durable_bytes(plan, "nvme")
-    # fp32 weights, m and v of each parameter, and what aligns them.
+    # fp32 weights, m and v of each parameter, and alignment.
     num_parameters = sum(layout.num_elements for layout in plan.graph.layouts.values())
     assert 12 * num_parameters <= held < 12 * num_parameters + MiB
     assert plan.placement.generation_bytes == {"ram": 0, "nvme": sets * held}

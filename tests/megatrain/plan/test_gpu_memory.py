@@ -1,4 +1,4 @@
-"""What of a GPU's memory the tier gets, and what is left to libraries."""
+"""The tier's share of a GPU's memory, and the share left to libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of(folder: Path, tiers: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("total", "tiers", "expected"),
     [
-        (140 * GiB, "", 133 * GiB),  # of which 5 % are more than libraries take
+        (140 * GiB, "", 133 * GiB),  # 5 % of it are more than libraries take
         (16 * GiB, "", 15 * GiB),
         (4 * GiB, "", 4 * GiB - 4 * GiB // 10),  # a tenth at most
         (140 * GiB, '[tiers]\nsafety_margin = "512MiB"\n', 139 * GiB),

@@ -1,7 +1,7 @@
-"""The plans that the project was built for, from real config.json values: any CPU makes each in seconds, and small.
+"""The plans that motivated the project, from real config.json values: any CPU makes each in seconds, in little memory.
 
-What a row waits for is not hidden: as long as it is missing the plan must be refused, and the day it comes the row
-fails until ``waits_for`` is taken out.
+A row with ``waits_for`` is not hidden: while the feature is missing the plan must be refused. Once the feature exists,
+the row fails until ``waits_for`` is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "examples" / "models"
-#: Beyond the 30 s that a quiet machine needs at most: others may work on this one.
+#: Above the 30 s that a quiet machine needs at most: other programs may use this one.
 PATIENCE_S = 280
 MOST_BYTES = 2 * 2**30
 
@@ -50,13 +50,13 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence of the project, as a plan.
+    """One claim of the project, as a plan.
 
     Attributes:
         parameters: of the published model.
-        least_tokens_per_s: that are predicted, where what nobody measured is assumed.
-        most_crossing_tokens: T*; 0: computing is always the limit.
-        waits_for: what must land before it fits; "": nothing.
+        least_tokens_per_s: predicted minimum, with assumed rates for unmeasured hardware.
+        most_crossing_tokens: T*, or 0 if compute is always the limit.
+        waits_for: the missing feature without which it does not fit, or "".
     """
 
     name: str
@@ -72,7 +72,7 @@ class Headline:
     waits_for: str = ""
 
     def found(self, folder: Path) -> dict[str, Any]:
-        """Plan it in a process of its own, whose memory is only the plan's."""
+        """Plan it in another process, whose memory is only the plan's."""
         drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(self.num_drives))
         (folder / "run.toml").write_text(
             f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{MODELS / self.model}"\n'
@@ -87,7 +87,7 @@ class Headline:
 
 
 H200 = "h200-1.5tb"
-#: No reserve for others, where the RAM of the machine is what the sentence is about.
+#: No reserve for other programs if the claim is about the RAM of the machine.
 ALL_RAM = "tiers.ram.size=1500GiB"
 IN_CI = (
     Headline(
@@ -95,7 +95,7 @@ IN_CI = (
         changes=(ALL_RAM, "optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # 12 bytes per parameter
     ),
 )  # fmt: skip
-#: The rest, for whoever changes the planner: half a minute each.
+#: The rest, for changes of the planner: half a minute each.
 SLOW = (
     Headline("120b_moe_in_ram", "gpt-oss-120b", H200, 0, 116_829_156_672, 65_536, 2400, 800_000, changes=(ALL_RAM,)),
     Headline("14b_beside_zero3", "Qwen2.5-14B", "gh200", 0, 14_770_033_664, 96 * 1024, 1614, 50_000, length=1024),
@@ -161,7 +161,7 @@ def test_adapters_of_671b_on_one_4090(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def what_fits() -> ModuleType:
-    """The program that makes docs/what_fits.md and docs/what_fits_tables.md."""
+    """Import the program that makes docs/what_fits.md and docs/what_fits_tables.md."""
     spec = importlib.util.spec_from_file_location("what_fits", ROOT / "docs" / "what_fits.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -171,7 +171,7 @@ def what_fits() -> ModuleType:
 
 
 def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: ModuleType) -> None:
-    """Every rate whose origin in the machine's file is an estimate, and no other."""
+    """These are the rates whose origin in the machine's file is an estimate, and no others."""
     page = what_fits.TABLES.read_text(encoding="utf-8")
     assert page.startswith(what_fits.TABLES_HEAD) and what_fits.PAGE.read_text(encoding="utf-8").startswith(
         what_fits.HEAD
@@ -195,7 +195,7 @@ def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: Mod
 
 @pytest.mark.timeout(PATIENCE_S)
 def test_the_page_of_what_fits_where_says_what_the_planner_says(what_fits: ModuleType) -> None:
-    """Some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
+    """The test covers some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
     page = what_fits.TABLES.read_text(encoding="utf-8")
     for name in ("rtx4090-128gb", "h200-1.5tb", "laptop-32gb"):
         (line,) = list(what_fits.table([what_fits.row_of(what_fits.Case("SmolLM3-3B", name))]))[2:]

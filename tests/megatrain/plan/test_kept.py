@@ -1,4 +1,4 @@
-"""Which graphs a plan keeps: those that fit where memory is left; what it says of them; what that does to its times."""
+"""The graphs that a plan keeps in spare memory, its messages about them, and their effect on its times."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         one = kept_bytes(plan, [5])
         room_bytes = plan.budgets["ram"] - plan.totals["ram"]
         assert 0 <= room_bytes < everything.kept_bytes / 4, "the graph of another layer has no room"
-        # At the fullest moment some graphs are not made yet, or gone, and one is in what its visit computes in.
+        # At the peak, some graphs do not exist yet or any more, and one is part of the workspace of its visit.
         assert kept_bytes(plan, kept) - one <= plan.kept_bytes < kept_bytes(plan, kept) + PAGE_BYTES
         assert plan.placement.workspace_bytes["ram"] == none.placement.workspace_bytes["ram"] + plan.kept_bytes
         activations = [block for block in plan.program.blocks.values() if block.kind == "activations"]
@@ -83,14 +83,14 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
 
 
 def test_copies_come_before_graphs(tmp_path: Path) -> None:
-    """Where something is fetched, room lets it be fetched ahead, or stay."""
+    """If blocks are fetched, spare space serves prefetches and stays first."""
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]')
     assert plan.placement.working_bytes["ram"] and not plan.program.recompute.kept_graphs
 
 
 def test_a_number_of_layers(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]', training='recompute = "none:3"')
-    assert plan.program.recompute.kept_graphs == {2, 3, 4, 5}  # the norm at the end, too
+    assert plan.program.recompute.kept_graphs == {2, 3, 4, 5}  # including the final norm
     assert weights_stay(plan.graph, plan.trace, plan.program, plan.placement.homes)
     assert make_plan(tmp_path, training='recompute = "none:100"').program.recompute.kept_graphs == set(range(6))
     away = make_plan(tmp_path, nvme=1, placement='weights = ["nvme"]', training='recompute = "none:3"')
@@ -147,7 +147,7 @@ SELECTIVE = 'recompute = "selective"'
 
 
 def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
-    """Of queries, keys, values, attention with its sums, its projection, gate and up; not of the last product."""
+    """Covers queries, keys, values, attention with its sums, its projection, gate and up; not the last product."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     assert selective.program.recompute.saved_results == {1, 2, 3, 4} and not full.program.recompute.saving
     config, rows, length = selective.graph.config, 2, 64
@@ -164,7 +164,7 @@ def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> None:
-    """A byte of results saves more products than one of a graph, and results leave less room to graphs."""
+    """A byte of results saves more products than a byte of graphs, and results leave less space for graphs."""
     full, most = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path)
     selective = make_plan(tmp_path, training=SELECTIVE)
     assert most.program.recompute.kept_graphs == set(range(6)) and not result_blocks(most)
@@ -214,7 +214,7 @@ def test_saved_results_are_no_work_of_the_hardware(tmp_path: Path) -> None:
         step_flops(saved.trace, **tokens, recompute=saved.program.recompute),
     )
     assert less[0].model == less[1].model
-    # All that a layer multiplies is saved or left out.
+    # Every product of a layer is saved or skipped.
     recomputed = sum(saved.trace.visits[visit].recompute.flops for visit in (1, 2, 3, 4))
     assert less[0].hardware - less[1].hardware == pytest.approx(recomputed * 384 / saved.trace.num_tokens, abs=1)
     in_attention = sum(saved.trace.visits[visit].attention.work.skipped_flops for visit in (1, 2, 3, 4))
@@ -245,7 +245,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     less = flops_per_token(again) - flops_per_token(kept)
     last = sum(trace.visits[visit].unneeded.work.flops for visit in kept.program.recompute.kept_graphs)
     never_again = last / trace.num_tokens
-    # And half of causal attention.
+    # Plus half of causal attention.
     assert 0.85 * saved < less < saved and less == pytest.approx(2 * once - never_again, rel=0.1)
     estimates = [estimate_step(plan, shape, LoadedProfile(machine)).seconds["compute"] for plan in (again, kept)]
     recomputed = [trace.visits[visit].recompute for visit in kept.program.recompute.kept_graphs]
@@ -258,7 +258,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_what_is_computed_again_and_what_saving_it_takes(tmp_path: Path) -> None:
-    """Beside PyTorch's count of a model that keeps its graphs, and beside the plan that saves everything."""
+    """The share matches PyTorch's count for a model that keeps its graphs, and the plan that saves everything."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     none = make_plan(tmp_path, training='recompute = "none"')
     (line,) = (text for text in messages(full) if "recomputes" in text)

@@ -1,4 +1,4 @@
-"""What the tests of plans share: a trace is made again wherever anything that it depends on is another."""
+"""Traces shared by plans of tests: any change to a trace's inputs makes a new trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from processes import warm
 
 @pytest.fixture
 def num_traces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Return what gives the number of traces that were made."""
+    """Return a function that counts the traces made."""
     kept = traced.trace_visits
     assert isinstance(kept, functools.partial) and is_keeping(kept)  # by conftest
     traces: list[VisitTrace] = []
@@ -61,7 +61,7 @@ def test_a_trace_is_made_for_each_of_what_it_depends_on(
         patches.setattr(head_plan, "_COLUMNS", 500)
         assert plan() is not first
     forward = LlamaMLP.forward
-    for number in (5, 6):  # each a function of its own
+    for number in (5, 6):  # each a separate function
         with monkeypatch.context() as patches:
             patches.setattr(LlamaMLP, "forward", lambda self, x: forward(self, torch.relu(x)))
             assert plan() is not first
@@ -85,14 +85,14 @@ def test_another_process_takes_it_where_nothing_is_replaced(tmp_path: Path, monk
     path.write_text(config_text(tmp_path, write_tiny_model(tmp_path / "model")))
 
     def plan() -> VisitTrace:
-        monkeypatch.setattr(traces, "_KEPT", {})  # as in a process that has not planned
+        monkeypatch.setattr(traces, "_KEPT", {})  # like a process that has not planned
         return planner.plan_run(resolve(load_config(path).config)).trace
 
     done = warm.run([sys.executable, "-c", PLAN], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     (made,) = folder.iterdir()
     assert pickle.loads(made.read_bytes()) == plan()
-    of_child = replace(plan(), num_tokens=12_345)  # to tell it from one that is made here
+    of_child = replace(plan(), num_tokens=12_345)  # distinguishes it from a trace made here
     made.write_bytes(pickle.dumps(of_child))
     assert plan() == of_child and len(list(folder.iterdir())) == 1
 

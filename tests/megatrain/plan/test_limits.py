@@ -1,4 +1,4 @@
-"""What a config asks of a machine that it does not have: sizes, file systems that are no drive, mounts."""
+"""Config requests that a machine cannot meet: sizes, file systems that are no drive, mounts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of 16 GiB, of which 12 are free."""
+    """A machine with 16 GiB, of which 12 are free."""
     monkeypatch.setattr(machine, "total_ram_bytes", lambda: 16 * GiB)
     monkeypatch.setattr(machine, "available_ram_bytes", lambda: 12 * GiB)
 
@@ -95,7 +95,7 @@ def test_a_limit_of_a_cgroup_is_named(write: Write, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("ram")
 def test_an_emulated_gpu_takes_ram(write: Write) -> None:
     config = write('[tiers.ram]\nsize = "9GiB"\n[tiers.gpu]\nsize = "8GiB"')
-    assert find_objections(tiers_of(config), CPU) == ()  # on a CPU without one the size has no effect
+    assert find_objections(tiers_of(config), CPU) == ()  # on a CPU without a GPU tier the size has no effect
     emulated = config.advanced.model_copy(update={"emulate_gpu": True})
     (found,) = find_objections(tiers_of(config.model_copy(update={"advanced": emulated})), CPU)
     assert found.kind == "size" and 'tiers.ram.size = "9GiB" and tiers.gpu.size = "8GiB" together are' in found.text
@@ -152,7 +152,7 @@ def test_what_a_file_system_is(kind: str, write: Write, monkeypatch: pytest.Monk
     assert all(kind in each.text and each.key == "tiers.nvme.0.path" for each in found)
 
 
-#: Lines as WSL writes them: of its second version over 9p, newer ones over virtiofs, and of its first.
+#: Lines as WSL writes them: version 2 over 9p, newer ones over virtiofs, and version 1.
 WINDOWS = {"9p": r"9p C:\134 rw,aname=drvfs;path=C:\;uid=1000", "virtiofs": "virtiofs C: rw", "drvfs": "drvfs C: rw"}
 
 
@@ -230,10 +230,10 @@ def cgroup(root: Path, name: str, limit: str, used: int, cache: int) -> None:
 
 
 def test_limits_of_a_container_and_of_a_job(tmp_path: Path) -> None:
-    """A container is at the root of what it sees; a job of a batch system is somewhere in the tree."""
+    """A container is at the root of its visible tree; a job of a batch system is somewhere in the tree."""
     cgroup(tmp_path, "", str(64 * MiB), 30 * MiB, 20 * MiB)
     assert machine.total_ram_bytes(tmp_path, NO_CGROUP) == 64 * MiB
-    assert machine.available_ram_bytes(tmp_path, NO_CGROUP) == 54 * MiB  # the cache of files goes when RAM is asked for
+    assert machine.available_ram_bytes(tmp_path, NO_CGROUP) == 54 * MiB  # file caches are freed when RAM is needed
     own = tmp_path / "own"
     own.write_text("0::/slurm/job_7/step_0\n")
     cgroup(tmp_path, "slurm/job_7", str(32 * MiB), 30 * MiB, 0)

@@ -79,7 +79,7 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
 
 
 def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their losses are those of guessing, their gradients have a size, and no weight becomes something else."""
+    """The losses equal those of a random guess, the gradients have nonzero norms, and no weight changes."""
     plan = planned(write())
     results, step = [], StepEngine.step
     monkeypatch.setattr(StepEngine, "step", lambda *a, **kw: results.append(step(*a, **kw)) or results[-1])
@@ -142,7 +142,7 @@ def test_batches_look_like_the_data(write: Write) -> None:
 
 
 def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ticks that take a second and two more for each micro-batch come out so, whatever was timed."""
+    """A tick takes one second plus two per micro-batch; the extrapolation finds this from any timed numbers."""
     plan = planned(write(), "gradient_accumulation_steps=12")
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""How much RAM stays open to copies: nothing where all fits, a tenth by default, the fastest where rates are known."""
+"""RAM left open for copies: none if all fits, a tenth by default, the fastest amount if rates are known."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
 def test_results_are_saved_where_blocks_move_if_that_is_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worth it for a fast drive and a slow processor, not the other way round; and not on a drive, which they wear."""
+    """It pays with a fast drive and a slow processor, not in reverse; and never on a drive, which it would wear."""
     monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive, flops=flops))
     state = {"placement": 'optimizer = ["nvme"]'}
     plan = make_plan(tmp_path, "40MiB", **state)
@@ -101,7 +101,7 @@ def test_results_are_saved_where_blocks_move_if_that_is_faster(
 def test_as_many_layers_save_results_as_have_room(
     ram: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside all numbers that can be written: the shortest step of those that write no more to the drive."""
+    """Compared with every valid number of layers: the shortest step without additional writes to the drive."""
     monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=1e10, flops=1e9))
 
     def written(recompute: str) -> Plan:

@@ -1,4 +1,4 @@
-"""A plan for the GPU of another machine counts what a GPU computes, not what the CPU that plans would."""
+"""A plan for the GPU of another machine counts the GPU's operations, not those of the planning CPU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def planned(
     more: str = "",
     **values: object,
 ) -> Plan:
-    """Plan steps of the first layers of SmolLM3-3B, rows of several documents, for another machine; "": for this one's
-    GPU."""
+    """Plan steps of the first layers of SmolLM3-3B, rows of several documents, for another machine, or for this one's
+    GPU if ""."""
     model, path = folder / "model", folder / "run.toml"
     config = json.loads((EXAMPLES / "models" / "SmolLM3-3B" / "config.json").read_text())
     config |= {"num_hidden_layers": NUM_LAYERS, **values}
@@ -58,7 +58,7 @@ def planned(
 
 
 def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
-    """The gradient of each weight is one launch, attention one for all documents, cross entropy none but a kernel."""
+    """Each weight's gradient is one launch, attention one for all documents, and cross entropy one kernel."""
     on_cpu, products = planned(tmp_path, "cpu-server-512gb"), 0
     add = GradientAccumulator._add
 
@@ -81,12 +81,12 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     for phase, work in there.items():
         assert work.product_flops == here[phase].product_flops, phase
         assert here[phase].moved_nbytes / 10 < work.moved_nbytes < here[phase].moved_nbytes / 2, phase
-    # A plan that begins with another one's model does not count what only the other's device does.
+    # A plan that starts from another one's model does not count operations specific to the other's device.
     assert work_of_phases(planned(tmp_path, "cpu-server-512gb", like=on_gpu)) == here
     assert planned(tmp_path, "rtx4090-128gb", like=on_gpu).trace is on_gpu.trace
     num_parts = on_gpu.trace.head_parts
-    assert products == 7 * NUM_LAYERS + 2  # the head's as well
-    # Of each part of the vocabulary: its logits twice, and the gradients of weight, rows and their sum.
+    assert products == 7 * NUM_LAYERS + 2  # including the head's
+    # Per part of the vocabulary: its logits twice, and the gradients of weight, rows and their sum.
     assert num_parts == 16 and 5 * num_parts <= there["head"].launches <= 6 * num_parts + 20
 
 
@@ -98,7 +98,7 @@ def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -
 
 
 def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
-    """Fake tensors of the CPU stand for the GPU's. The kernels of the plan decide about the workspace."""
+    """Fake tensors of the CPU replace the GPU's. The kernels of the plan decide about the workspace."""
     table, count = 'use_liger_kernel = false\nflash_attention = "{}"\n', AttentionCall.hidden_nbytes
     counted: list[tuple[str, bool, int]] = []
 
@@ -117,7 +117,7 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
             assert (plan.run.flash, plan.traced.flash_note) == (chosen, "")
             backward = {(flash, nbytes) for flash, is_backward, nbytes in counted if is_backward}
             assert {flash for flash, _, _ in counted} == {chosen}
-            # Gradients of 16 heads of 128 numbers in fp32, at least, and of few calls.
+            # At least the gradients of 16 heads of 128 numbers in fp32, for few calls.
             least = LENGTH * 16 * 128 * 4
             assert backward and least < min(nbytes for _, nbytes in backward) < 5 * least
     narrow = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("auto"), head_dim=80)
@@ -127,7 +127,7 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
 
 
 def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
-    """Eager norms and MLPs move three times what kernels do that read each row once; products are the same."""
+    """Eager norms and MLPs move three times the bytes of kernels that read each row once; products are the same."""
     pytest.importorskip("liger_kernel")
     plain, fused = (
         planned(tmp_path, "h200-1.5tb", model_table=f"use_liger_kernel = {text}\n") for text in ("false", '"auto"')
@@ -145,7 +145,7 @@ def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
 
 
 def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp_path: Path) -> None:
-    """Weights and sums of gradients stay in GPU memory, state in RAM; there is room for results of one micro-batch."""
+    """Weights and gradient sums stay in GPU memory, state in RAM; there is space for results of one micro-batch."""
 
     def plan(number: int, gpu: int, order: str = "auto", **values: object) -> Plan:
         tiers = f'[tiers.gpu]\nsize = "{gpu}GiB"\n[tiers.ram]\nsize = "20GiB"\n'
@@ -158,11 +158,11 @@ def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp
     assert chosen.traffic["ram->gpu"] == 2 * chosen.num_updated(on_gpu=False), "weights in bf16, from their updates"
     assert chosen.estimate is not None and by_layer.estimate is not None
     updates_s, compute_s = (chosen.estimate.seconds[name] for name in ("optimizer", "compute"))
-    # Updates wait for the last micro-batch, and hide behind a forward of one: at most a third of its computing.
+    # Updates wait for the last micro-batch, and hide behind its forward: at most a third of its compute time.
     assert compute_s + updates_s - compute_s / 48 / 3 < chosen.estimate.step_s < by_layer.estimate.step_s
-    # A forward is a fourth of a step that computes everything again.
+    # A forward is a fourth of a step that recomputes everything.
     assert 0.75 * flops_per_token(by_layer) < flops_per_token(chosen) < flops_per_token(by_layer)
-    # Of two micro-batches there is room for what both need; in a smaller tier weights would move for each.
+    # Two micro-batches fit in the results' space; in a smaller tier weights would move for each.
     assert [plan(2, 6).run.batch.order, plan(16, 3).run.batch.order] == ["layer", "layer"]
 
 

@@ -1,4 +1,4 @@
-"""Plans for one of several ranks: its share of blocks and of the host, and what moves between ranks."""
+"""Plans for one of several ranks: its share of blocks and of the host, and the traffic between ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_rank_has_its_share_of_blocks_and_of_the_host(config: Path) -> None:
     for tier in ("ram", "nvme"):
         assert ranked.budgets[tier] == alone.budgets[tier] // 2
     assert len(ranked.run.own_micro_batches) == 2 and ranked.shape.tokens_per_step == alone.shape.tokens_per_step // 2
-    # The other half comes, and this one goes: weights for two passes, and gradients; of the tied head once more.
+    # Half is received and half is sent: weights for two passes, and gradients; the tied head once more.
     elements = {key: block.num_elements for key, block in ranked.program.blocks.items() if block.kind == "weights"}
     once = sum(elements.values()) + elements["model.embed_tokens/weight"]
     gathered, exchanged = once + sum(elements.values()), once
@@ -81,7 +81,7 @@ def test_several_processes_on_each_of_several_hosts_are_refused(config: Path) ->
 
 
 def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path) -> None:
-    """Of five micro-batches in four lanes the last of four ranks has two."""
+    """Five micro-batches in four lanes: the last of four ranks has two."""
     run = resolve(load_config(config, (), ["training.gradient_accumulation_steps=5"]).config)
     one = run.batch.micro_batch_rows * run.batch.max_length
     fullest = run.as_fullest_rank(4)
@@ -116,11 +116,11 @@ def test_weights_are_gathered_further_ahead_where_that_is_free(config: Path) -> 
     assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes
     more = ahead.placement.workspace_bytes["ram"] - once.placement.workspace_bytes["ram"]
     assert more == (MOST_GATHERS_AHEAD - 1) * MiB, "a copy of the largest weights for each visit further ahead"
-    # The gather of the vocabulary takes longer than a layer computes: it begins earlier.
+    # The gather of the vocabulary takes longer than a layer's compute, so it begins earlier.
     peer = once.traffic["ram->ranks"] / (0.8 * simulate_step(once, TOKENS, rates(1e15)).step_s)
     waits = [simulate_step(plan, TOKENS, rates(peer)).stall_s.get("ranks", 0.0) for plan in (once, ahead)]
     assert 0 < waits[1] < waits[0]
-    # Room for a second copy, and for that alone.
+    # Space for exactly a second copy.
     tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
     assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
     less = gathering_at_most(ahead, 1)
@@ -130,7 +130,7 @@ def test_weights_are_gathered_further_ahead_where_that_is_free(config: Path) -> 
 def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) -> None:
     with pytest.raises(DoesNotFitError) as refused:
         plan_of(config, 2, "tiers.ram.size=64KiB")
-    least = refused.value.need_bytes  # of each of two ranks
+    least = refused.value.need_bytes  # for each of two ranks
     for room_bytes, gathers_ahead in ((least, 0), (least + MiB, 1)):
         plan = plan_of(config, 2, f"tiers.ram.size={2 * room_bytes}B")
         assert plan.program.sharding.gathers_ahead == gathers_ahead
@@ -138,7 +138,7 @@ def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) 
 
 
 def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where layers run there is room for full copies, and sums, of one part: not for those of a wide vocabulary."""
+    """Layers have space for full copies and sums of one part, but not of a wide vocabulary."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", 1 << 20)
     least: list[int] = []
     for vocab_size in (1 << 15, 1 << 16):
@@ -157,7 +157,7 @@ def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, mo
 
 
 def write_shape(folder: Path, **changes: int) -> Path:
-    """Write a model's config and tokenizer, which plans need, and no weights."""
+    """Write a model's config and tokenizer, which plans need, without weights."""
     folder.mkdir()
     AutoConfig.from_pretrained(QUICKSTART, tie_word_embeddings=False, **changes).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

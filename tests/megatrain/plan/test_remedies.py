@@ -1,4 +1,4 @@
-"""What a run is refused for, and the ways out that its refusal names: each fits as it says, and not with less."""
+"""Refusals of a run and their remedies: each remedy makes the run fit, and no smaller change does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_AT_A_TIME = 'advanced.micro_batch_order="micro_batch"'
 
 @pytest.fixture(params=[("", "8MiB"), ("5MiB", "6MiB")], ids=["CPU", "GPU"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A config that is refused: a few MiB of RAM, beside a GPU tier or not, and no drive."""
+    """Return a refused config: a few MiB of RAM, with or without a GPU tier, and no drive."""
     gpu, ram = request.param
     text = config_text(tmp_path, MODEL, nvme=0, gpu=gpu, ram=ram, precision='compute_dtype = "bfloat16"')
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 1")
@@ -77,7 +77,7 @@ def test_a_way_that_fits_says_so(path: Path) -> None:
 
 
 def test_only_what_helps_is_named(path: Path) -> None:
-    """Of a run that holds no gradients, and of one that may leave out a whole step."""
+    """Covers a run that holds no gradients, and a run that may skip a whole step."""
     changes = [remedy.change for remedy in refused(path, BY_LAYER, BF16_GRADIENTS).remedies]
     assert changes == ["a [[tiers.nvme]]"]
     by_step = 'optimizer.nonfinite="skip"'
@@ -94,7 +94,7 @@ def test_the_command_names_them(path: Path) -> None:
     assert "Remedies: precision.grad_dtype" in result.stderr.replace("\n", " ")
 
 
-# -- the row that this project was begun for -------------------------------------------------------------------------
+# -- the case that motivated this project ----------------------------------------------------------------------------
 
 #: config.json of Mistral-Large-Instruct-2407.
 MISTRAL_LARGE: dict[str, Any] = {
@@ -148,7 +148,7 @@ def mistral_large(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-@pytest.mark.slow  # test_headline_plans has a plan of that kind
+@pytest.mark.slow  # test_headline_plans has a similar plan
 def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
     plan = planned(mistral_large, "optimizer.max_grad_norm=0")
     num_parameters = plan.graph.num_parameters
@@ -177,7 +177,7 @@ def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
 
 
 def test_micro_batches_one_after_the_other_are_a_way(path: Path) -> None:
-    """Where RAM has no room for what all micro-batches of a step hand on from layer to layer."""
+    """RAM has no space for the activations that all micro-batches of a step pass between layers."""
     several = "training.gradient_accumulation_steps=16"
     error = refused(path, several)
     remedy = next(remedy for remedy in error.remedies if "micro_batch_order" in remedy.change)

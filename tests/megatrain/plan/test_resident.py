@@ -1,4 +1,4 @@
-"""Which blocks come to live in GPU memory: what is counted is what moves, and groups go up together or not at all."""
+"""Blocks that live in GPU memory: the counted traffic is real, and groups move up together or not at all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_plan(folder: Path, gpu: str = "64MiB", **tables: str) -> Plan:
 
 
 def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
-    """Return what a step moves between GPU and RAM where copies stay from one tick to the very next alone."""
+    """Return a step's traffic between GPU and RAM if copies stay only from one tick to the next."""
     sizes = {tier: (lambda nbytes: nbytes) for tier in ("gpu", "ram")}
     stays = choose_stays(program, homes, sizes, {tier: [0] * len(program.ticks) for tier in sizes})
     within_a_step = {(start, key): stop for (start, key), stop in stays.items() if stop > start}
@@ -48,7 +48,7 @@ def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
 
 
 def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[str, str]:
-    """Return the homes that a chooser gives with so much room and nothing else in it."""
+    """Return the homes that a chooser gives with ``room`` bytes and no other contents."""
     homes = dict.fromkeys(program.blocks, "ram")
 
     def try_move(keys: object) -> bool:
@@ -64,7 +64,7 @@ def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[s
 
 @pytest.mark.parametrize("form", FORMS)
 def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are computed once for all layers that are alike; the homes are those of costs computed one by one."""
+    """Costs are computed once for all equal layers; the homes match those from separately computed costs."""
     program = make_plan(tmp_path, **FORMS[form]).program
     rooms = [sum(block.nbytes for block in program.blocks.values()) * tenths // 10 for tenths in (2, 5, 8)]
     residency = Residency(ALL_KINDS, 1e-9, 1e-8)
@@ -76,7 +76,7 @@ def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_move_saves_what_it_was_counted_for(form: str, tmp_path: Path) -> None:
-    """Seconds of the chooser against the traffic of whole steps, after each of its moves."""
+    """Compares the chooser's seconds with the traffic of whole steps, after each of its moves."""
     program = make_plan(tmp_path, **FORMS[form]).program
     homes = dict.fromkeys(program.blocks, "ram")
     chooser = ResidentChooser(program, Residency(ALL_KINDS), lambda nbytes: nbytes)
@@ -113,7 +113,7 @@ def test_state_never_comes_without_its_weights(form: str, tmp_path: Path) -> Non
 
 
 def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> None:
-    """One visit lies between a backward and its update: a gradient at home elsewhere would leave and come back."""
+    """One visit is between a backward and its update: a gradient with another home would leave and come back."""
     program = make_plan(tmp_path, optimizer=NO_CHECKS).program
     blocks = program.blocks.values()
     lasting = sum(block.nbytes for block in blocks if block.kind in ("weights", "optimizer"))
@@ -171,7 +171,7 @@ def test_the_plan_says_what_lives_there(gpu: str, lines: list[str], tmp_path: Pa
 
 
 def test_a_plan_says_what_buffers_of_copies_need(tmp_path: Path) -> None:
-    """Where those of two ticks fit side by side, each size for itself, they are made; else it says what is missing."""
+    """If the buffers of two ticks fit together, they are made; otherwise the plan reports the missing bytes."""
     in_ram = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
     tight, wide = (make_plan(tmp_path, gpu, placement=in_ram) for gpu in ("5MiB", "12MiB"))
     assert not tight.placement.buffers.get("gpu") and tight.placement.missing_bytes["gpu"] > 0

@@ -1,4 +1,4 @@
-"""What a whole run comes to, as `plan` shows it."""
+"""Totals of a whole run, as `plan` shows them."""
 
 from __future__ import annotations
 

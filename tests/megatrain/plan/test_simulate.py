@@ -1,4 +1,4 @@
-"""The replay of a plan: it moves exactly the planned bytes, and its time lies between the bounds and their sum."""
+"""The replay of a plan moves exactly the planned bytes, and its time is between the bounds and their sum."""
 
 from __future__ import annotations
 

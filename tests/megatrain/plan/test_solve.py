@@ -1,4 +1,4 @@
-"""Homes, working sets and traffic of steps small enough to be counted by hand. A slot takes the bytes of its block."""
+"""Homes, working sets and traffic of steps small enough to count by hand. A slot takes the bytes of its block."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
 
 @pytest.mark.parametrize(("ram", "fits"), [(199, False), (200, True)])
 def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, fits: bool) -> None:
-    """The largest two neighbours are those at the turn of the step."""
+    """The largest two neighbours are at the turn of the step."""
     assert solve(READS, ram).lookahead == fits
 
 
@@ -87,7 +87,7 @@ def test_generations_take_room_for_what_outlives_a_step(kind: Kind, kept: int) -
 
 
 def test_what_does_not_fit_leaves_the_others_their_place() -> None:
-    """RAM holds ``b`` beside the largest tick, neither of the others."""
+    """RAM holds ``b`` in addition to the largest tick, but neither ``a`` nor ``c``."""
     placement = solve(READS, 110, EITHER)
     assert placement.homes == {"a": "nvme", "b": "ram", "c": "nvme"}
     assert placement.traffic_bytes == {"nvme->ram": 200, "ram->nvme": 0}
@@ -95,7 +95,7 @@ def test_what_does_not_fit_leaves_the_others_their_place() -> None:
 
 
 MODES: dict[str, tuple[tuple[Mode, Mode], str, tuple[int, int], tuple[int, int]]] = {
-    # modes of two uses, what is spent by the second -> (read, written) without a stay, and with one in between
+    # modes of two uses, blocks spent by the second -> (read, written) without a stay, and with one in between
     "read twice": (("r", "r"), "", (20, 0), (10, 0)),
     "written, then read": (("w", "r"), "", (10, 10), (0, 10)),
     "written, then dead": (("w", "r"), "b", (10, 10), (0, 0)),
@@ -116,7 +116,7 @@ def test_what_is_newer_than_its_home_is_written_there_once(name: str) -> None:
 
 @pytest.mark.parametrize(("ram", "stays"), [(159, False), (160, True)])
 def test_a_copy_stays_where_every_tick_in_between_has_room_beside_its_neighbour(ram: int, stays: bool) -> None:
-    """The first tick in between has room enough in either; of the second and third 150 bytes are needed together."""
+    """Ticks two and three of the stay need 150 bytes together; the first fits with either neighbour."""
     steps = program(*(tick([(key, "r")]) for key in "bxyab"))
     assert ((0, "b") in solve(steps, ram, stay_share=1.0).stays) == stays
 
@@ -133,7 +133,7 @@ def test_a_run_moves_its_first_step_the_others_and_what_is_left() -> None:
 
 
 def test_the_workspace_has_all_streams_twice_what_stays_once_and_one_computation() -> None:
-    """Between two units each micro-batch has the input of one and the output of the other, and masks and tables."""
+    """Between two units each micro-batch has one unit's input and the other's output, and masks and tables."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     stays = max(visit.memory.stays_nbytes for visit in trace.visits)
@@ -144,7 +144,7 @@ def test_the_workspace_has_all_streams_twice_what_stays_once_and_one_computation
     )
     for count in (1, 1000):
         assert 0 <= planned_workspace(graph, trace, count) - (count * (stays + 2 * streams) + inside) < PAGE_BYTES
-    wide = replace(trace, head_nbytes=10 * inside)  # of a large vocabulary
+    wide = replace(trace, head_nbytes=10 * inside)  # with a large vocabulary
     assert 0 <= planned_workspace(graph, wide, 1) - (stays + 2 * streams + 10 * inside) < PAGE_BYTES
 
 
@@ -161,7 +161,7 @@ def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dt
 @settings(max_examples=60)
 @given(st.data())
 def test_what_is_refused_unseen_would_not_have_fitted(data: st.DataObject) -> None:
-    """Most blocks are refused by a bound of the fullest tick. A solver that is asked again says what a new one does."""
+    """A bound of the fullest tick refuses most blocks. A reused solver returns the same result as a new one."""
     count = data.draw(st.integers(1, 5))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=3 * count, max_size=3 * count))
     blocks: dict[str, BlockPlan] = {}

@@ -1,4 +1,4 @@
-"""Rates that all ranks plan with: the slowest of each, and nothing that was not measured on all of them."""
+"""Rates that all ranks plan with: the slowest of each, and only rates that all ranks have measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_rate_is_the_slowest(tmp_path: Path) -> None:
     assert found is not None and found.gpu is not None
     assert (found.host, found.gpu.name, found.is_quick, found.measured_at) == (here.host, "a", True, there.measured_at)
     assert (found.gpu.h2d_bytes_per_s, found.gpu.d2h_bytes_per_s, found.gpu.peer_bytes_per_s) == (1e10, 2e10, 1e11)
-    assert found.gpu.update_bytes_per_s is None  # of rank 0 it is not known
+    assert found.gpu.update_bytes_per_s is None  # unknown on rank 0
     assert found.matmul_flops_per_s == {"cuda/bfloat16": 1e14}
     (known,) = found.drives.values()
     assert (known.read_bytes_per_s, known.write_bytes_per_s, known.mixed_bytes_per_s) == (3e9, 1e9, 2e9)

@@ -1,4 +1,4 @@
-"""Which kernels are compiled before the first step: those of the run's updates, and no others."""
+"""Kernels compiled before the first step: exactly the kernels of the run's updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivati
 
 @dataclass
 class WatchedOptimizer:
-    """An optimizer that notes what it was asked to compile, and how many updates it had made by then."""
+    """An optimizer that records the kernels it compiled, and its number of updates at that time."""
 
     inner: Any
     formats: list[tuple[Format, int]] = field(default_factory=list)

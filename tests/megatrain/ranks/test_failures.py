@@ -1,4 +1,4 @@
-"""A rank that fails, dies or falls silent: all are gone within seconds, with one message, under every launcher."""
+"""A rank that fails, dies or hangs: all ranks end within seconds, with one message, under every launcher."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 from processes import launch_program, rank_program
 from processes.ranks import start_ranks, started
 
-LIMIT_S = 40.0  # of a test that hangs; what happens takes four seconds at most, on a busy machine more
+LIMIT_S = 40.0  # for a test that hangs; normally four seconds at most, more on a busy machine
 HOST = socket.gethostname()
 
 
 def launched(size: int, folder: Path, *ways: str) -> AbstractContextManager[Any]:
-    """Start ranks by our launcher."""
+    """Start ranks with the project's launcher."""
     return started([launch_program.__file__, size, rank_program.__file__, folder, *ways])
 
 
@@ -33,7 +33,7 @@ def launch(size: int, folder: Path, *ways: str) -> tuple[int, str, str]:
 
 
 def alone(size: int, folder: Path, *ways: str) -> tuple[list[int], str]:
-    """Start ranks as srun does: nobody watches them but they themselves."""
+    """Start ranks as srun does: only the ranks watch each other."""
     ranks = start_ranks([[rank_program.__file__, folder, *ways]] * size)
     end_s, said = time.monotonic() + LIMIT_S, ""
     try:
@@ -61,7 +61,7 @@ def is_gone(pid: int) -> bool:
 
 ONE_RANK: Sequence[tuple[str, int, str]] = (
     ("1:raise", 4, rf"rank 1 \(on {HOST}\): the rows are wrong"),
-    ("0:raise", 4, "the rows are wrong"),  # exit code 4: not a matter of one rank
+    ("0:raise", 4, "the rows are wrong"),  # exit code 4: not caused by one rank
     ("1:kill", 1, rf"rank 1 \(on {HOST}\): was ended by SIGKILL"),
     ("1:stop", 1, rf"rank 1 \(on {HOST}\): has not been heard of for \d+ s"),
     ("0:stop", 1, rf"rank 0 \(on {HOST}\): has not (answered|been heard of) for \d+ s"),
@@ -98,7 +98,7 @@ def test_one_rank_ends_all(tmp_path: Path, way: str, code: int, says: str) -> No
     ],
 )
 def test_ranks_without_a_launcher_watch_each_other(tmp_path: Path, way: str, code: int, says: str) -> None:
-    patience = ["*:patient"] if "kill" in way else []  # a broken collective tells sooner than silence
+    patience = ["*:patient"] if "kill" in way else []  # a broken collective is detected before silence
     codes, err = alone(3, tmp_path, way, *patience)
     culprit = int(way[0])
     assert [each for rank, each in enumerate(codes) if rank != culprit] == [code, code], err
@@ -126,7 +126,7 @@ def test_a_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path, reached: s
 
 
 def test_a_second_stop_ends_ranks_that_cannot_end_themselves(tmp_path: Path) -> None:
-    """Rank 1 takes no part in the next collective, rank 0 waits in it: no handler of a signal runs there."""
+    """Rank 1 skips the next collective and rank 0 waits in it: no signal handler runs there."""
     with launched(2, tmp_path, "*:slow", "1:stop") as process:
         wait_until((tmp_path / "pid1").exists)
         time.sleep(0.3)

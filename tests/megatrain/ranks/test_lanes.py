@@ -1,4 +1,4 @@
-"""The tree in which lanes are added: a function of their number alone, whoever has which of them."""
+"""The tree in which lanes are added depends only on their number, not on their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_left_half_is_a_power_of_two(num_lanes: int, expected: int) -> None:
 
 
 def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
-    """For all numbers of lanes and ranks, sums of text say what was added to what."""
+    """For all numbers of lanes and ranks, sums of text record the order of additions."""
 
     def add(left: str, right: str) -> str:
         return f"({left}+{right})"
@@ -70,7 +70,7 @@ def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
 @pytest.mark.parametrize(("num_lanes", "open_sums"), [(1, 1), (2, 2), (4, 3), (8, 4), (16, 5)])
 def test_open_sums_of_one_rank_are_the_depth_of_the_tree(num_lanes: int, open_sums: int) -> None:
     assert most_open_sums(num_lanes) == open_sums
-    # A rank with a subtree of its own needs as many as if there were no other lanes.
+    # A rank with a separate subtree needs the same number of sums as without other lanes.
     for num_ranks in (2, 4, 8):
         if num_ranks <= num_lanes:
             own = lanes_of_rank(num_ranks - 1, num_ranks, num_lanes)

@@ -1,4 +1,4 @@
-"""What ranks tell each other: whatever the project sends comes back as it was, and bytes of others run nothing."""
+"""Messages between ranks: the project's objects survive a round trip, and foreign bytes execute nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tensors_and_arrays_keep_their_bits(dtype: torch.dtype, shape: tuple[int
     assert number == 0.1
     assert other.dtype == array.dtype
     assert np.array_equal(other, array)
-    other[...] = 1  # an array of one's own
+    other[...] = 1  # an array subclass
 
 
 def test_records_paths_and_errors_of_the_project() -> None:
@@ -80,7 +80,7 @@ def test_an_error_with_attributes_comes_back_with_them() -> None:
     found = decode(encode(config))
     assert type(found) is ConfigError
     assert found.args[0] == "two problems"
-    assert found.args[1].startswith("<object")  # what cannot be sent arrives as text: an error must arrive
+    assert found.args[1].startswith("<object")  # unsendable objects arrive as text: an error must arrive
     assert found.note == ["first", "second"]
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 
 class Attack:
-    """A pickle of it writes a file where it is loaded."""
+    """An object whose pickle touches a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,7 +126,7 @@ class OwnRecord:
     [
         {"record": [["subprocess", "Popen"], [["args", "true"]]]},
         {"record": [["os", "system"], []]},
-        {"record": [["megatrain.ranks.launch", "subprocess"], []]},  # what a module has imported is not its own
+        {"record": [["megatrain.ranks.launch", "subprocess"], []]},  # a module does not define its imports
         {"record": [["megatrain.ranks.launch", "subprocess.Popen"], []]},
         {"record": [["megatrain.ranks.launch", "launch"], []]},
         {"record": [["megatrain.ranks.world", "Path"], []]},

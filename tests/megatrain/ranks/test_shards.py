@@ -1,4 +1,4 @@
-"""The law of shards: which rank owns which elements, for any length and number of ranks."""
+"""Rules of shards: the owner of each element, for any length and number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_element_has_one_owner(blocks: int, length: int, size: int) -> Non
     assert all(before.stop == after.start for before, after in pairwise(owned))
     assert owned[0].start == part.start and owned[-1].stop == part.stop
     assert owned == [shards[0].owned(part, rank) for rank in range(size)]
-    # All blocks are equally long, no longer than they have to be, and no partial sum of a norm lies on two ranks.
+    # All blocks have equal, minimal length, and no partial sum of a norm spans two ranks.
     assert len({each.num_elements(part) for each in shards}) == 1
     shard = shards[0].num_elements(part)
     assert shard % SHARD_BLOCK_ELEMENTS == 0 and size * (shard - SHARD_BLOCK_ELEMENTS) < length <= size * shard

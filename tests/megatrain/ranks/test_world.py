@@ -1,4 +1,4 @@
-"""Which rank a process is: the variables of torchrun, of srun and of the launcher."""
+"""The rank of a process: the variables of torchrun, of srun and of the launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_ranks_of_torchrun_and_srun() -> None:
 
 
 def test_without_ranks() -> None:
-    """A batch script of Slurm has the variables of its job, and is no rank of it."""
+    """A batch script of Slurm has the variables of its job, but it is not a rank."""
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}
     for environment in ({}, batch, {"RANK": "0"}):
         assert numbers(World.of_environment(environment)) == numbers(World.single()) == (0, 1, 0, 1, 1, 0)
@@ -72,8 +72,8 @@ def test_where_to_meet_is_not_guessed() -> None:
     [
         (None, ["0", "1", "2"]),
         ("4,5,6,7", ["4", "5", "6"]),
-        ("GPU-a,GPU-b", ["GPU-a", "GPU-b", ""]),  # the third sees none, and the ranks say so when they meet
-        ("3", ["3", "3", "3"]),  # which may be another one for each process
+        ("GPU-a,GPU-b", ["GPU-a", "GPU-b", ""]),  # the third sees none, and the ranks report it when they meet
+        ("3", ["3", "3", "3"]),  # this may be a different one for each process
         ("", ["", "", ""]),
     ],
 )
@@ -104,7 +104,7 @@ BUSES = {
 
 @pytest.mark.parametrize("case", BUSES)
 def test_the_ranks_of_a_host_have_a_gpu_each(case: str) -> None:
-    """Two hosts of two ranks; buses of different hosts may be alike."""
+    """Two hosts of two ranks; bus ids of different hosts may be equal."""
     buses, says = BUSES[case]
     store, worlds = HashStore(), [World.local(rank, 4, num_hosts=2) for rank in range(4)]
 

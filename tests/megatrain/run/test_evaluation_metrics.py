@@ -1,4 +1,4 @@
-"""Evaluations as a line for people and as JSON, in a log that is continued, and the FLOPs of a step beside them."""
+"""Evaluations as a console line and as JSON, in a log that is continued, with the FLOPs of a step."""
 
 from __future__ import annotations
 

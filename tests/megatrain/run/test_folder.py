@@ -1,4 +1,4 @@
-"""A run's folder: one owner at a time, a status that is always whole, and nothing left of a run that never began."""
+"""A run's folder: one owner at a time, a status that is always complete, and no leftovers of a run that never began."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("error", "step"), [(errno.ENOSPC, 2), (errno.EIO, 1)])
 def test_a_full_drive_is_no_failure(error: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full drive the status is written over the one that is there; on a broken one that stays."""
+    """On a full drive the status overwrites the existing one; on a broken drive the existing one stays."""
 
     def refuse(source: object, target: object) -> None:
         raise OSError(error, os.strerror(error))
@@ -312,7 +312,7 @@ def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
 
 
 def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_path: Path) -> None:
-    """There a lock names a process that here is somebody else's, or nobody."""
+    """Its lock names a process id that belongs to another process here, or to none."""
     with another_process(tmp_path), subprocess.Popen(["sleep", "600"]) as bystander:
         text = (tmp_path / "LOCK").read_text()
         owner = living_owner(tmp_path)

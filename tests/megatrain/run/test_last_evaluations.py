@@ -1,4 +1,4 @@
-"""The last evaluation of each set: in the summary of a run, in ``status.json``, and after the run was continued."""
+"""The last evaluation of each set: in the summary of a run, in ``status.json``, and after a resume."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_rows_kept_from_training_are_evaluated_and_told(folder: Path) -> None:
     assert status is not None
     last = listener.evaluations[-1]
     assert status.evaluations == {"val": {"step": 4, "loss": last.loss, "perplexity": last.perplexity}}
-    again, silent = run(folder)  # there is nothing left to do
+    again, silent = run(folder)  # no steps are left
     assert again.evaluations == summary.evaluations and not silent.evaluations
 
 

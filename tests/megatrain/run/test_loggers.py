@@ -1,4 +1,4 @@
-"""Where figures go: what is asked for is there, steps that come again are not doubled, a failure ends no run."""
+"""Loggers: the requested ones exist, repeated steps are not logged twice, and a failure ends no run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_json_lines_go_on_where_the_run_does(make_config: Any) -> None:
 
 
 class Recorder(GeneralTracker):
-    """A tracker that keeps what it gets, in the place of one whose package is not installed."""
+    """A tracker that records its calls, in place of one whose package is not installed."""
 
     name, requires_logging_directory = "recorder", False
     runs: ClassVar[list[Recorder]] = []
@@ -139,7 +139,7 @@ class Recorder(GeneralTracker):
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    """Stands for MLflow's tracker: a service that makes ids and keeps every point that it gets."""
+    """Replaces MLflow's tracker: a service that makes ids and keeps every point."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
     about = dataclasses.replace(loggers._TRACKERS["mlflow"], finish=lambda tracker, summary: tracker.finish())
@@ -191,7 +191,7 @@ def test_figures_that_are_not_finite_are_left_out(make_config: Any, recorder: ty
 def test_curves_of_tensorboard_are_not_doubled(make_config: Any) -> None:
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     config = make_config('report_to = ["tensorboard"]')
-    with warnings.catch_warnings():  # their code uses what numpy and protobuf are about to drop
+    with warnings.catch_warnings():  # their code uses features that numpy and protobuf will drop
         warnings.simplefilter("ignore")
         for continued_from, first, last, loss in ((None, 1, 5, 3.0), (3, 4, 6, 2.0)):
             with tracker("tensorboard", config, continued_from) as log:
@@ -209,7 +209,7 @@ def test_curves_of_tensorboard_are_not_doubled(make_config: Any) -> None:
         assert {"memory/ram_GiB", "memory/process_GiB", "wait/fill_s", "checkpoint/stall_s"} <= set(
             events.Tags()["scalars"]
         )
-        with tracker("tensorboard", config, None) as log:  # a run that starts anew in the same folder
+        with tracker("tensorboard", config, None) as log:  # a run that starts over in the same folder
             train(log, 1, 1, 9.0)
         events = EventAccumulator(str(config.output_dir / "tensorboard"))
         events.Reload()

@@ -1,4 +1,4 @@
-"""Signals of a run: what asks for a stop, what ends it at once, and what a closed terminal does."""
+"""Signals of a run: requests to stop, immediate ends, and a closed terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def send(number: int) -> None:
 
 
 def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> None:
-    """It comes from the kernel, from the shell, and after a Ctrl-C whose save is under way."""
+    """The signal comes from the kernel, from the shell, and after a Ctrl-C whose save is in progress."""
     with RunSignals(stops_after_step=True) as heard:
         for _ in range(3):
             send(signal.SIGHUP)

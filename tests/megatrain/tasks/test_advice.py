@@ -1,4 +1,4 @@
-"""Settings that are allowed and seldom meant: positions, learning rates, warm-ups."""
+"""Settings that are valid but rarely intended: positions, learning rates, warm-ups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def graph() -> ModelGraph:
 
 @pytest.fixture
 def large(graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> ModelGraph:
-    """The same with as many parameters as people train."""
+    """The same config with a realistic number of parameters."""
     monkeypatch.setattr(type(graph), "num_parameters", 8_000_000_000)
     return graph
 

@@ -1,4 +1,4 @@
-"""Rewards: losses and every gradient of Hugging Face's own class, and the bits of a run anywhere."""
+"""Rewards: losses and every gradient match Hugging Face's class, with the same bits at every placement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-#: Model type -> what its configuration has beside the shape.
+#: Model type -> its configuration in addition to the shape.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"classifier_dropout": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """Three micro-batches of two pairs with padding, of which the second pair is none."""
+    """Three micro-batches of two pairs with padding; the second pair is empty."""
     found = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def plain_loss(model: Any, batch: dict[str, Tensor], center: float) -> Tensor:
-    """The sum of the losses of a micro-batch, by the model's own forward."""
+    """The sum of the losses of a micro-batch, by the model's forward."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     chosen, rejected = logits[:2, 0], logits[2:, 0]
     losses = -functional.logsigmoid(chosen - rejected - batch["margin"])
@@ -145,7 +145,7 @@ def write(more: str = "") -> list[dict[str, Any]]:
 
 
 def train(output: str, *changes: str) -> list[dict[str, Any]]:
-    """Run the config; return what it told of its steps and evaluations, over all starts."""
+    """Run the config; return the logged steps and evaluations of all starts."""
     words = ["run", "run.toml", *(f"--set={change}" for change in (f"output_dir={output}", *changes))]
     result = CliRunner().invoke(command_group, words)
     assert result.exit_code == 0, result.output
@@ -174,7 +174,7 @@ def test_a_run_has_the_same_bits_anywhere_and_its_folder_opens(folder: Path) -> 
 
 
 def _recount(model: Any, rows: list[dict[str, Any]], evaluation: dict[str, Any]) -> None:
-    """Compare the last evaluation of a run with what its exported model says of each row alone."""
+    """Compare the last evaluation of a run with its exported model's result for each row alone."""
     figures = evaluation["preferences"]
     tokenizer = AutoTokenizer.from_pretrained("in_ram/final")
 

@@ -1,4 +1,4 @@
-"""Each task of the config is known everywhere."""
+"""Each task of the config is supported everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How held-out texts are judged: the same figures, whichever rank had which of them."""
+"""Evaluation of held-out texts: the same figures for every distribution over ranks."""
 
 from __future__ import annotations
 

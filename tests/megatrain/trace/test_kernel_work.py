@@ -1,4 +1,4 @@
-"""What kernels of other packages read and write, by their source; a trace launches none of them. Needs Triton."""
+"""Traffic of other packages' kernels, by their source; a trace launches none of them. Needs Triton."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def copied(out_ptr: Any, rows_ptr: Any) -> None:
 
 
 def unneeded_products(*, is_told: bool) -> set[str]:
-    """Return the products that a unit like a first layer with adapters in its MLP alone is said not to need.
+    """Return the products reported as unneeded in a unit like a first layer with adapters only in its MLP.
 
-    Autograd saves what the norm gives there, not what it is given.
+    Autograd saves the norm's output there, not its input.
     """
     weight, adapter = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
     uses = ProductUses({id(weight): "weight"}, count_flops)

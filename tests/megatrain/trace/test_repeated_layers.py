@@ -1,4 +1,4 @@
-"""Layers that do what an earlier one did: the trace is that in which every layer runs, and most of it is not run."""
+"""Layers that repeat an earlier one: the trace equals a trace that runs every layer, but most layers do not run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def backwards_counted() -> Iterator[list[int]]:
 def traced(
     graph: Any, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 12), **options: Any
 ) -> tuple[VisitTrace, VisitTrace, int]:
-    """Return the trace, the one in which every layer runs, and how many backwards the first left out."""
+    """Return the trace, the trace that runs every layer, and the number of backwards that the first one skipped."""
     with backwards_counted() as some:
         trace = trace_visits(graph, *shape, dtype, **options)
     with mock.patch.object(RepeatedLayers, "earlier", return_value=None), backwards_counted() as every:
@@ -61,7 +61,7 @@ def check(config: Any, left_out: int, **options: Any) -> None:
     assert num == left_out
 
 
-# One for each way in which layers of one model differ: none, by attention, by experts, by a state that one hands on.
+# One per way in which layers differ: none, by attention, by experts, by a state that one passes on.
 @pytest.mark.parametrize(
     ("family", "dtype", "left_out"),
     [
@@ -87,7 +87,7 @@ def test_of_any_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) 
         try:
             graph = build_graph(shrunk_config(family), dtype=torch.bfloat16)
             with mock.patch.object(RepeatedLayers, "earlier", return_value=None):
-                # A first trace: what torch keeps of fake results makes 8 bytes less of some backwards in the next ones.
+                # A warm-up trace: torch's caches of fake results shrink some later backwards by 8 bytes.
                 trace_visits(graph, 2, 12, torch.bfloat16, device=device)
         except Exception as error:
             pytest.skip(f"none that is small, or it does not run: {error}")
@@ -98,7 +98,7 @@ def test_of_any_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) 
 OTHER_FAMILIES = [pytest.param(name, 0, marks=pytest.mark.slow) for name in FAMILIES if name != "internvl"]
 
 
-# Numbers and sizes of images are known to the trace, and decide what layers of the tower do.
+# The trace knows numbers and sizes of images, which decide the operations of the tower's layers.
 @pytest.mark.parametrize("images", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "left_out"), [("internvl", 4), *OTHER_FAMILIES])
 def test_of_images(family: str, left_out: int, images: Literal["trained", "frozen"], tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_of_images(family: str, left_out: int, images: Literal["trained", "froze
 def test_one_layer_of_many_is_run() -> None:
     config = tiny_config("llama", num_hidden_layers=6)
     check(config, 5)
-    # The first one has no gradient to give to the embedding.
+    # The first one has no gradient for the embedding.
     check(config, 4, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
 
 
@@ -129,7 +129,7 @@ def test_products_that_nobody_needs_go_by_the_names_of_each_layer() -> None:
 
 
 class GivenMLP(nn.Module):
-    """In the place of a layer's MLP: it has its weights, and does what it is given."""
+    """A layer's MLP with the same weights and a given forward."""
 
     def __init__(self, mlp: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def mlp(module: Any, hidden: Tensor) -> Tensor:
 
 
 class Wasteful(torch.autograd.Function):
-    """Its forward is an addition as any other, its backward is not."""
+    """Its forward is a plain addition, its backward is not."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def swapped(module: Any, hidden: Tensor) -> Tensor:
     return result
 
 
-#: What the MLPs of a model's layers do, all of one class: the class alone says nothing.
+#: Forwards of the MLPs of a model's layers, all of one class: the class alone determines nothing.
 FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the first": mlp,
     "one more operator": lambda m, x: mlp(m, x) + 0,

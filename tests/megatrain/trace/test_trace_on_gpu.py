@@ -1,4 +1,4 @@
-"""The trace of a plan for a GPU, on fake tensors of one: it runs, it is exact, and knows what attention allocates."""
+"""The trace of a plan for a GPU, on fake GPU tensors: it runs, is exact, and knows attention's allocations."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_it_is_exact_and_puts_nothing_on_the_device(family: str, dtype: torch.dt
 
 
 def test_that_of_a_generation_as_well() -> None:
-    """Whose rooms for the cache, as large as one likes, are fake too."""
+    """A generation's cache, of any size, is also fake."""
     graph = build_graph(tiny_config("llama"), dtype=torch.bfloat16, is_trained=False)
     (trace, nbytes), (on_cpu, same) = (trace_generation(graph, 2, 16, device=name) for name in ("cuda", "cpu"))
     # Keys and values of two rows of 16 tokens, two heads of 8 numbers each, in bf16.
@@ -112,9 +112,9 @@ def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **option
 def test_what_the_backward_of_flash_attention_allocates(
     rows: int, length: int, in_order: float, in_any_order: float, expanded: float
 ) -> None:
-    """A 7B shape on 132 multiprocessors: gradients of queries in fp32 per split, those of 28 heads of keys and values.
+    """A 7B shape on 132 multiprocessors: fp32 gradients of queries per split, and of 28 heads of keys and values.
 
-    In GB, as a desk review of the kernel's source found them.
+    The expected GB come from a review of the kernel's source.
     """
     heads, few = (rows, 28, length, 128), (rows, 4, length, 128)
     for is_deterministic, expected in ((True, in_order), (False, in_any_order)):
@@ -129,7 +129,7 @@ def test_what_other_backwards_allocate() -> None:
     sums = 28 * 32 * 1024 * 4
     in_fp32 = sums * 128
     for is_deterministic in (True, False):
-        # One product less in 16 bits, whose sums of keys and values stay in registers.
+        # One 16-bit product less: its sums of keys and values stay in registers.
         assert hidden("efficient_attention", heads, heads, heads, is_deterministic=is_deterministic) == in_fp32 + sums
         single = hidden(
             "efficient_attention", heads, heads, heads, is_deterministic=is_deterministic, dtype=torch.float32
@@ -159,7 +159,7 @@ def test_rows_of_several_lengths_in_one() -> None:
     assert found is not None and (found.num_rows, found.num_keys) == (2, 1000)
     rows = 1000 + 2 * 128
     expanded = 2 * 1000 * 8 * 64 * 2
-    copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # of gradients, where short sequences take several calls
+    copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # gradients; short sequences take several calls
     hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
     assert found.hidden_nbytes(CUDA, is_deterministic=True) == hidden
     least = 2 * 1000 * 8 * 64 * 4
@@ -167,7 +167,7 @@ def test_rows_of_several_lengths_in_one() -> None:
 
 
 def test_it_is_in_the_plan_of_a_layer() -> None:
-    """The settings of the run decide: in order, queries of 4 heads are split among 33 blocks."""
+    """The run's settings decide: in deterministic order, queries of 4 heads are split among 33 blocks."""
     length = 512
     free = trace_of(length=length, padded=False)
     with deterministic_kernels(CUDA, "Model"):
@@ -189,7 +189,7 @@ def test_it_is_in_the_plan_of_a_layer() -> None:
 
 @pytest.fixture
 def _formulas_of_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 refuses other heads of keys than of queries."""
+    """torch 2.11 refuses different numbers of heads for keys and queries."""
     forward, backward = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
 
     def checked_forward(query: Any, key: Any, value: Any) -> Any:
@@ -212,7 +212,7 @@ def test_grouped_queries_are_counted_whatever_torch_has_formulas_for(device: str
         for heads in (2, 4)
     )
     assert (grouped.guesses, grouped.uncounted) == ((), ())
-    # Each layer has less to multiply for keys and values, 2 x 16 x 32 weights; its attention has as much.
+    # Each layer has smaller key and value projections, by 2 x 16 x 32 weights; its attention is equal.
     assert alike.visits[2].forward.flops - grouped.visits[2].forward.flops == 2 * 64 * (2 * 16 * 32)
     assert step_flops(grouped, num_places=64, num_real_tokens=64, num_trained_tokens=64).model > 0
 
@@ -263,7 +263,7 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch find a GPU, on which liger's kernels are not installed."""
-    monkeypatch.setattr(traced, "has_liger_kernels", lambda: False)  # they run on a GPU alone
+    monkeypatch.setattr(traced, "has_liger_kernels", lambda: False)  # they only run on a GPU
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -308,7 +308,7 @@ def test_the_command_says_whether_the_plan_is_exact(
 def test_a_size_is_not_chosen_where_no_layer_could_be_traced(
     num_failing: int, size: str, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that fail are planned as if they computed nothing: so no room would be left for any of them."""
+    """Failed layers are planned without any compute, so there would be no space for any of them."""
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu=size, nvme=0)
     (tmp_path / "run.toml").write_text(text)
     inside, silu = CountingMode.inside, torch.nn.functional.silu
@@ -338,7 +338,7 @@ def test_a_size_is_not_chosen_where_no_layer_could_be_traced(
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_attention_would_save(padded: bool) -> None:
-    """Output and sums of flash attention, for whole rows and for documents, and next to nothing else."""
+    """Output and sums of flash attention, for whole rows and for documents, and almost nothing else."""
     config = tiny_config("llama", tied=False)
     trace = trace_of(config=config, length=512, padded=padded)
     layers = [visit for visit in trace.visits if visit.saved and visit.attention.nbytes]
