@@ -1,4 +1,4 @@
-"""Phrases that make a reader read a sentence twice, counted in everything that people read.
+"""Phrases that make a reader read a sentence twice, counted in all text for readers.
 
 ``python tests/prose.py FOLDER`` prints each place. A phrase may be right in its place; its number may only shrink.
 """
@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-#: The odd phrase -> what to write.
+#: Odd phrase -> its replacement.
 PHRASES = {
     r"(?:^|(?<=[.:!?] ))(?:What|Whatever|Whoever|Of|Where|Those that|That which|As many|So many) (?!.*\?)": "a noun",
     r"\b(?:that|those) of\b": "the noun again",

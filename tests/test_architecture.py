@@ -1,4 +1,4 @@
-"""The shape of the code: who imports whom, and what an import costs."""
+"""The shape of the code: the imports between modules, and the cost of an import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import house
 from house import MODULES, PACKAGES, ROOT, SOURCES, imports, typing_only
 from megatrain.config.schema import RunConfig
 
-# A module may import modules of a lower rank, and of its own rank where no circle results. The longest prefix counts.
+# A module may import modules of a lower rank, or of equal rank without a cycle. The longest prefix counts.
 RANKS = {
     "tiered.units": 0,
     "tiered.lazy": 0,
@@ -61,7 +61,7 @@ RANKS = {
     "cli": 30,
 }
 
-# Where a library that is heavy, optional or bound to hardware may be imported.
+# Modules that may import a heavy, optional or hardware-bound library.
 RESTRICTED = {
     "kvikio": ("tiered/links/kvikio.py", "tiered/links/probe.py"),
     "cupy": (),
@@ -78,7 +78,7 @@ RESTRICTED = {
         "megatrain/engine/triton_kernels.py",
         "megatrain/optim/triton_kernels.py",
     ),
-    "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part
+    "safetensors": (),  # models/folder and models/export read headers and write shards, part by part
     "transformers": (
         "megatrain/tasks/prompts.py",
         "megatrain/data/",
@@ -115,7 +115,7 @@ ALL_FOLDERS = sorted(path.parent for package in PACKAGES for path in (ROOT / pac
 
 
 def rank_of(module: str) -> int | None:
-    """Return the rank of the longest known prefix; None outside this project."""
+    """Return the rank of the longest known prefix, or None outside this project."""
     parts = module.split(".")
     if parts[0] not in PACKAGES:
         return None
@@ -145,7 +145,7 @@ def test_imports_go_downward_only() -> None:
     assert not upward, "\n".join(upward)
 
 
-#: The one module outside the command that may import it, under the name it is installed as.
+#: The only module outside the command that may import it, under its installed name.
 RUNS_THE_COMMAND = "megatrain.__main__"
 
 
@@ -162,7 +162,7 @@ def test_only_one_module_imports_the_command() -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """Imports for types count: a type lives with the idea that it names, not with the module that makes it."""
+    """Imports for types count: a type belongs to its concept, not to the module that creates it."""
     edges = {
         source.module: {name for _, name in imports(source) if name in MODULES} - {source.module} for source in SOURCES
     }
@@ -180,8 +180,8 @@ def test_no_circle_of_imports() -> None:
     assert done == MODULES
 
 
-#: Pairs (importer, imported) of today in which a room imports one above it (``house.ROOMS``), by what is to be done. A
-#: pair that is gone must go from here, and none may come: what is wanted of a room above is handed in from there.
+#: Pairs (importer, imported) in which a layer imports one above it (``house.ROOMS``), by their remedy. A pair that no
+#: longer exists must be removed here, and new ones are forbidden: the layer above passes its objects down.
 UPWARD: dict[str, set[str]] = {}
 
 
@@ -192,8 +192,8 @@ def test_rooms_import_those_below_them() -> None:
     assert known <= upward, f"these pairs are gone, take them from UPWARD: {sorted(known - upward)}"
 
 
-#: Pairs (importer, imported) in which a tool knows a part of the core from the inside, beside `megatrain.api`, by the
-#: reason. A pair that is gone must go from here, and none may come: what several tools need is public.
+#: Pairs (importer, imported) in which a tool uses core internals in addition to `megatrain.api`, by the reason. A pair
+#: that no longer exists must be removed here, and new ones are forbidden: shared needs become public.
 INTERNAL_IMPORTS_OF_TOOLS = {
     "its subject is a config: keys, what is wrong with them, whole tables": {
         "megatrain.extras.report.figures -> megatrain.config.keys",
@@ -244,7 +244,7 @@ def test_embedding_knows_little_of_the_engine() -> None:
 
 
 def test_one_file_of_embedding_knows_several_ranks() -> None:
-    """Sharded parameters of FSDP2 are another matter: each rank updates its own part."""
+    """Sharded parameters of FSDP2 are separate: each rank updates its own part."""
     importers = {
         source.module
         for source in SOURCES
@@ -268,7 +268,7 @@ def test_no_circle_of_packages() -> None:
     assert not house.circles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
 
 
-# What is too large already, and may only become smaller: methods of a class, arguments of a constructor of the core.
+# Figures that are too large and may only shrink: methods of a class, arguments of a core constructor.
 MOST_METHODS = 30
 METHODS = {
     "tiered.store.TieredStore": 42,
@@ -277,7 +277,7 @@ MOST_ARGUMENTS = 10
 ARGUMENTS: dict[str, int] = {}
 MOST_STEP_PROGRAM_FIELDS = 9
 MOST_KNOWING_THE_CONFIG = 12
-MOST_LINES_TO_READ = 4_000  # some room for mends: what shortens them is fewer features in them, not fewer comments
+MOST_LINES_TO_READ = 4_000  # some space for fixes; fewer features shorten files, not fewer comments
 
 
 def assert_only_shrinks(found: Mapping[str, int], bounds: Mapping[str, int]) -> None:
@@ -300,14 +300,14 @@ def test_a_step_program_has_no_field_for_each_feature() -> None:
 
 
 def test_class_names_have_one_meaning() -> None:
-    """Wherever they stand, and whoever may use them: a reader who has met one has met all of that name."""
+    """This holds for all classes, public or private: a reader who knows one class of a name knows all of them."""
     assert not house.names_of_two()
 
 
 def test_the_figures_of_the_house_only_shrink() -> None:
     """Fewer factors keep the code small: lines, files that know a factor, shared file names, vague entries.
 
-    A figure that a test bounds on one side alone lets a mistake pass: state it exactly, or with both bounds.
+    A figure that a test bounds on one side only lets a mistake pass: state it exactly, or with both bounds.
     """
     bounds = house.read_bounds()
     grown = [
@@ -356,7 +356,7 @@ def test_the_words_of_the_code_are_in_the_glossary() -> None:
     assert not set(KEY_WORDS) - house.glossary_words()
 
 
-#: Who may know a whole config. All else takes the values that `megatrain.training.resolve` makes of it.
+#: Modules that may know a whole config. All others take the values that `megatrain.training.resolve` makes of it.
 KNOW_THE_CONFIG = {
     "megatrain.training.resolve",
     "megatrain.training.resolve_rows",
@@ -381,7 +381,7 @@ def test_few_modules_know_the_config() -> None:
 
 
 def test_keys_of_a_config_are_read_by_the_owners_of_their_tables() -> None:
-    """Whoever has a whole config hands tables on, or makes values of several in ``resolve``."""
+    """The holder of a whole config passes tables on, or combines values of several in ``resolve``."""
     tables = {name for name, field in RunConfig.model_fields.items() if is_table(field.annotation)}
     found = [
         f"{source.name}:{node.lineno} {ast.unparse(node)}"
@@ -400,7 +400,7 @@ def is_table(annotation: object) -> bool:
 
 
 def test_tables_of_the_config_live_with_their_owners_and_import_nothing_heavy() -> None:
-    """The command reads configs, and completes names of keys, before it imports torch."""
+    """The command reads configs, and completes key names, before it imports torch."""
     owners = {field.annotation.__module__ for field in RunConfig.model_fields.values() if is_table(field.annotation)}
     assert len(owners) > 5 and all(re.fullmatch(r"megatrain\.\w+\.table", module) for module in owners), owners
     light = re.compile(r"pydantic|megatrain\.base\.|megatrain\.\w+\.table$|tiered\.units$")
@@ -414,7 +414,7 @@ def test_tables_of_the_config_live_with_their_owners_and_import_nothing_heavy() 
     assert not found, found
 
 
-#: What other packages may import of `tiered`; everything else is its own business.
+#: Names that other packages may import from `tiered`; everything else is internal.
 PUBLIC = {"tiered.__init__", "tiered.ext", "tiered.testing.__init__", "tiered.errors", "tiered.lazy", "tiered.units"}
 
 
@@ -429,7 +429,7 @@ def test_other_packages_import_what_is_public() -> None:
 
 
 def test_what_a_tier_can_do_is_a_protocol() -> None:
-    """`hasattr` asks for a name; a protocol says what the method behind the name must do, and mypy checks it."""
+    """`hasattr` checks a name; a protocol also defines the method's behaviour, and mypy checks it."""
     found = [
         f"{source.name}:{node.lineno}"
         for source in SOURCES
@@ -447,7 +447,7 @@ def is_untyped_tier(node: ast.arg | ast.AnnAssign) -> bool:
 
 
 def test_inside_the_command_imports_are_relative() -> None:
-    """One module object each: never `cli.main` and `megatrain_tier_cli.main` both."""
+    """Each module has one object: never both `cli.main` and `megatrain_tier_cli.main`."""
     own_names = {"cli", "megatrain_tier_cli"}
     absolute = [
         f"{source.name}:{node.lineno}"
@@ -511,7 +511,7 @@ def reads_tensors_alone(call: ast.Call) -> bool:
 
 
 def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
-    """`torch.load` (but of tensors alone) and pickle run what a file says; model folders come from anywhere."""
+    """`torch.load` (except for tensors only) and pickle execute a file's contents; model folders come from anywhere."""
     found = []
     for source in SOURCES:
         found += [f"{source.name}:{line} {name}" for line, name in imports(source) if name.split(".")[0] == "pickle"]
@@ -530,7 +530,7 @@ def test_every_package_is_listed_for_the_wheel() -> None:
         ".".join(["megatrain_tier_cli" if part == "cli" else part for part in folder.relative_to(ROOT).parts])
         for folder in ALL_FOLDERS
     }
-    example = {"megatrain_tier_cli.example"}  # data of `init --example`, which lies among the examples
+    example = {"megatrain_tier_cli.example"}  # data of `init --example`, stored with the examples
     assert set(project["tool"]["setuptools"]["packages"]) == folders | example
     with_code = {source.path.parent for source in SOURCES}
     assert with_code <= set(ALL_FOLDERS), f"no __init__.py: {sorted(map(str, with_code - set(ALL_FOLDERS)))}"
@@ -600,7 +600,7 @@ assert megatrain.plan.planner.plan_run is megatrain.plan_run
 
 
 def test_a_config_is_read_without_torch() -> None:
-    """So that a mistake in it is answered at once, and a line is there before anything takes seconds."""
+    """So a mistake in it is reported at once, and a line is printed before anything takes seconds."""
     code = """
 import sys
 import tiered, megatrain.config
@@ -632,7 +632,7 @@ print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
 
 
 def names_in_docstring(node: ast.AST) -> set[str]:
-    """Return what the sections of a function's or class's docstring may describe."""
+    """Return the names that the sections of a function's or class's docstring may describe."""
     names: set[str] = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -647,7 +647,7 @@ def names_in_docstring(node: ast.AST) -> set[str]:
 
 
 def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
-    """Yield lines of Args, Attributes and Raises that are no entry of one name, or hold a second entry."""
+    """Yield lines of Args, Attributes and Raises that are not the entry of one name, or contain a second entry."""
     section, indent = None, 0
     for line in docstring.splitlines():
         depth = len(line) - len(line.lstrip())
@@ -666,7 +666,7 @@ def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
 
 
 def test_sections_of_docstrings_have_one_entry_per_line() -> None:
-    """So that tools (mkdocstrings, IDEs) can show them, and a reader can find a name."""
+    """Tools (mkdocstrings, IDEs) can then show them, and a reader can find a name."""
     found = []
     for source in SOURCES:
         for node in ast.walk(source.tree):

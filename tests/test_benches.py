@@ -1,4 +1,4 @@
-"""Every bench runs at a tiny size, its rows can be read alone, and what it says about anything but time is ok."""
+"""Every bench runs at a tiny size; each row is readable alone, and its results other than times are ok."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ BENCH = ROOT / "bench"
 LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
-#: Benches that measure resident memory: a new interpreter has none of others.
+#: Benches that measure resident memory: a new interpreter holds no memory of other tests.
 COLD = ("activations", "large", "process_memory")
-#: Command line of every bench at its smallest.
+#: Smallest command line of every bench.
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
@@ -102,8 +102,8 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-#: Three processes of their own, each with a new interpreter: `ranks` shows the same of ours. The other has a test of
-#: its own.
+#: Three separate processes, each with a new interpreter: `ranks` covers this project's. A separate test covers the
+#: other one.
 SLOW = ("compare/ranks", "compare/disk_offload")
 
 
@@ -247,7 +247,7 @@ def test_sides_on_one_device_compute_the_same_and_move_what_was_planned() -> Non
 
 
 def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of `gpu.py` at a tiny size, on a GPU in software that has not room for everything."""
+    """Return the rows of `gpu.py` at a tiny size, on a software GPU too small for everything."""
     out = folder / "made" / "rows.jsonl"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
@@ -275,7 +275,7 @@ def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
-    """torch has no profiler for it, so the host's operators count. The profiled step is none of those measured."""
+    """torch has no profiler for it, so the host's operators count. The profiled step is not a measured one."""
     words = ["--parts", "7b_4k+bf16_gradients", "--profile", "--traces", str(tmp_path / "traces")]
     found = {name: row["value"] for name, row in on_virtual_gpu(tmp_path, *words).items()}
     start = "7b_4k+bf16_gradients.ours."
@@ -291,7 +291,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_gaps_are_where_no_kernel_runs(tmp_path: Path) -> None:
-    """Three kernels on two streams, a copy beside them, and one that nothing runs beside; as torch writes them."""
+    """As torch writes them: three kernels on two streams, of which the last runs alone, and a copy that overlaps two."""
     bars = [
         ("kernel", "gemm", 1000.0, 500.0),
         ("kernel", "norm", 1400.0, 200.0),  # on another stream, until 1600
@@ -383,7 +383,7 @@ def test_other_calls_of_the_script(tmp_path: Path) -> None:
 
 
 def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) -> None:
-    """No time is left for any line; and numba cannot be imported until a wheel in the folder for that is unpacked."""
+    """No time is left for any line; numba cannot be imported until a wheel of the packages folder is unpacked."""
     late = tmp_path / "late"
     late.mkdir()
     status, log, _ = fifteen(late, "b", CALL_S="1")
@@ -434,7 +434,7 @@ def write_wheel(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("call", ["a", "b"])
 @pytest.mark.parametrize("has_room", [True, False])
 def test_the_limits_of_a_call_add_up_to_less_than_the_call(call: str, has_room: bool) -> None:
-    """Else a last line would lack time where each line before it takes all of its limit. Lines for time left aside."""
+    """Otherwise, if each line takes its full limit, the last one lacks time. Lines for spare time do not count."""
     script = (BENCH / "gpu_fifteen.sh").read_text()
     (call_s,) = map(int, re.findall(rf"\b{call}\) call_s=\$\{{CALL_S:-(\d+)\}}", script))
     (lines,) = re.findall(rf"(?ms)^  {call}\)\n(.*?);;", script)
@@ -492,7 +492,7 @@ def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
-    """There are seconds for a few of the steps that were wanted."""
+    """The time suffices for a few of the requested steps."""
     part = PARTS["plain"].small()
     result = tmp_path / "result.json"
     job = Job(
@@ -510,7 +510,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They multiply before ours asks for deterministic kernels, and torch reads the setting once."""
+    """Sides multiply before this project requests deterministic kernels, and torch reads the setting only once."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     arguments = argparse.Namespace(
         layers=None,
@@ -533,7 +533,7 @@ def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeyp
 
 
 def test_the_end_of_a_failed_side_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Its file goes with the scratch folder, and a row has room for three lines."""
+    """Its file is deleted with the scratch folder, and a row has space for three lines."""
     arguments = argparse.Namespace(
         layers=None,
         quick=True,
@@ -571,7 +571,7 @@ def test_losses_that_cannot_be_compared_end_no_call(theirs: float, is_ok: bool, 
 
 
 def test_a_planned_peak_has_all_buffers() -> None:
-    """More of them are made than a step needs at least."""
+    """More buffers are made than the minimum of a step."""
     nothing: dict[str, int] = {}
     home = {"gpu": {"weights": 100}}
     placement = Placement({}, home, {"gpu": 20}, nothing, nothing, nothing, nothing, True, {"gpu": 5})
@@ -668,7 +668,7 @@ def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
 def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
     rows = {row["name"]: row["value"] for row in run("gsm8k")}
     assert len(rows["ours.losses"]) == len(rows["plain.losses"]) == rows["steps"] == 3
-    assert 0 < rows["trained_tokens"] < rows["tokens"]  # the answers only
+    assert 0 < rows["trained_tokens"] < rows["tokens"]  # only the answers
     assert rows["loss.max_relative_difference"] < 1e-5 and rows["weights.difference_over_move"] < 1e-3
     assert rows["test.after.ours"] < rows["test.before.ours"]
     assert rows["ours.nvme->ram.per_step"] > 0  # it streams

@@ -1,4 +1,4 @@
-"""The example configs as a user runs them, shortened; what they write opens in transformers."""
+"""The example configs as a user runs them, shortened; transformers opens the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_example(name: str, folder: Path, *options: str, command: str = "run") ->
         import megatrain_tier_cli  # noqa: F401
 
         package = "megatrain_tier_cli"
-    except ImportError:  # not installed: the command's own folder
+    except ImportError:  # not installed: the command's folder
         package = "cli"
     words = [sys.executable, "-c", PROGRAM.format(package=package), command, str(config), *options]
     return warm.run(words, cwd=ROOT, timeout=280)
@@ -104,7 +104,7 @@ def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
     check_folder(tmp_path / "outputs/dpo/final")
 
 
-#: Where the example's model is not at hand, its config is checked with the one that is.
+#: If the example's model is unavailable, the config is checked with the available one.
 AT_HAND = (
     f"model_name_or_path={ROOT}/examples/quickstart/model",
     "train_from_scratch=true",

@@ -29,5 +29,5 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert sorted(path.name for path in NOTEBOOK.parent.iterdir() if path.name not in ("outputs", "state")) == LISTED
 
 
-#: What the repository has there: the notebook leaves nothing behind.
+#: The repository's files there: the notebook leaves nothing behind.
 LISTED = sorted(path.name for path in NOTEBOOK.parent.iterdir() if path.name not in ("outputs", "state"))

@@ -1,4 +1,4 @@
-"""The Dockerfile, the conda recipe and the version: what they name is there, and says the same everywhere."""
+"""The Dockerfile, the conda recipe and the version: the named files exist, and all agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tiered
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 INSTRUCTIONS = {"FROM", "RUN", "ENV", "ARG", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
-#: Packages of conda that have another name in the package index.
+#: Conda packages with another name in the package index.
 CONDA_NAMES = {"pytorch": "torch", "python-xxhash": "xxhash"}
 
 
@@ -60,7 +60,7 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
 
 
 def test_commands_of_the_dockerfile_are_sound() -> None:
-    """Their shell syntax; the extras and files that pip is given; the program that is started."""
+    """Their shell syntax, the extras and files of pip's arguments, and the started program are valid."""
     for name, words in dockerfile():
         if name != "RUN":
             continue
@@ -75,7 +75,7 @@ def test_commands_of_the_dockerfile_are_sound() -> None:
 
 
 def recipe() -> dict[str, Any]:
-    """Return the recipe as conda-build reads it: rendered, with the project's own table."""
+    """Return the recipe as conda-build reads it: rendered, with the project's table."""
     text = (ROOT / "packaging/conda/meta.yaml").read_text(encoding="utf-8")
 
     def load_file_data(name: str, *, from_recipe_dir: bool) -> Any:
@@ -113,7 +113,7 @@ def test_the_version_is_written_once() -> None:
 
 
 def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
-    """Four of the five wheels come with the extra, in the versions that the tests use; none of them asks for cupy."""
+    """Four of the five wheels come with the extra, in the versions that the tests use; none of them requires cupy."""
     text = (ROOT / "requirements-kvikio.txt").read_text(encoding="utf-8")
     lines = [line.split(";")[0].strip() for line in text.splitlines() if line and not line.startswith("#")]
     tested = dict(re.fullmatch(r"([a-z0-9-]+)(.*)", line).groups() for line in lines)  # type: ignore[union-attr, misc]

@@ -1,4 +1,4 @@
-"""The README keeps its word: its Python runs, its config is accepted, its commands and files exist."""
+"""The README is correct: its Python runs, its config is accepted, its commands and files exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def code_blocks(language: str) -> list[str]:
 def test_python_runs(source: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(source, encoding="utf-8")
-    for _ in range(2):  # the second run finds what the first one left
+    for _ in range(2):  # the second run finds the first one's files
         done = subprocess.run(
             [sys.executable, "-W", "error", program.name],
             cwd=tmp_path,

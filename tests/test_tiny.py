@@ -31,13 +31,13 @@ train = [{{ path = "{QUICKSTART / "loomings.txt"}" }}]
 path = "drive"
 size = "64MiB"
 """
-#: Everything on the drive, and in RAM what two layers need: options of the command line, as in the config.
+#: Everything on the drive, and RAM for two layers: options of the command line, as in the config.
 ON_DRIVE = ("tiers.ram.size=3MiB", *(f"placement.{kind}=nvme" for kind in ("weights", "gradients", "optimizer")))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face folder of 0.3 M random weights, and a config beside it."""
+    """A Hugging Face folder of 0.3 M random weights, and a config next to it."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(output: str, *changes: str) -> list[float]:
-    """Give the command `megatrain-tier run`; return the losses of its steps, over all starts."""
+    """Run the command `megatrain-tier run`; return the losses of its steps, over all starts."""
     words = ["run", "run.toml", *(f"--set={change}" for change in (f"output_dir={output}", *changes))]
     result = CliRunner().invoke(command_group, words)
     assert result.exit_code == 0, result.output
@@ -61,7 +61,7 @@ def test_a_tour(folder: Path) -> None:
     losses = train("in_ram")
     assert len(losses) == 6 and losses[-1] < losses[0]
 
-    # Where state lives decides the time of a step and nothing else.
+    # The home of the state affects only the time of a step.
     assert train("on_drive", *ON_DRIVE) == losses
     assert json.loads(Path("on_drive/status.json").read_text())["metrics"]["tier_used_bytes"]["nvme"] > 8 << 20
 
@@ -69,7 +69,7 @@ def test_a_tour(folder: Path) -> None:
     assert train("broken", "max_steps=4") == losses[:4]
     assert train("broken", *ON_DRIVE) == losses
 
-    # What a run leaves is a folder of Hugging Face's, with the same weights each time.
+    # A run leaves a Hugging Face folder, with the same weights each time.
     models = [AutoModelForCausalLM.from_pretrained(f"{name}/final") for name in ("in_ram", "on_drive", "broken")]
     for name, weight in models[0].state_dict().items():
         assert all(torch.equal(weight, model.state_dict()[name]) for model in models), name

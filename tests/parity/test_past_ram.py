@@ -1,7 +1,7 @@
-"""Runs whose blocks go straight between drives and the memory that takes a GPU's place, beside those through RAM.
+"""Runs whose blocks move directly between drives and a stand-in for GPU memory, and others through RAM.
 
-Everything of the direct way is real but the device: plans, working sets, prefetching, routes, files. The numbers must
-be those of a run in RAM, what moves must be what was planned, and less RAM must be needed.
+The direct route is real except for the device: plans, working sets, prefetching, routes, files. The numbers must equal
+a run in RAM, traffic must be as planned, and less RAM must be needed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_however_a_step_goes(tables: dict[str, Any], tiny_model: Path, tmp_path:
 
 
 def test_less_ram_is_needed(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
-    """Plain SGD has no state: through RAM the backward passes more than an update needs there."""
+    """Plain SGD has no state: through RAM the backward moves more blocks than an update needs there."""
     tables: dict[str, Any] = {"optimizer": 'optim = "sgd"\nsgd_momentum = 0.0'}
     given: dict[str, Any] = {"gpu": "9MiB", "placement": ALL_NVME, **tables}
     need = {way: smallest_ram(tmp_path / way, tiny_model, tiers=f'direct = "{way}"', **given) for way in ("off", "on")}
@@ -151,7 +151,7 @@ def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_pa
 
 
 class TestProbe:
-    """What a device gets is decided by the probe; here its answers are given."""
+    """The probe decides about direct access to a device; these tests set its answers."""
 
     @pytest.fixture(autouse=True)
     def _config(self, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

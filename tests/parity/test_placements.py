@@ -1,4 +1,4 @@
-"""Law 1: placement never changes the numbers. Law 4: planned traffic is moved traffic. Both on the same runs."""
+"""Law 1: placement never changes the numbers. Law 4: planned traffic is real traffic. Both on the same runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses over preferences: losses, figures and every gradient are TRL's, and the same bits wherever blocks live."""
+"""Losses over preferences: losses, figures and every gradient match TRL, with the same bits wherever blocks are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENIZER = EXAMPLES / "quickstart/model"
 WORDS = ("whale", "ship", "sea", "a long grey voyage", "harpoon", "the captain Ahab", "Nantucket")
-#: Answers of several lengths, so that rows have padding and answers are spread over pieces of the head.
+#: Answers of several lengths, so that rows have padding and answers span pieces of the head.
 PAIRS = [
     {
         "prompt": f"Question {n}:\n",
@@ -125,7 +125,7 @@ def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: Any, reference: Any) -> Tensor:
-    """Return the loss as its papers write it, over all examples of a step."""
+    """Return the loss as its papers define it, over all examples of a step."""
     terms, likelihood, tokens = [], [], 0.0
     for batch in batches:
         half = len(batch["input_ids"]) // 2
@@ -217,7 +217,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(name: str) -> None:
     assert ("nll_loss" in figures) == bool(setup.loss.rpo_alpha or name == "orpo")
     assert figures.get("nll_loss", 0.0) in (0.0, pytest.approx(nll_of_chosen(setup.batches, setup.policy), rel=1e-5))
 
-    # Neither the order of the loops nor what is leased in turn changes a bit; whole logits are others.
+    # Neither the loop order nor leases in turn change a bit; whole logits give other bits.
     for options in ({"order": "micro_batch"}, {"parts_in_turn": True}):
         again, same, gradients = setup.step(**options)
         assert again == loss and same == figures
@@ -230,7 +230,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(name: str) -> None:
     runner, _ = make_runner(setup.config, setup.policy, None)
     for batch, logps in zip(setup.batches, runner.log_probs(setup.batches), strict=True):
         collected.add(batch, shifted_labels(batch["labels"]), logps)
-    if setup.loss.is_paired:  # KTO's estimate is of all examples together there
+    if setup.loss.is_paired:  # KTO's estimate there covers all examples together
         evaluated, _, means = collected.judge(setup.loss)
         assert evaluated == pytest.approx(loss, rel=1e-5)
         assert means == pytest.approx(figures, rel=1e-4, abs=1e-6)
@@ -240,7 +240,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(name: str) -> None:
     "name", [pytest.param(name, marks=[] if name == "smoothed" else [pytest.mark.slow]) for name in ("smoothed", "kto")]
 )
 def test_experts_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and gradients are those of whole layers where each expert is a unit of its own."""
+    """Losses and gradients equal whole layers when each expert is a separate unit."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     setup = Setup(LOSSES[name], num_micro_batches=2, family="qwen3_moe")
     expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
@@ -319,7 +319,7 @@ def trl_inputs(setup: Setup, trainer: Any) -> Any:
     """Return a micro-batch as TRL's trainer takes it."""
     if setup.loss.loss_type not in ("cpo", "orpo", "simpo"):
         return trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
-    # These tokenize prompts in a way of their own: they get our rows.
+    # These tokenize prompts differently, so they get this project's rows.
     (batch,) = setup.batches
     half = len(batch["input_ids"]) // 2
     return {
@@ -334,8 +334,8 @@ def trl_inputs(setup: Setup, trainer: Any) -> Any:
 )
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 def test_one_step_is_trls(name: str, tmp_path: Path) -> None:
-    """The same rows through TRL's own tokenization, collator and loss."""
-    # ORPO's likelihood is that of the prompt as well in TRL, where papers have the answer's: here no token has both.
+    """The same rows pass through TRL's tokenization, collator and loss."""
+    # TRL's ORPO likelihood includes the prompt, the papers' only the answer: a one-token prompt makes both equal.
     setup = Setup(TRL[name], rows=[{**row, "prompt": "Q"} for row in PAIRS] if name == "orpo" else None)
     trainer = trl_trainer(setup, tmp_path)
     inputs = trl_inputs(setup, trainer)

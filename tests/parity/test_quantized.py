@@ -1,4 +1,4 @@
-"""Adapters on a quantized folder: loss and every gradient are those of peft on the model that the folder stands for."""
+"""Adapters on a quantized folder: loss and every gradient match peft on the decoded model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_plain_model(method: str, tm
         nvme=0,
         placement='weights = ["folder"]',
         precision='compute_dtype = "float32"',
-        # One step of plain SGD: the gradient is what it takes from a weight.
+        # One step of plain SGD with rate 1: the change of a weight is its gradient.
         optimizer='optim = "sgd"\nsgd_momentum = 0\nweight_decay = 0\nmax_grad_norm = 0',
     ).replace("learning_rate = 1e-3", "learning_rate = 1.0")
     lora = f'[lora]\nadapter_name_or_path = "{tmp_path / "adapter"}"\n[training]'

@@ -1,4 +1,4 @@
-"""The bits of a run do not depend on how many processes train, and each moves what its plan says."""
+"""The bits of a run do not depend on the number of processes, and each process moves what its plan says."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Case:
         tables: as in ``config_text``.
         other_tables: of ranks with an odd number, whose blocks have other homes.
         has_parts: layouts are cut into parts of one partial sum of a norm.
-        passes: where parts of the vocabulary pass one by one: ``never``, ``on hosts`` (more than one), ``always`` with
+        passes: which runs stream vocabulary parts one by one: ``never``, ``on hosts`` (more than one), ``always`` with
             several ranks.
         labels: which micro-batches have labels: ``all`` or ``few``.
         lanes: in which gradients are added.
@@ -68,7 +68,7 @@ class Case:
 
 
 def samples(count: int) -> str:
-    """Return keys of evaluations that continue so many rows: with three ranks one has none, or fewer than others."""
+    """Return keys for evaluations that continue ``count`` rows: one of three ranks has none, or fewer than others."""
     return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
 
 
@@ -122,7 +122,7 @@ def write_models(folder: Path) -> None:
     """Write the tiny models that the cases train."""
     write_tiny_model(folder / "tied", attention_dropout=0.1)
     write_tiny_model(folder / "untied", tie_word_embeddings=False)
-    # Half of all words end a text: prompts end after different numbers of tokens, and so do ranks.
+    # Half of the vocabulary ends a text: prompts end after different numbers of tokens, and so do ranks.
     ends = {"eos_token_id": list(range(0, AutoConfig.from_pretrained(folder / "untied").vocab_size, 2))}
     (folder / "untied/generation_config.json").write_text(json.dumps(ends))
     shape = AutoConfig.from_pretrained(folder / "untied")
@@ -146,7 +146,7 @@ def write_models(folder: Path) -> None:
 
 
 def own_folder(world: World) -> str:
-    """Return the name of a world's folder."""
+    """Return the folder name of a world."""
     return f"world{world.num_hosts}x{world.local_size}"
 
 
@@ -168,7 +168,7 @@ def text_of(folder: Path, case: Case, world: World) -> str:
 
 
 def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
-    """Take labels away: all but the last micro-batch's; then the last two's; then every other's."""
+    """Remove labels: all but the last micro-batch's; then the last two's; then every other's."""
     keeps = [number == NUM_MICRO_BATCHES - 1 for number in range(NUM_MICRO_BATCHES)]
     if step:
         keeps = [number < NUM_MICRO_BATCHES - 2 if step == 1 else number % 2 == 0 for number in range(len(keeps))]
@@ -179,7 +179,7 @@ def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
 
 @contextmanager
 def products_seen() -> Iterator[set[tuple[int, int, int]]]:
-    """Collect the shapes of the products that gradients of weights are, `(M, K, N)`."""
+    """Collect the shapes of the products of weight gradients, `(M, K, N)`."""
     add, seen = GradientAccumulator._add, set[tuple[int, int, int]]()
 
     def seeing(self: GradientAccumulator, target: Tensor, left: Tensor, right: Tensor, **options: Any) -> None:
@@ -213,7 +213,7 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
 def by_case(
     size: int, folder: Path, *, num_hosts: int = 1, names: Sequence[str] = tuple(CASES)
 ) -> dict[str, list[RankResult]]:
-    """Run the cases in a world of so many ranks; return each one's results by rank."""
+    """Run the cases in a world of ``size`` ranks; return each case's results by rank."""
     of_ranks = run_on_ranks(size, train_cases, folder, list(names), num_hosts=num_hosts)
     return {name: [of_rank[name] for of_rank in of_ranks] for name in names}
 
@@ -234,17 +234,17 @@ def alone(folder: Path) -> dict[str, list[RankResult]]:
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """Losses, norms, weights, state and evaluations are those of one process, whatever ranks and homes."""
+    """Losses, norms, weights, state and evaluations equal one process, whatever the ranks and homes."""
     of_cases = by_case(size, folder)
     for name, results in of_cases.items():
         assert_same(name, results, alone[name])
-    # Where there is room weights are gathered several visits ahead, and else less far: by all ranks alike.
+    # If there is space, weights are gathered several visits ahead, otherwise fewer: equally on all ranks.
     ahead = [{result.gathers_ahead for result in results} for results in of_cases.values()]
     assert all(len(each) == 1 for each in ahead) and max(map(max, ahead)) > 1, ahead
 
 
 def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankResult]) -> None:
-    """Results of ranks are those of one process, and each moved what its plan says, within its tiers."""
+    """Assert that ranks' results equal one process, and that each moved the planned bytes, within its tiers."""
     (expected,) = alone
     assert len(set(expected.losses)) == NUM_STEPS and all(expected.norms), name
     for rank, result in enumerate(results):
@@ -261,10 +261,10 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
             assert int(tier in used) <= most <= capacity, (name, rank, tier)
         window, planned = result.window
         assert 0 < window <= planned, (name, rank)
-        # To the byte, but that of an emulated GPU, whose sums are planned to be sent while the next layer runs.
+        # Exact to the byte, except on an emulated GPU, whose sums are planned to be sent while the next layer runs.
         on_gpu = bool({"gpu->ranks", "gpu->hosts"} & set(result.moved))
         assert window == planned or not result.passes or on_gpu, (name, rank, window, planned)
-    # Libraries of products give a few rows other bits than they have among more: so these are the same ones.
+    # Product libraries give a few rows other bits alone than among more rows, so the shapes must be equal.
     assert frozenset().union(*(result.products for result in results)) == expected.products, name
     # Every row is evaluated by one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
@@ -272,13 +272,13 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
     assert digests(results) == digests([expected]), name
 
 
-#: One case alone in CI: two-part layouts and homes that differ between ranks.
+#: The only case in CI: two-part layouts and homes that differ between ranks.
 ON_HOSTS = "tied, bf16, dropout, noise"
 
 
 @pytest.mark.parametrize("names", [[ON_HOSTS], pytest.param(list(CASES), marks=pytest.mark.slow)])
 def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """With one process on each host, everything between ranks moves between hosts, and the bits are the same."""
+    """With one process on each host, all traffic between ranks is between hosts, and the bits are the same."""
     for name, results in by_case(2, folder, num_hosts=2, names=names).items():
         assert_same(name, results, alone[name])
         for result in results:
@@ -290,7 +290,7 @@ def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "worlds"), [("five", ((4, 1), (4, 4))), ("eight", ((3, 1), (8, 1)))])
 def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]], folder: Path) -> None:
-    """Of five lanes the last of four ranks has two, whose sums are no node of the tree."""
+    """Of five lanes the last of four ranks has two, whose sum is not a node of the tree."""
     name = f"tied, {lanes} lanes"
     (expected,) = by_case(1, folder, names=[name])[name]
     for size, num_hosts in worlds:
@@ -298,7 +298,7 @@ def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]]
 
 
 def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
-    """Return plans of ranks that differ, what is said to what they cannot do, and to an error of one of them."""
+    """Return plans of differing ranks, their refusals, and their messages about an error of one rank."""
     said: dict[str, Any] = {}
     folder.mkdir(exist_ok=True)
     lanes = "gradient_accumulation_steps = 4\ngradient_lanes = 4"
@@ -318,7 +318,7 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     said["other program"] = plan_with(
         text.replace("[precision]", '[precision]\ngrad_dtype = "bfloat16"') if world.rank else text
     )
-    # Rank 0 computes slowly, rank 1 has a slow drive, and computes three of five micro-batches.
+    # Rank 0 computes slowly; rank 1 has a slow drive, and computes three of five micro-batches.
     rates: dict[str, Any] = {"matmul_flops_per_s": {"cpu/float32": 1e11 if world.rank else 1e9}}
     rates["drives"] = {file_system_of(folder).key: drive(1e6, 1e6, 1e6) if world.rank else drive(2e9, 1e9, 1.5e9)}
     os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{world.rank}")
@@ -340,7 +340,7 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     except ZeroDivisionError as error:
         said["error of rank 0"] = str(error)
     said["afterwards"] = collectives.all_or_none(lambda: world.rank)
-    # What stage 3 moves whole layers with.
+    # The operations of stage 3 that move whole layers.
     share, whole = torch.full((3,), float(world.rank)), [torch.full((3,), float(rank + 5)) for rank in range(2)]
     collectives.scatter(share, whole if world.is_first else None, 0)
     found = [torch.zeros(3) for _ in range(2)]
@@ -364,14 +364,14 @@ def test_ranks_plan_together_and_are_refused_together(folder: Path) -> None:
 
 
 def check_rates(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Ranks plan with the slowest rates of all, and predict the step of the one that takes longest."""
+    """Assert that ranks plan with the slowest rates of all, and predict the step time of the slowest rank."""
     assert (first["micro-batches"], second["micro-batches"]) == (2, 3)
     both = first["homes"].keys() & second["homes"].keys()  # rank 1 has more activations
     assert both == first["homes"].keys() and all(first["homes"][key] == second["homes"][key] for key in both)
     assert first["traffic of weights"] == second["traffic of weights"]
     alone = first["alone"], second["alone"]
     assert [each.bound_by for each in alone] == ["compute", "nvme"]
-    # Each computes at the rate of rank 0, and moves at that of rank 1.
+    # Each computes at the rate of rank 0, and moves at the rate of rank 1.
     assert first["rates"]["compute"] == alone[0].seconds["compute"] > alone[1].seconds["compute"]
     assert second["rates"]["compute"] == pytest.approx(1.5 * first["rates"]["compute"])
     assert second["rates"]["nvme"] == alone[1].seconds["nvme"] > 100 * alone[0].seconds["nvme"]
@@ -407,7 +407,7 @@ def test_what_several_ranks_cannot_do(case: str, tmp_path: Path) -> None:
 
 
 def test_evaluations_are_dealt_as_memory_is_planned(tmp_path: Path) -> None:
-    """Each rank gets one micro-batch at least, and no more rows than it has in a training step."""
+    """Each rank gets at least one micro-batch, and at most the rows of its training step."""
     (tmp_path / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'
         '[[data.train]]\npath = "x.txt"\n'

@@ -1,4 +1,4 @@
-"""A run goes on with another number of processes, in other tiers and on other drives, as if nobody had stopped it."""
+"""A run continues with other numbers of processes, tiers and drives, with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_another_world_goes_on_with_the_same_bits(worlds: tuple[int, ...], tiny_
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_export_of_ranks_is_that_of_one_process(size: int, tiny_model: Path, tmp_path: Path) -> None:
-    """File by file; and what `ckpt` lists, verifies and removes."""
+    """The export is equal file by file; `ckpt` lists, verifies and removes the checkpoints."""
     for world in (1, size):
         folder = tmp_path / f"by{world}"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A run that was stopped and continued, anywhere and in any placement, gives the bits of one that never stopped."""
+"""A run that was stopped and resumed, in any placement, has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
         assert 0 < near < far, name
     with pytest.raises(ConfigChangedError, match=r"ema_decay: 0\.9 -> 0"):
         train(tmp_path / "w", tiny_model, IN_RAM, **without)
-    # Without the average a run can go on; with one that was never begun it cannot.
+    # A run can continue without the average, but not with one that never began.
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=3, allow=True, **without)
     with pytest.raises(CheckpointError, match=r"no average of the weights, which optimizer.ema_decay needs"):
         train(tmp_path / "w", tiny_model, IN_RAM, allow=True, **with_average)
@@ -172,7 +172,7 @@ def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_m
 
 
 def test_skipped_steps_stay_uncounted(tmp_path: Path) -> None:
-    """The first step meets a token with an embedding too large to be squared. Adam's bias correction counts updates."""
+    """In the first step, a token has an embedding too large to be squared. Adam's bias correction counts updates."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     (tmp_path / "batches.toml").write_text(config_text(tmp_path, model))
     config = load_config(tmp_path / "batches.toml").config
@@ -209,7 +209,7 @@ def test_runs_that_update_in_the_backward_continue(optimizer: str, tiny_model: P
 def test_a_stop_amid_updates_goes_on_from_the_last_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fourth step's gradient is NaN in one layer, when those nearer to the loss are updated already."""
+    """The fourth step's gradient is NaN in one layer, after the layers nearer to the loss were updated."""
     tables = {"optimizer": "max_grad_norm = 0", "checkpoint": "save_steps = 2"}
     whole = train(tmp_path / "whole", tiny_model, ON_NVME, **tables)
     take, add, now = StepEngine.step, GradientAccumulator.add, [-1]
@@ -234,7 +234,7 @@ def test_a_stop_amid_updates_goes_on_from_the_last_checkpoint(
 
 
 def test_data_that_ends_where_the_run_was_saved_begins_its_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
-    """Six rows are behind it, and the new data has no more than those."""
+    """Six rows are already used, and the new data has no more than six."""
     changes = {
         str(EXAMPLES / "quickstart" / "loomings.txt"): str(tmp_path / "rows.jsonl"),
         f"max_steps = {NUM_STEPS}": "max_steps = 3",
@@ -267,7 +267,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
 
 
 def test_a_fallback_to_another_config_says_so(tiny_model: Path, tmp_path: Path) -> None:
-    """The newest checkpoint has this config, since that was allowed; it is damaged, and the one before has another."""
+    """The newest checkpoint has this config, which was allowed; it is damaged, and the one before has another."""
     decay = {"optimizer": "weight_decay = 0.2"}
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4, allow=True, **decay)

@@ -58,7 +58,7 @@ def streamed(config: Any, batches: Sequence[Mapping[str, Tensor]], **options: An
 
 
 def by_hand(config: Any, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients of the rule: means of micro-batches, weighted by labels; empty rows do not exist."""
+    """Return loss and gradients by the rule: means of micro-batches, weighted by labels; empty rows are left out."""
     model, total, parts = build_model(config), 0.0, []
     for batch in batches:
         kept = (batch["labels"][:, 1:] != -100).any(1)

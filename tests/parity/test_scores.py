@@ -1,4 +1,4 @@
-"""Scores of a teacher equal plain transformers'; their bits depend on no tier and no pass, and none are half there."""
+"""Teacher scores equal plain transformers; their bits depend on no tier and no pass, and files are complete."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
     def cut_off(partial: Path, place: Path) -> None:
         nonlocal calls
         calls += 1
-        if calls == 4:  # the second form of the second pass, which is written but not in its place
+        if calls == 4:  # the second form of the second pass, which is written but not moved to its place
             raise KeyboardInterrupt
         put(partial, place)
 
@@ -268,7 +268,7 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
     lines = Lines()
     assert Scorer(config, observer=lines).run().num_passes == 0
     assert "nothing to do" in lines.lines[-1]
-    # A part that is damaged and deleted is made again, and that alone.
+    # Only a part that was damaged and deleted is made again.
     sorted((folder / "parquet").iterdir())[1].unlink()
     assert Scorer(config).run().num_passes == 1
     assert_same(folder, whole.folder)
@@ -294,7 +294,7 @@ def test_what_cannot_be_scored_is_refused_in_words(teacher: Path, tmp_path: Path
 
 
 def test_the_plan_is_shown_where_scores_are_begun(teacher: Path, tmp_path: Path) -> None:
-    """As `run` does: what goes on has a line, what is done has none."""
+    """As in `run`, a resumed scoring prints a line, and a finished one prints none."""
     config_of(teacher, tmp_path)
 
     def call(*words: str) -> Result:

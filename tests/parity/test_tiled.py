@@ -1,4 +1,4 @@
-"""`model.mlp_rows`: which submodules run over pieces, the gradients they give, and the memory that it saves."""
+"""`model.mlp_rows`: the submodules that run over pieces, their gradients, and the memory saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class Mixing(nn.Module):
-    """Looks like an MLP, but centres each sequence."""
+    """Resembles an MLP, but centres each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_dropout_inside_is_the_same_in_the_recompute_of_a_piece() -> None:
     mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
     hidden = torch.randn(1, 12, 8, requires_grad=True)
     out = TiledForward("mlp", mlp, 5)(hidden)
-    torch.rand(7)  # between forward and backward others draw numbers, too
+    torch.rand(7)  # other code also draws numbers between forward and backward
     found = torch.autograd.grad(out.sum(), [hidden, *mlp.parameters()])
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
@@ -128,7 +128,7 @@ def test_what_cannot_be_tiled_is_refused_with_a_reason() -> None:
 def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
     """The plan counts one piece instead of the whole MLP, and the process stays within it.
 
-    On the CPU a process keeps freed memory up to its planned heap and some room (decisions 0085 and 0112).
+    On the CPU a process keeps freed memory up to its planned heap and some space (decisions 0085 and 0112).
     """
     found = {rows: memory(tmp_path, rows) for rows in (0, 256)}
     planned = found[0]["planned"] - found[256]["planned"]
@@ -140,7 +140,7 @@ def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
 
 def memory(folder: Path, rows: int) -> dict[str, int]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MALLOC_ARENA_MAX": "1"}
-    # As set, not grown by what is freed: large tensors then leave the heap whole, whichever thread was the last one.
+    # A fixed threshold, not grown by frees: large tensors then leave the heap whole, whatever thread was last.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
     command = [sys.executable, str(Path(memory_of_mlp.__file__)), str(folder / str(rows)), str(rows)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""Law 4 where room is scarcest: what moves is what was planned, whatever takes how long."""
+"""Law 4 at the minimum space: real traffic is planned traffic, whatever the durations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plan_with(folder: Path, model: Path, ram: int, **tables: Any) -> Plan:
 
 
 def least_bytes(tier: str, plan: Callable[[], object]) -> int:
-    """Return what a tier needs at least, of a plan that gives it next to nothing."""
+    """Return the minimum size of a tier, from a plan that gives it almost nothing."""
     with pytest.raises(DoesNotFitError) as refused:
         plan()
     found = re.search(rf"tier '{tier}' has .* needs at least (\d+) ", str(refused.value))
@@ -82,7 +82,7 @@ def tight_gpu(folder: Path, model: Path, share: float, **tables: Any) -> str:
 
 
 class UnevenChannel(SimulatedChannel):
-    """Transfers that take any time each, side by side: they end in any order."""
+    """Concurrent transfers of random durations: they end in any order."""
 
     random = random.Random()
 
@@ -95,9 +95,9 @@ class UnevenChannel(SimulatedChannel):
 
 
 def replayed(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], int]:
-    """Return what links move in a run whose transfers and ticks take random times, and the fetches for nothing.
+    """Return the link traffic of a run with random durations of transfers and ticks, and the wasted fetches.
 
-    Tiers, links and time are simulated; the store and its prefetcher are the real ones.
+    Tiers, links and time are simulated; the store and its prefetcher are real.
     """
     chance = random.Random(seed)
     monkeypatch.setattr(UnevenChannel, "random", chance)
@@ -128,7 +128,7 @@ def test_whatever_takes_how_long(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a rule for copies that have no room on their way out, a few of these runs move less, others more."""
+    """Without a rule for copies that wait for space on their way out, a few of these runs move less, others more."""
     tables: dict[str, Any] = {"optimizer": f"max_grad_norm = {max_grad_norm}"}
     model = models["dense"]
     if share_of_gpu is not None:
@@ -143,7 +143,7 @@ def test_whatever_takes_how_long(
 
 @pytest.fixture
 def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each job of a link begin late, by a time drawn at random."""
+    """Delay each job of a link by a random time."""
     submit, chance = Workers.submit, random.Random(5)
 
     def submit_late(self: Workers, job: Callable[[], None], *, urgent: bool = True) -> None:
@@ -192,7 +192,7 @@ def test_each_step_reports_the_bytes_of_its_own_uses(
 def test_a_run_that_saves_moves_what_its_stretches_move(
     models: dict[str, Path], tmp_path: Path, late_links: None
 ) -> None:
-    """From one checkpoint to the next it is a run of its own: nothing is fetched ahead past an update made for it."""
+    """The stretch between two checkpoints is planned as a run: no fetch passes an update made for the checkpoint."""
     least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))
     for number in range(2):
         folder = tmp_path / str(number)
@@ -210,7 +210,7 @@ def test_a_run_that_saves_moves_what_its_stretches_move(
 def test_micro_batches_that_no_loss_depends_on_move_as_much(
     passes: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, micro-batches may lack every label: weights that wait for their backward are leased all the same."""
+    """One by one, micro-batches may lack every label: weights that wait for their backward are still leased."""
     make_loader = tiered_run.make_loader
 
     def without_labels(config: Any, plan: Plan) -> Any:

@@ -1,4 +1,4 @@
-"""Logits by parts of the vocabulary: losses and gradients of Hugging Face, bits that depend on the parts alone."""
+"""Logits by parts of the vocabulary: losses and gradients of Hugging Face, bits that depend only on the parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from oracles.tiered_run import config_text, run_config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
-ROWS, COLUMNS = 4, 16  # seven parts of 15 words, the last of 11
+ROWS, COLUMNS = 4, 16  # seven parts of 15 vocabulary entries, the last of 11
 PARTS = 7
 
 
@@ -128,7 +128,7 @@ def test_losses_and_gradients_are_those_of_hugging_face(family: str, tied: bool)
 
 
 class OnePartAtATime:
-    """Rows of a matrix of which one part may be had at a time, each once in a tick."""
+    """Rows of a matrix, of which one part can be leased at a time, each once in a tick."""
 
     passes = True
 
@@ -142,11 +142,11 @@ class OnePartAtATime:
         self.taken.append(number)
         rows = self.matrix[self.rows[number].start : self.rows[number].stop].clone()
         yield rows
-        rows.fill_(torch.nan)  # whoever still uses it is seen
+        rows.fill_(torch.nan)  # a later use would show
 
 
 class PartedAccess(MemoryAccess):
-    """Hands out the parts of weights that can be taken so."""
+    """Leases weights in parts if their modules allow it."""
 
     def __init__(self, graph: ModelGraph, *args: Any) -> None:
         super().__init__(graph, *args)
@@ -175,7 +175,7 @@ class PartedAccess(MemoryAccess):
 def test_weights_that_come_part_by_part_are_the_same_weights(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The embedding's and the head's, where the model's code takes rows of them, of every family: no bit changes."""
+    """The embedding and the head come in parts, in every family whose code takes rows of them: no bit changes."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.PART_ALIGNMENT_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.MAX_PARTS", 1 << 20)
@@ -190,7 +190,7 @@ def test_weights_that_come_part_by_part_are_the_same_weights(
     assert evaluated.terms == runner_of(config)[0].evaluate(padded_batches()).terms
     assert isinstance(access, PartedAccess)
     vocabulary = {name for name, rows in access.cut.items() if rows[-1].stop == VOCAB}
-    num_tables = (1 if tied else 2) + (family == "gemma3n_text")  # which looks up in one more
+    num_tables = (1 if tied else 2) + (family == "gemma3n_text")  # this family has a further lookup
     assert len(vocabulary) == num_tables, access.cut
     assert all(len(each.taken) in (0, len(each.rows)) for each in access.handed_out)
 

@@ -1,4 +1,4 @@
-"""Runs the programs of examples/python, as they are and as the plain programs that they were before.
+"""Runs the programs of examples/python, as they are and as the plain programs before the changes.
 
 python embed_examples.py NAME FOLDER plain in_ram unbroken stopped     # one JSON object per run
 python embed_examples.py NAME FOLDER resumed
@@ -24,7 +24,7 @@ _WAS = re.compile(r"^( *)# was: ", flags=re.MULTILINE)
 
 @dataclass(frozen=True)
 class Program:
-    """What a program is told to train whole and half, and the rows of text that it prints about losses."""
+    """Arguments of a program for a whole and a half run, and its printed lines about losses."""
 
     whole: tuple[str, ...]
     half: tuple[str, ...]
@@ -43,25 +43,25 @@ def source(name: str) -> str:
 
 
 def marked_lines(text: str) -> list[str]:
-    """Return the lines that say they were added."""
+    """Return the lines that are marked as added."""
     return [line for line in text.splitlines() if line.endswith(MARK)]
 
 
 def plain(text: str) -> str:
-    """Return the program without what was added, and with what it was instead."""
+    """Return the program without the added lines, and with the replaced text restored."""
     kept = [line for line in text.splitlines() if not line.endswith(MARK)]
     return _WAS.sub(r"\1", "\n".join(kept) + "\n")
 
 
 def in_ram(text: str) -> str:
-    """Return the program with room for everything in RAM."""
+    """Return the program with enough RAM for everything."""
     changed, count = re.subn(r'ram="\d+MiB"', 'ram="200MiB"', text)
     assert count == 1, text
     return changed
 
 
 def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
-    """Run a program in this process; return its losses, and what the RAM of its store had to hold."""
+    """Run a program in this process; return its losses, and the RAM that its store needed."""
     printed, before = io.StringIO(), sys.argv
     sys.argv = [f"{name}.py", *options]
     try:
@@ -81,7 +81,7 @@ def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _watched_stores() -> Iterator[list[TieredStore]]:
-    """Note the stores that are opened inside."""
+    """Record the stores that are opened inside."""
     opened: list[TieredStore] = []
     construct = TieredStore.__init__
 
@@ -101,7 +101,7 @@ def _main_module(name: str) -> dict[str, object]:
 
 
 def main(name: str, folder: str, *runs: str) -> None:
-    """Make runs, each in the folder of its name; those that are stopped and resumed share one."""
+    """Make runs, each in the folder of its name; stopped and resumed runs share one."""
     text, program = source(name), PROGRAMS[name]
     for which in runs:
         variant = plain(text) if which == "plain" else in_ram(text) if which == "in_ram" else text

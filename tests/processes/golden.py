@@ -11,7 +11,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 def unpack(form: str, folder: Path) -> SavedRun:
-    """Return the run of a golden form, in a folder of its own."""
+    """Return the run of a golden form, in a new folder."""
     with tarfile.open(GOLDEN / f"{form}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return SavedRun(folder / form)

@@ -1,4 +1,4 @@
-"""Where a child process is, told to its parent through memory that both see."""
+"""Shared memory in which a child process reports its phase to its parent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["PHASES", "Board", "watch"]
 
-#: Function that is watched -> phase while it runs: module, name in it, phase.
+#: Watched function -> phase while it runs: module, qualified name, phase.
 WATCHED = (
     ("megatrain.training.open_run", "OpenRun.load", "loading"),
     ("megatrain.training.trainer", "Trainer._run", "between steps"),
@@ -31,21 +31,21 @@ WATCHED = (
     ("tiered.durable.generations", "Generations._remove_unfinished", "pruning"),
     ("megatrain.checkpoint.copier", "CheckpointCopier._copy", "copying"),
 )
-#: All phases: those of the main thread, of the thread of a commit and of that of a copy; "" is none.
+#: All phases: of the main thread, of the commit's thread and of the copy's thread; "" is none.
 PHASES = ("", "starting", *dict.fromkeys(phase for _, _, phase in WATCHED))
 _STEP_NAMES = ("reported", "resumed")
 _STEPS, _FIGURES = 8, 64  # offsets; before them a byte for each of the three threads
-_LANES = {"MainThread": 0, "checkpoint-copy": 2}  # any other is of a commit
+_LANES = {"MainThread": 0, "checkpoint-copy": 2}  # all others belong to a commit
 
 
 class Board:
-    """The memory. Each value has one writer; a reader may see a value that is a moment old."""
+    """The shared memory. Each value has one writer; a reader may see a slightly old value."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def clear(self) -> None:
-        """Start anew."""
+        """Reset all values."""
         self._memory[:] = bytes(mmap.PAGESIZE)
         for name in _STEP_NAMES:
             self.set_step(name, -1)
@@ -56,32 +56,32 @@ class Board:
         return self._memory[: mmap.PAGESIZE]
 
     def phase(self, lane: int) -> str:
-        """Return where the main thread (0), that of a commit (1) or that of a copy (2) is."""
+        """Return the phase of the main thread (0), of a commit's thread (1) or of a copy's thread (2)."""
         return PHASES[self._memory[lane]]
 
     def set_phase(self, lane: int, phase: str) -> None:
-        """Say where a thread is."""
+        """Set the phase of a thread."""
         self._memory[lane] = PHASES.index(phase)
 
     def where(self) -> str:
-        """Return the phase of the main thread, with those of a commit's and a copy's thread if there are any."""
+        """Return the phase of the main thread, with those of a commit's and a copy's thread if they exist."""
         main, commit, copy = (self.phase(lane) for lane in range(3))
         return main + (f", commit {commit}" if commit else "") + (f", {copy}" if copy else "")
 
     def step(self, name: str) -> int:
-        """Return the step of the newest checkpoint that was ``reported``, or that the run ``resumed`` from.
+        """Return the step of the newest ``reported`` checkpoint, or of the one that the run ``resumed`` from.
 
-        -1: none yet. 0: the run started from the beginning.
+        It is -1 if there is none yet, and 0 if the run started from the beginning.
         """
         (step,) = struct.unpack_from("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name))
         return int(step)
 
     def set_step(self, name: str, step: int) -> None:
-        """Say it."""
+        """Set the step."""
         struct.pack_into("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name), step)
 
     def figures(self, phase: str) -> tuple[int, float]:
-        """Return how often a phase began, and the seconds that it took all in all."""
+        """Return the number of times that a phase began, and its total seconds."""
         count, seconds = struct.unpack_from("<qd", self._memory, _FIGURES + 16 * PHASES.index(phase))
         return int(count), float(seconds)
 
@@ -93,7 +93,7 @@ class Board:
 
 
 def watch(board: Board) -> None:
-    """Let the program tell the board where it is and which checkpoints it has; it does what it did before."""
+    """Let the program report its phases and checkpoints to the board; nothing else about it changes."""
     for module_name, name, phase in WATCHED:
         owner: Any = importlib.import_module(module_name)
         *classes, last = name.split(".")

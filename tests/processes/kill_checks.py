@@ -1,4 +1,4 @@
-"""What must be true of the folder of a run: after every kill, and at the end."""
+"""Checks of a run's folder after every kill, and at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a person has when a run has ended.
+    """Results for the user after a run has ended.
 
     Attributes:
         losses: of every line of ``metrics.jsonl`` about a step. state: block of the last checkpoint -> checksums.
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Return what lies in ``<folder>/out``."""
+    """Return the results in ``<folder>/out``."""
     lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
     losses = tuple((line["step"], line["loss"]) for line in lines if "loss" in line)
     blocks = GenerationReader(folder / "out/checkpoints").manifest.blocks
@@ -47,7 +47,7 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def check_at_end(folder: Path, expected: Outcome) -> Iterator[str]:
-    """Yield what differs from the run that nobody disturbed."""
+    """Yield the differences from an undisturbed run."""
     found = read_outcome(folder)
     if found.losses != expected.losses:
         yield f"losses {found.losses}, not {expected.losses}"
@@ -64,7 +64,7 @@ def check_at_end(folder: Path, expected: Outcome) -> Iterator[str]:
 
 
 def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Path]) -> Iterator[str]:
-    """Yield what is wrong with the checkpoints of a run that was killed.
+    """Yield the errors in the checkpoints of a run that was killed.
 
     Args:
         keep: save_total_limit. reported: step of the newest checkpoint that the run ever reported or continued from,
@@ -99,7 +99,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
 
 
 def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
-    """Yield what is wrong with whole copies: every one that a run could take is sound, and old ones go."""
+    """Yield the errors of whole copies: every usable one must be sound, and old ones must be removed."""
     numbers = newest_first(path)
     if len(numbers) > max(keep, 2):
         yield f"copies {numbers} where {keep} are kept"
@@ -109,18 +109,18 @@ def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
 
 
 def newest_copy(folder: Path) -> int | None:
-    """Return the step of the newest whole copy of a run's checkpoints, None if there is none."""
+    """Return the step of the newest whole copy of a run's checkpoints, or None."""
     copies = [checkpoint for checkpoint in saved_checkpoints(folder / "out") if checkpoint.is_copy]
     return max((copy.step for copy in copies if copy.step is not None), default=None)
 
 
 def problems_of(path: Path, generation: int | None = None) -> list[str]:
-    """Return all that is wrong with a generation, default the current one."""
+    """Return all errors of a generation, by default of the current one."""
     return list(GenerationReader(path, generation).problems())
 
 
 def bytes_on_disk(folders: Sequence[Path]) -> int:
-    """Return what the files in these folders take on their drives, each counted once."""
+    """Return the disk usage of the files in these folders, each file counted once."""
     seen = {}
     for folder in folders:
         for file in folder.rglob("*"):

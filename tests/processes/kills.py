@@ -1,10 +1,10 @@
-"""Real runs that are killed at random instants and started again until they end; what is left must be as if never.
+"""Real runs that are killed at random instants and restarted until they end; the result must equal an unbroken run.
 
     PYTHONPATH=.:tests python -m processes.kills --kills 200 --stops 30
 
 A process that has imported everything, and has one thread, forks a child per start: a start costs no import. The child
-gives the command ``run``; wrappers around functions of the program tell where it is, and change nothing. The parent
-kills it (or asks it to stop), looks at what lies on disk, and starts it again.
+runs the command ``run``; wrappers around functions report its phase, and change nothing. The parent kills it (or
+requests a stop), checks the files on disk, and starts it again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "mixed": {"placement": 'optimizer = ["nvme"]', "nvme": 1},
     "striped": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)},
 }
-#: Phase -> how often a signal is aimed at it, relative to the others; beside those at any instant.
+#: Phase -> how often a signal is aimed at it, relative to the others; in addition to signals at any instant.
 AIMS = {
     "loading": 2,
     "saving": 1,
@@ -63,7 +63,7 @@ AIMS = {
 }
 _AT_ANY_INSTANT = 0.4  # share of the signals
 _ENOUGH = 0.15  # after each signal, the chance that it was the last of its run
-_DRIVES_LOST = 0.5  # after each signal, the chance that all drives are lost, where a copy is left
+_DRIVES_LOST = 0.5  # after each signal, the chance of losing all drives, if a copy is left
 _POLL_S = 1e-4
 
 
@@ -78,13 +78,13 @@ class Aim:
 
 @dataclass(frozen=True)
 class Start:
-    """How one start of a run went.
+    """One start of a run.
 
     Attributes:
-        number: of the signal that was planned, 0 for none. where: phase when it hit, None if the end came first.
-        code: exit status, negative for a signal. resumed: step of the checkpoint it went on from, 0: the beginning,
-            -1: it did not come to that. reported: step of the newest checkpoint it reported, -1 for none.
-        is_hung: it had to be ended.
+        number: of the planned signal, 0 for none. where: phase when it hit, or None if the run ended first.
+        code: exit status, negative for a signal. resumed: step of the resumed checkpoint, 0 for the beginning, -1 if
+            the run ended before. reported: step of the newest checkpoint it reported, -1 for none.
+        is_hung: whether it hung and was ended.
     """
 
     number: int
@@ -97,7 +97,7 @@ class Start:
 
 @dataclass
 class Run:
-    """A run in a folder, and what its starts did."""
+    """A run in a folder, and its starts."""
 
     placement: str
     folder: Path
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def log_tail(self) -> str:
-        """Return the end of what the run said."""
+        """Return the last lines of the run's log."""
         return (self.folder / "log.txt").read_text(errors="replace")[-3000:]
 
 
@@ -141,10 +141,10 @@ class Killer:
     """Starts runs and ends them before they are done.
 
     Args:
-        model: folder with weights and tokenizer. folder: where the runs lie. most_per_run: signals to one run.
+        model: folder with weights and tokenizer. folder: of the runs. most_per_run: signals to one run.
 
     Attributes:
-        runs: those that were disturbed. problems: what should not be; the first one ends everything.
+        runs: the disturbed ones. problems: errors found; the first one ends everything.
     """
 
     def __init__(self, model: Path, folder: Path, *, seed: int, most_per_run: int) -> None:
@@ -160,11 +160,11 @@ class Killer:
         watch(self._board)
 
     def num_hits(self, number: int) -> int:
-        """Return how many of these signals have hit a run."""
+        """Return the number of these signals that hit a run."""
         return sum(start.number == number and start.where is not None for run in self.runs for start in run.starts)
 
     def disturb(self, number: int, times: int) -> None:
-        """Let runs of all placements in turn be hit by a signal, until so many have hit."""
+        """Send signals to runs of all placements in turn, until the given numbers have hit."""
         while self.num_hits(number) < times and not self.problems:
             turn = len(self.runs)
             placement = list(PLACEMENTS)[turn % len(PLACEMENTS)]
@@ -188,8 +188,8 @@ class Killer:
         return run
 
     def _run_unbroken(self) -> None:
-        """Run once without a signal, for the result and for how long everything takes."""
-        run = self._make_run("mixed", copies=True)  # where a commit both writes and links
+        """Run once without a signal, for the result and the durations."""
+        run = self._make_run("mixed", copies=True)  # a commit here both writes and links
         start_s = time.monotonic()
         start = self._start(run, None, 0)
         self._unbroken_s = time.monotonic() - start_s
@@ -250,7 +250,7 @@ class Killer:
         return Start(number, where, code, self._board.step("resumed"), self._board.step("reported"), is_hung)
 
     def _strike(self, pid: int, aim: Aim | None, number: int) -> tuple[str | None, int, bool]:
-        """Send a child the signal when the time has come, and wait for its end."""
+        """Send the signal to a child at its time, and wait for its end."""
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
         where: str | None = None
@@ -265,7 +265,7 @@ class Killer:
             if (contents := self._board.contents()) != progress:
                 progress, hung_at_s, delayed_s = contents, now_s + HUNG_AFTER_S, seconds_delayed(pid)
             if now_s > hung_at_s and now_s > hung_at_s + longest_delay_s(delayed_s, seconds_delayed(pid)):
-                os.kill(pid, signal.SIGABRT)  # its faulthandler says where all threads are
+                os.kill(pid, signal.SIGABRT)  # its faulthandler prints the stacks of all threads
                 os.waitpid(pid, 0)
                 return where, -signal.SIGABRT, True
             if aim is not None and aim.phase and due_s is None and self._board.figures(aim.phase)[0] >= aim.nth:
@@ -286,24 +286,24 @@ def seconds_delayed(pid: int) -> dict[str, float]:
 
 
 def longest_delay_s(before: Mapping[str, float], now: Mapping[str, float]) -> float:
-    """Return how long the thread that waited longest for a core did so since; threads wait side by side."""
+    """Return the longest wait of a thread for a core since then; threads wait concurrently."""
     return max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
 
 
 def codes_allowed(start: Start) -> tuple[int, ...]:
-    """Return the exit statuses that are right."""
+    """Return the correct exit statuses."""
     if start.where is None:
         return (0,)
     if start.number == signal.SIGKILL:
         return (-start.number,)
     main = start.where.partition(",")[0]
-    if main in ("starting", "loading"):  # nobody listens yet, or, when all is done, any more
+    if main in ("starting", "loading"):  # the handler is not installed yet, or, at the end, removed
         return (-start.number, 75, 0)
     return (75, 0)
 
 
 def format_tables(runs: Sequence[Run], number: int) -> str:
-    """Return where a signal hit, and from where the runs went on, by placement."""
+    """Return the phases that signals hit, and the steps that runs resumed from, by placement."""
     starts = [(run.placement, start) for run in runs for start in run.starts]
     hits = Counter((str(s.where), placement) for placement, s in starts if s.number == number and s.where is not None)
     resumed = Counter((s.resumed, placement) for placement, s in starts if s.resumed >= 0)
@@ -324,7 +324,7 @@ def _table(title: str, rows: Mapping[Any, str], counts: Mapping[tuple[Any, str],
 
 
 def main() -> int:
-    """Disturb runs and print the tables; 1 if anything was not as it should be."""
+    """Disturb runs and print the tables; return 1 after any error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=12, help="SIGKILLs that must hit")
     parser.add_argument("--stops", type=int, default=3, help="SIGTERMs that must hit")
@@ -363,7 +363,7 @@ def main() -> int:
 
 
 def preload(model: Path, folder: Path) -> None:
-    """Import and compile what a run needs; starts no thread and trains nothing."""
+    """Import and compile the code of a run; start no thread and train nothing."""
     from megatrain.config import load_config
     from megatrain.optim import clip
     from megatrain.plan import planner, traced
@@ -378,7 +378,7 @@ def preload(model: Path, folder: Path) -> None:
     path = folder / "run.toml"
     path.write_text(config_text(folder, model))
     config = load_config(path).config
-    traced.trace_visits = keeping(traced.trace_visits)  # children have the trace
+    traced.trace_visits = keeping(traced.trace_visits)  # children reuse the trace
     plan = planner.plan_run(resolve(config))
     plan.optimizer.warm_up()
     clip.warm_up()
@@ -386,7 +386,7 @@ def preload(model: Path, folder: Path) -> None:
 
 
 def run_child(folder: Path) -> NoReturn:
-    """Be the process that gives the command ``run`` for ``<folder>/run.toml``; what it says goes to ``log.txt``."""
+    """Run the command ``run`` for ``<folder>/run.toml`` in this child process; its output goes to ``log.txt``."""
     code = 1
     try:
         torch.set_num_threads(1)

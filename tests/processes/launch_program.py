@@ -1,4 +1,4 @@
-"""The launcher of a program of tests: ``python launch_program.py NUM_RANKS COMMAND ...``."""
+"""The launcher of a test program: ``python launch_program.py NUM_RANKS COMMAND ...``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatrain.ranks.watch import Failure
 
 
 def tell(failure: Failure) -> None:
-    """Print what a user sees."""
+    """Print a message for the user."""
     print(f"error: {failure}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Memory of a step whose MLPs are wide: ``python memory_of_mlp.py FOLDER ROWS`` prints it, planned and seen."""
+"""Memory of a step with wide MLPs: ``python memory_of_mlp.py FOLDER ROWS`` prints it, planned and measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    """Take one step that is not watched, then one that is; print bytes."""
+    """Take one step without measurement, then a measured one; print bytes."""
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     config = LlamaConfig(

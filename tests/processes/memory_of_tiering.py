@@ -20,14 +20,14 @@ LAYERS, UNIT_BYTES = 16, 4 << 20
 
 
 def anonymous_bytes() -> int:
-    """Return the memory of this process that no file stands for."""
+    """Return this process's memory without a backing file."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10
 
 
 @contextmanager
 def peak(results: dict[str, int], name: str) -> Iterator[None]:
-    """Note by how much memory grew, at the most, and how much of that stayed."""
+    """Record the peak growth of memory, and the growth that remained."""
     gc.collect()
     before, highest, is_over = anonymous_bytes(), [0], threading.Event()
 
@@ -60,7 +60,7 @@ def main() -> None:
     with peak(results, "model"):
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
-    # With its home on the drive no more of the model can be in RAM than three units, however slow the drive is.
+    # With homes on the drive, RAM holds at most three units of the model, however slow the drive is.
     for home, ram_bytes in (("ram", 200 << 20), ("nvme", 3 * UNIT_BYTES)):
         with megatrain.open_store(ram=ram_bytes, nvme=folder / home, nvme_size="512MiB") as store:
             with peak(results, f"tier in {home}"):

@@ -1,4 +1,4 @@
-"""A rank of a run of the pairs, ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``: writes what it saw."""
+"""A rank of a run of the pairs, ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``: writes its observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.ranks.group import RankGroup
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run as one rank."""
     from pairs.runs import train_here
 
     path, cut, stop_after, folder = sys.argv[1:]

@@ -1,7 +1,7 @@
 """One rank of a program that takes steps with others: ``python rank_program.py FOLDER [HOW ...]``, under a launcher.
 
 Each ``HOW`` is ``RANK:WHAT``, and happens on that rank: ``raise``, ``kill``, ``stop`` (SIGSTOP) or ``exit`` at the
-second step, ``early`` before the ranks meet, ``slow`` never ends by itself, ``notice`` tells rank 0 something,
+second step, ``early`` before the ranks meet. ``slow`` never ends by itself, ``notice`` sends rank 0 a message,
 ``patient`` waits a minute for others.
 """
 
@@ -62,12 +62,12 @@ def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
     if "hang" in ways:
         time.sleep(60)
     if "notice" in "".join(sys.argv[2:]):
-        time.sleep(1.0)  # until rank 0 has told
+        time.sleep(1.0)  # until rank 0 has printed it
     return 0
 
 
 def misbehave(ways: set[str]) -> None:
-    """Do what was asked for."""
+    """Do the requested faults."""
     if "raise" in ways:
         raise ValueError("the rows are wrong")
     if "exit" in ways:

@@ -1,4 +1,4 @@
-"""Whole runs of several processes: started by our launcher, or each rank as torchrun and srun start it."""
+"""Whole runs of several processes, started by the project's launcher, or as torchrun and srun start each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes.saved_run import command_words
 
 
 def launched(size: int, config: Path, *options: str) -> AbstractContextManager[Any]:
-    """Start ``run --processes N``; what is left at the end is killed."""
+    """Start ``run --processes N``; remaining processes are killed at the end."""
     return started([*command_words()[1:], "run", config, "--processes", size, *options])
 
 
@@ -26,12 +26,12 @@ def launch(size: int, config: Path, *options: str) -> Ended:
 
 
 def launched_with(size: int, folder: Path, happens: str, config: Path, *options: str) -> AbstractContextManager[Any]:
-    """Start ranks to some of which something happens; see ``processes.ranked_command``.
+    """Start ranks with faults on some of them; see ``processes.ranked_command``.
 
     Args:
         size: number of ranks; one is a process without a launcher.
-        folder: in which each of them leaves its process number.
-        happens: what is done to which.
+        folder: in which each of them writes its process number.
+        happens: the faults and their ranks.
     """
     launcher = [launch_program.__file__, size] if size > 1 else []
     words = [*launcher, ranked_command.__file__, "run", config, *options]
@@ -49,7 +49,7 @@ def run_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] = 
 
 
 def wait_until(holds: Callable[[], bool], process: Any) -> None:
-    """Wait for something that a run does."""
+    """Wait for an event of a run."""
     end_s = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end_s and process.poll() is None, process.communicate()

@@ -1,14 +1,14 @@
-"""A rank of the command ``run`` to which something happens: ``python ranked_command.py run CONFIG ...``.
+"""A rank of the command ``run`` with faults: ``python ranked_command.py run CONFIG ...``.
 
-``RANK_HAPPENS`` in the environment says what, for each rank that something happens to:
+``RANK_HAPPENS`` in the environment lists the faults of each rank:
 
-- ``RANK:kill:INSTANT:NTH``: it is killed at the nth time that it comes to one of ``INSTANTS``; with ``stop`` it is
+- ``RANK:kill:INSTANT:NTH``: it is killed the nth time that it reaches one of ``INSTANTS``; with ``stop`` it is
   stopped (SIGSTOP), with ``raise`` an error is raised there.
-- ``RANK:full:FILE``: its drives have no room while that file exists.
-- ``RANK:flip:FILE``: what is read from its drives has one wrong bit while that file exists.
-- ``RANK:asks:FILE``: whenever it asks torch for GPUs, the file gets a line: those that it may see by then.
+- ``RANK:full:FILE``: its drives have no space while that file exists.
+- ``RANK:flip:FILE``: reads from its drives have one wrong bit while that file exists.
+- ``RANK:asks:FILE``: each query of torch for GPUs adds a line to the file: the GPUs visible at that time.
 
-In ``RANK_PIDS`` every rank leaves its number. Nothing else differs from the command.
+In ``RANK_PIDS`` every rank writes its number. Nothing else differs from the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiered import Commit, TieredStore
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
 
-#: Of a save, in their order -> whose method it is, its name, and whether the instant is after it, or before.
+#: Instants of a save, in order -> class and method, and whether the instant is after it.
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),
@@ -44,12 +44,12 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
 
 
 def fail() -> None:
-    """Raise what no code expects."""
+    """Raise an unexpected error."""
     raise RuntimeError("a thing that nobody thought of")
 
 
 def happens_at(what: str, instant: str, nth: int) -> None:
-    """Have this process killed, stopped or fail when it comes to an instant."""
+    """Kill or stop this process, or let it fail, at an instant."""
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what)
     happen = fail if number is None else partial(os.kill, os.getpid(), number)
     owner, name, is_after = INSTANTS[instant]
@@ -71,7 +71,7 @@ def happens_at(what: str, instant: str, nth: int) -> None:
 
 
 class FaultWhile(Fault):
-    """A fault while a file exists: no room, or a wrong bit."""
+    """A fault while a file exists: a full drive, or a wrong bit."""
 
     def __init__(self, what: str, file: Path) -> None:
         if what == "full":
@@ -86,7 +86,7 @@ class FaultWhile(Fault):
 
 
 def spoil_drives(what: str, file: Path) -> None:
-    """Let drives be full, or err, while a file exists; full ones are looked at every 20 ms."""
+    """Make drives full, or faulty, while a file exists; full ones are checked every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
 
@@ -97,7 +97,7 @@ def spoil_drives(what: str, file: Path) -> None:
 
 
 def note_asking(file: Path) -> None:
-    """Note which GPUs this process may see whenever it asks torch for some."""
+    """Record the visible GPUs whenever this process queries torch for GPUs."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
@@ -113,7 +113,7 @@ def note_asking(file: Path) -> None:
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run as one rank."""
     own = os.environ["RANK"]
     if folder := os.environ.get("RANK_PIDS"):
         Path(folder, own).write_text(str(os.getpid()))

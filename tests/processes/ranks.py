@@ -1,4 +1,4 @@
-"""Several ranks on this machine, started as torchrun starts them: of a program, or of a function of a test.
+"""Several ranks on this machine, started as torchrun starts them: of a program, or of a test's function.
 
 Each rank is a process of ``processes.warm``, which has torch, transformers and megatrain loaded.
 """
@@ -25,21 +25,21 @@ from megatrain.ranks.world import World, init
 from processes import warm
 
 ROOT = Path(__file__).parents[2]
-#: Of ranks that hang, which must not take the suite along. Tiny models take a few seconds.
+#: Limit for ranks that hang, so that the suite continues. Tiny models take a few seconds.
 LIMIT_S = 120.0
 ADDRESS = "MASTER_ADDR"
-#: Where ranks meet that no launcher of ours starts.
+#: Meeting address of ranks that the project's launcher did not start.
 MEETING = {ADDRESS: "127.0.0.1"}
 
 
 @dataclass
 class Ended:
-    """How processes ended.
+    """Results of processes.
 
     Attributes:
-        codes: Exit codes by rank, or the launcher's alone.
-        out: Text of all on stdout.
-        err: Text of all on stderr.
+        codes: Exit codes by rank, or only the launcher's.
+        out: Combined stdout.
+        err: Combined stderr.
     """
 
     codes: list[int]
@@ -60,7 +60,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(words: Sequence[object], **more: str) -> Iterator[Any]:
-    """Start a program of Python that starts others, such as a launcher; it is killed at the end.
+    """Start a Python program that starts others, such as a launcher; it is killed at the end.
 
     Args:
         words: Words after the interpreter.
@@ -85,12 +85,12 @@ def started(words: Sequence[object], **more: str) -> Iterator[Any]:
 def start_ranks(
     commands: Sequence[Sequence[object]], *, num_hosts: int = 1, folders: Sequence[Path] = (), **more: str
 ) -> list[Any]:
-    """Start one rank for each command of Python, with the variables of torchrun and no launcher.
+    """Start one rank for each Python command, with the variables of torchrun and no launcher.
 
     Args:
         commands: Words after the interpreter, by rank.
-        num_hosts: Hosts that the ranks believe to be on.
-        folders: Working directories by rank; the repository's where there are none.
+        num_hosts: Number of hosts that the ranks are told to run on.
+        folders: Working directories by rank; the repository's if not given.
         more: Further variables.
     """
     with socket.socket() as free:
@@ -134,7 +134,7 @@ def run_on_ranks(
 ) -> list[Any]:
     """Return what ``job(world, *arguments)`` returns on each rank; an error of one rank is raised here.
 
-    The ranks have joined a group of gloo, unless there is one rank alone.
+    The ranks have joined a gloo group, unless there is only one rank.
 
     Args:
         job: Function of a module, so that another process can import it.
@@ -168,7 +168,7 @@ def wait_for_end(ranks: Sequence[Any], limit_s: float) -> None:
 
 
 def main(folder: Path) -> None:
-    """Be one rank of a job; end with 1 after an error."""
+    """Run as one rank of a job; exit with 1 after an error."""
     torch.set_num_threads(1)
     world = World.of_environment()
     try:

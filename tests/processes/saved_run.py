@@ -1,4 +1,4 @@
-"""Tiny runs through the real command that save checkpoints; what tests of checkpoints start from."""
+"""Tiny runs through the real command that save checkpoints; the start of checkpoint tests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NVME = '[[tiers.nvme]]\npath = "drive"\nsize = "40MiB"\n'
 ON_NVME = 'weights = "nvme"\noptimizer = "nvme"\n'
 
 
-#: The command under the name it is installed as, or from its folder where the project is not installed.
+#: The command under its installed name, or from its folder if the project is not installed.
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 
 
@@ -77,12 +77,12 @@ def command_group() -> Any:
 
 
 def command_words() -> list[str]:
-    """Return the words that start the command in a process of its own."""
+    """Return the words that start the command in a separate process."""
     return [sys.executable, "-m", PACKAGE]
 
 
 def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str], bool]:
-    """Give a command in a new interpreter; return what it did, and whether it imported torch."""
+    """Run a command in a new interpreter; return its result, and whether it imported torch."""
     script = (
         "import sys, runpy, atexit\n"
         "atexit.register(lambda: print('torch:', sys.modules.get('torch') is not None, file=sys.stderr))\n"
@@ -117,14 +117,14 @@ class SavedRun:
         return self.call("run", self.write_config(**config), *options)
 
     def start(self, *options: str, **config: Any) -> subprocess.Popen[str]:
-        """Train in a process of its own."""
+        """Train in a separate process."""
         words = [*command_words(), "run", str(self.write_config(**config)), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         return warm.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment)
 
     def call(self, *words: object) -> Result:
-        """Give a command in this process."""
+        """Run a command in this process."""
         return CliRunner().invoke(command_group(), [str(word) for word in words])
 
     def copy(self, folder: Path) -> SavedRun:
@@ -133,14 +133,14 @@ class SavedRun:
 
 
 def make_run(folder: Path) -> SavedRun:
-    """Make the folder with a random model of 0.1 M parameters and some text; nothing is trained yet."""
+    """Make the folder with a random model of 0.1 M parameters and some text, without training."""
     make_model(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
     return SavedRun(folder)
 
 
 def make_model(folder: Path, **changes: int) -> None:
-    """Make the folder of a random model of 0.1 M parameters; ``changes`` are other values of its config."""
+    """Make the folder of a random model of 0.1 M parameters; ``changes`` replace values of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(QUICKSTART / "model", folder)

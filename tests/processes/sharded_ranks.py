@@ -16,7 +16,7 @@ from megatrain.ranks.world import World
 from tiered import TieredStore
 
 STEPS = 4
-#: Case -> dtype of the parameters, options of the optimizer, largest norm for torch's clipping, what it resumes from.
+#: Case -> dtype of the parameters, options of the optimizer, largest norm for torch's clipping, resumed format.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
     "fp32": (torch.float32, {}, 0.0, ("generation", "tensors")),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16", "ema_decay": 0.5}, 0.0, ("generation", "tensors")),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
 
 
 class Net(nn.Module):
-    """Tied weights, rows that two ranks do not share evenly, a parameter of one row, a frozen and an unused one."""
+    """Tied weights, rows that two ranks share unevenly, a parameter of one row, a frozen and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype) -> Net:
-    """Return the module that all train."""
+    """Return the module that all ranks train."""
     torch.manual_seed(0)
     return Net().to(dtype)
 
@@ -59,7 +59,7 @@ def loss_of(module: nn.Module, step: int, half: int) -> Tensor:
 
 
 def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: Any) -> megatrain.TieredAdamW:
-    """Return the optimizer of every run of a case; of one from the groups of torch's, which accelerate wants first."""
+    """Return the optimizer of every run of a case; one case uses torch's groups, which accelerate makes first."""
     params: Any = module.parameters()
     if case == "clipped":
         params = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1).param_groups
@@ -67,7 +67,7 @@ def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: An
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None:
-    """Clip as the case says, step and clear."""
+    """Clip as the case specifies, step and clear."""
     if CASES[case][2]:
         nn.utils.clip_grad_norm_(module.parameters(), CASES[case][2])
     optimizer.step()
@@ -75,7 +75,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None
 
 
 def shard(module: Net, *, offloads: bool = False) -> Net:
-    """Shard a module over all ranks, its layers apart."""
+    """Shard a module over all ranks, each layer separately."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     options: dict[str, Any] = {
@@ -100,12 +100,12 @@ def train(module: Net, optimizer: torch.optim.Optimizer, case: str, steps: Itera
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    """Return all weights, whole."""
+    """Return all weights, unsharded."""
     return {name: one.full_tensor().clone() for name, one in module.state_dict().items()}
 
 
 def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
-    """Return all averages of weights, whole, where the optimizer makes some."""
+    """Return all averages of weights, unsharded, if the optimizer makes any."""
     if not optimizer.ema_decay:
         return {}
     with optimizer.averaged_parameters():
@@ -113,7 +113,7 @@ def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, T
 
 
 def said(spoil: Callable[[], object]) -> str:
-    """Return what a refusal says."""
+    """Return the message of a refusal."""
     try:
         spoil()
     except (ValueError, TypeError) as error:
@@ -122,7 +122,7 @@ def said(spoil: Callable[[], object]) -> str:
 
 
 def refusals(module: Net, folder: Path) -> dict[str, str]:
-    """Return what is said to things that cannot be done."""
+    """Return the errors of impossible requests."""
     from torch.distributed.tensor import Partial, distribute_tensor
 
     matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
@@ -197,7 +197,7 @@ def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: str | None) -> None:
-    """Resume: from a generation that a file names, or from what torch.distributed.checkpoint saved."""
+    """Resume from a generation that a file names, or from a save of torch.distributed.checkpoint."""
     if file is not None:
         module.load_state_dict(half)
         optimizer.load_state_dict(torch.load(folder / file))

@@ -20,19 +20,19 @@ from tiered import TieredStore
 from tiered.errors import TieredError
 
 LANES, STEPS = 4, 3
-#: Case -> dtype of the parameters, options of the optimizer, where weights, gradients and state live.
+#: Case -> dtype of the parameters, options of the optimizer, homes of weights, gradients and state.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "fp32": (torch.float32, {"max_grad_norm": 0.5, "ema_decay": 0.5}, "nvme"),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
     "gpu": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
 }
-#: Cases that compute on a CUDA device in software, and the least room of its tier.
+#: Cases that compute on a software CUDA device, and the minimum size of its tier.
 ON_GPU = {"gpu": "6MiB"}
 
 
 class Net(nn.Module):
-    """Layers that are longer than the shares of four ranks, tied weights, a frozen part, a parameter without a use."""
+    """Layers longer than the shards of four ranks, tied weights, a frozen part, an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype, seed: int = 0) -> Net:
-    """Return the module that all share."""
+    """Return the module that all ranks share."""
     torch.manual_seed(seed)
     return Net().to(dtype)
 
@@ -76,7 +76,7 @@ def open_store(folder: Path, gpu: str | None = None) -> TieredStore:
 
 @contextmanager
 def device_of(case: str) -> Iterator[None]:
-    """Put what a case computes on in place."""
+    """Install the compute device of a case."""
     if case not in ON_GPU:
         yield
         return
@@ -113,7 +113,7 @@ def copied(module: nn.Module) -> dict[str, Tensor]:
 
 
 def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
-    """Return all averages of weights, where the optimizer makes some."""
+    """Return all averages of weights, if the optimizer makes any."""
     if not optimizer.ema_decay:
         return {}
     with optimizer.averaged_parameters():
@@ -154,7 +154,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 def said(spoil: Callable[[], object]) -> str:
-    """Return what a refusal says."""
+    """Return the message of a refusal."""
     try:
         spoil()
     except (RanksDifferError, TieredError, ValueError, TypeError, RuntimeError) as error:
@@ -163,7 +163,7 @@ def said(spoil: Callable[[], object]) -> str:
 
 
 def refusals(rank: int, folder: Path) -> dict[str, str]:
-    """Return what is said to ranks that do different things, and to what cannot be done."""
+    """Return the errors for ranks that do different things, and for impossible requests."""
     found = {}
     with open_store(folder) as store:
         module, optimizer = offloaded("fp32", store)
@@ -189,7 +189,7 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
 
 
 def run_all(world: World, folder: Path, cases: Sequence[str]) -> dict[str, Any]:
-    """Run some cases, and of two ranks the refusals."""
+    """Run some cases, and with two ranks also the refusals."""
     if world.is_single:  # a module is offloaded with a group, also of one rank
         torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {}

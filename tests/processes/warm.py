@@ -1,9 +1,9 @@
-"""Python programs as processes of their own that start at once: forked from one that has imported the libraries.
+"""Separate Python processes that start at once: forked from a process with the libraries imported.
 
-Torch, transformers and megatrain take a new interpreter five seconds of a core. ``Popen`` and ``run`` here take what
-those of ``subprocess`` take; a command ``[sys.executable, ...]`` is forked from a server, which imports and plans once
-for each process of pytest and starts no thread. All else of a process is real: pid, signals, terminal, exit status.
-Tests whose subject is the start itself, what is imported, or resident memory use ``subprocess``.
+A new interpreter needs five core seconds to import torch, transformers and megatrain. ``Popen`` and ``run`` here have
+the arguments of ``subprocess``. A command ``[sys.executable, ...]`` is forked from a server, which imports and plans
+once per pytest process and starts no thread. All else of a process is real: pid, signals, terminal, exit status. Tests
+about the start itself, imports, or resident memory use ``subprocess``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PRELOADED = (
     "megatrain_tier_cli.run",
     "oracles.traces",
 )
-#: Planned by the server: what a first plan loads and caches is a second of a core.
+#: Planned by the server: the caches of a first plan cost a core second.
 PLANNED = """task = "pretrain"
 output_dir = "{folder}/out"
 device = "cpu"
@@ -74,16 +74,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WITHOUT_VALUE = ("-P", "-u", "-B")
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _address = ""
-"""Where the server of this process listens; "" where it has none yet. Abstract: no file is left."""
+"""Address of this process's server, or "" before its start. Abstract: no file is left."""
 
 
 class Popen(subprocess.Popen[Any]):
-    """``subprocess.Popen``; the process is forked from the server where the command is Python's.
+    """``subprocess.Popen``; Python commands are forked from the server.
 
     Args:
         is_terminal: its stdin is the controlling terminal of its session.
         ignored: signals that it starts with ignored, as ``nohup`` does.
-        with_children: the Python programs that it starts itself start warm as well.
+        with_children: whether Python programs that it starts are also warm.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _WithChildren(Popen):
 
 
 def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it printed; it is killed after ``timeout`` seconds."""
+    """Run a program to its end and return its output; it is killed after ``timeout`` seconds."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Popen(list(command), **{**streams, **options}) as process:
         try:
@@ -143,8 +143,8 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
         payload = json.dumps(request).encode()
-        # The new process goes to the nearest subreaper above the server when the process between the two ends, which
-        # is before the server answers. Not for longer: orphans of programs under test belong to init.
+        # When the intermediate process ends, before the server's answer, the new process goes to the nearest subreaper
+        # above the server. It must not last longer: orphans of programs under test belong to init.
         _set_subreaper(True)
         try:
             socket.send_fds(connection, [len(payload).to_bytes(8, "little")], list(streams))
@@ -155,7 +155,7 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     if len(answer) != 8:
         raise RuntimeError("the server of warm processes is gone")
     pid = int.from_bytes(answer, "little")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # an error where it is no child
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # an error if it is not a child
     return pid
 
 
@@ -167,7 +167,7 @@ def _set_subreaper(is_one: bool) -> None:
 def _start_server() -> None:
     global _address
     listener = _listen()
-    # It ends when this process does, which then holds the other end of its stdin no more.
+    # The server ends with this process, which closes the other end of the server's stdin.
     server = subprocess.Popen(
         [sys.executable, __file__, str(listener.fileno())],
         stdin=subprocess.PIPE,
@@ -184,7 +184,7 @@ def _start_server() -> None:
 
 
 def _listen() -> socket.socket:
-    """Return a socket that this process's requests are to reach."""
+    """Return a socket for requests of this process."""
     global _address
     _address = f"\0warm-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX)
@@ -197,7 +197,7 @@ def _preload() -> None:
     sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # was the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
-    if not torch.backends.cuda.is_built():  # else autograd starts threads, which no child would have
+    if not torch.backends.cuda.is_built():  # otherwise autograd starts threads, which no child would have
         _plan_once()
     del sys.path[:2]
     assert threading.active_count() == 1, threading.enumerate()
@@ -220,7 +220,7 @@ def _plan_once() -> None:
 
 
 def _keep_traces() -> None:
-    """Take the traces that tests share, where the one that starts this process does (``oracles.traces``)."""
+    """Use the shared traces of tests if the starting process does (``oracles.traces``)."""
     from megatrain.plan import traced
 
     traces: Any = sys.modules["oracles.traces"]
@@ -229,10 +229,10 @@ def _keep_traces() -> None:
 
 
 def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork a process for each request; return in that process, with what it is to do.
+    """Fork a process for each request; return the request in the new process.
 
     Args:
-        owner: descriptor that is at its end when nobody can ask any more.
+        owner: descriptor that reaches its end when no requester is left.
     """
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -249,7 +249,7 @@ def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
 
 
 def _fork(connection: socket.socket) -> dict[str, Any] | None:
-    """Answer a request with the pid of a new process; return what it asked for in that process, None in the server."""
+    """Answer a request with a new process's pid; return the request in that process, None in the server."""
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
     with connection.makefile("rb") as file:
         request: dict[str, Any] = json.loads(file.read(int.from_bytes(head, "little")))
@@ -264,7 +264,7 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
             return request
         os.write(writer, pid.to_bytes(8, "little"))
         os._exit(0)
-    os.waitpid(between, 0)  # now the process between is gone, and whoever asked is the parent
+    os.waitpid(between, 0)  # the intermediate process is gone, so the requester is the parent
     connection.sendall(os.read(reader, 8))
     for fd in (reader, writer, *streams):
         os.close(fd)
@@ -272,14 +272,14 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """Take streams, folder, environment and session as a new interpreter would have them; return what it runs."""
+    """Set streams, folder, environment and session as in a new interpreter; return the program to run."""
     if request["with_children"]:
         listener, (reader, writer) = _listen(), os.pipe()
-        if os.fork() == 0:  # the server of its children, as it is: nothing has happened yet
+        if os.fork() == 0:  # the server of its children, in its initial state
             os.close(writer)
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in (*request["streams"], 0, 1, 2):
-                os.dup2(nothing, fd)  # whoever reads what the program prints is to see its end
+                os.dup2(nothing, fd)  # readers of the program's output must see its end
             return _become(_serve(listener, reader))
         listener.close()
         os.close(reader)
@@ -297,7 +297,7 @@ def _become(request: dict[str, Any]) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     if (recording := sys.modules.get("mutants.recording")) is not None:
-        recording.start()  # the lines of this process belong to the test that asked for it
+        recording.start()  # the lines of this process belong to the requesting test
     _keep_traces()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
@@ -310,7 +310,7 @@ def _become(request: dict[str, Any]) -> list[str]:
 
 
 def _start(words: Sequence[str]) -> None:
-    """Run what the words of a command line name, as the interpreter does."""
+    """Run the program of a command line, as the interpreter does."""
     is_safe_path = False
     while words[0] in (*_WITHOUT_VALUE, "-W"):
         is_safe_path |= words[0] == "-P"
@@ -334,7 +334,7 @@ def _start(words: Sequence[str]) -> None:
 
 
 def _finish(words: Sequence[str]) -> NoReturn:
-    """Run a program and end as the interpreter does, but for tearing all modules down: that takes two seconds."""
+    """Run a program and end as the interpreter does, but without the teardown of modules: it takes two seconds."""
     code: Any = 0
     try:
         _start(words)

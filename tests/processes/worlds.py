@@ -1,4 +1,4 @@
-"""Jobs of ``processes.ranks``: steps of a run, alone or with other ranks, and all that must not depend on them."""
+"""Jobs of ``processes.ranks``: steps of a run, alone or with other ranks, and results that must not depend on ranks."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from megatrain.training.weights import saved_places
 
 @dataclass
 class RankResult:
-    """What one rank saw of a run, and what it holds at its end.
+    """Observations of one rank, and its contents at the end of a run.
 
     Attributes:
         blocks: by key of weights and optimizer state.
         moved: by link, between tiers and between ranks.
-        planned: by link, what the plan says of as many steps.
+        planned: by link, the plan's traffic for the same steps.
         tiers: name -> high water and capacity.
-        window: most bytes of full copies and sums, and what was planned for them.
-        update_window: the same of updates of matrices that ranks share.
-        gathers_ahead: how many visits before they are needed weights are gathered.
+        window: most bytes of full copies and sums, and their planned bytes.
+        update_window: the same for updates of matrices that ranks share.
+        gathers_ahead: number of visits by which gathers precede the use of weights.
         passes: whether parts of the vocabulary pass one by one.
-        evaluations: by set, the loss with the last weights and the tokens that it is the mean of.
-        samples: by set, what the last weights write.
-        num_own_labels: of what this rank evaluates.
+        evaluations: by set, the loss with the last weights and its number of tokens.
+        samples: by set, texts of the last weights.
+        num_own_labels: labels that this rank evaluates.
         moved_by_evaluations: by link, as ``moved``.
         planned_of_evaluations: by link, as ``planned``.
-        products: shapes of the products that gradients of weights are, `(M, K, N)`.
+        products: shapes of the products of weight gradients, `(M, K, N)`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -86,12 +86,12 @@ def train(
     num_steps: int,
     change: Callable[[list[dict[str, Tensor]], int], None] | None = None,
 ) -> RankResult:
-    """Train some steps, and return all that is to be the same for every world.
+    """Train some steps, and return all results that must be equal for every world.
 
     Args:
         folder: of the test.
-        configs: text for each rank; the last one for those that have none.
-        change: is given the micro-batches of each step and its number, to change them in place.
+        configs: text for each rank; the last one also for further ranks.
+        change: receives the micro-batches of each step and its number, to change them in place.
     """
     from oracles.tiered_run import make_loader
 
@@ -136,7 +136,7 @@ def train(
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
             for block in plan.program.blocks.values():
                 if block.kind == "optimizer" and block.whole.rpartition("/")[0] == layout.name:
-                    place = saved.get(block.key)  # one process has packed state whole, without a place
+                    place = saved.get(block.key)  # one process has the whole packed state, without a place
                     parts[block.key] = range(block.num_elements) if place is None else place.owned
             for key, owned in parts.items():
                 home = plan.placement.homes[key]
@@ -147,7 +147,7 @@ def train(
 
 
 def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) -> None:
-    """Evaluate the sets of the config, and note what that gives and moves."""
+    """Evaluate the sets of the config, and record results and traffic."""
     from megatrain.base.observer import RunObserver
     from megatrain.data.encoding import load_tokenizer
     from megatrain.tasks.evaluation import (
@@ -197,7 +197,7 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
-    """Return a digest of every block of weights and state, its parts and shares put together, without padding."""
+    """Return a digest of every block of weights and state, joined from parts and shards, without padding."""
     joined: dict[str, list[Tensor]] = {}
     for key in results[0].blocks:
         name, _, kind = key.rpartition("/")
@@ -209,10 +209,10 @@ def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
 
 
 def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int) -> tuple[list[float], RankResult]:
-    """Continue a run from its newest checkpoint with these ranks, take some steps, and save.
+    """Resume a run from its newest checkpoint with these ranks, take some steps, and save.
 
     Returns:
-        Losses of the steps, and what this rank holds in the end.
+        Losses of the steps, and this rank's contents at the end.
     """
     from megatrain.base.names import CHECKPOINTS_NAME
     from megatrain.checkpoint.resume import find_candidates

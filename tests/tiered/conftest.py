@@ -1,4 +1,4 @@
-"""A broken store makes a thread wait for something that never comes. Here that is an error within minutes."""
+"""A broken store lets a thread wait for ever. Here that is an error within minutes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-#: They only end what hangs: on a loaded machine each wait takes many times as long.
+#: These limits only end hangs: on a loaded machine each wait takes many times as long.
 LONGEST_WAIT_S = 120
 LONGEST_TEST_S = 280  # less than other tests have
 
@@ -20,14 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_wait_is_for_ever() -> Iterator[None]:
-    """Let waits without a time-out fail, those of a store that closes too. Daemons may idle: they wait for work."""
+    """Let waits without a time-out fail, including those of a closing store. Daemon threads may idle."""
     real = threading.Condition.wait
 
     def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
         if timeout is not None or threading.current_thread().daemon:
             return real(condition, timeout)
         is_woken = real(condition, LONGEST_WAIT_S)
-        assert is_woken, f"a thread waited {LONGEST_WAIT_S} s, and nobody woke it"
+        assert is_woken, f"a thread waited {LONGEST_WAIT_S} s without a wake-up"
         return is_woken
 
     with pytest.MonkeyPatch.context() as patch:

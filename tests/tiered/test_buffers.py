@@ -1,4 +1,4 @@
-"""Buffers that are made for copies before the first step: no lease or fetch gives one back for one of another size."""
+"""Copy buffers made before the first step: no lease or fetch replaces one by a buffer of another size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store(clock: SimulatedClock, ram: SimulatedTier) -> Iterator[TieredStore]:
 
 
 def run_steps(store: TieredStore, clock: SimulatedClock, num_steps: int) -> None:
-    """Use all layers and the head, step after step, fetching ahead as far as there is room."""
+    """Use all layers and the head, step after step, with as much prefetch as fits."""
     keys = [*LAYERS, "head"]
     store.set_schedule(Schedule([Access(n, key, "ram", "rw") for n, key in enumerate(keys)], 7, 7 * (num_steps + 1)))
     for tick in range(7 * num_steps):

@@ -1,4 +1,4 @@
-"""Whole blocks and rows of them without leases, and streams of leases that are fetched ahead."""
+"""Whole blocks and rows of them without leases, and streams of leases with prefetch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_tiers(path: Path) -> list[Any]:
 def test_what_cannot_be_put_leaves_nothing(tmp_path: Path) -> None:
     with make_store(tmp_path, ram=64 * KiB) as store:
         with pytest.raises(CapacityError):
-            store.put("a", numbers(1000, 100))  # a home on the drive, but no room to pass RAM
+            store.put("a", numbers(1000, 100))  # a home on the drive, but no space to pass RAM
         assert "a" not in store
         store.put("a", numbers(10, 10))
         for other, home in ((numbers(10, 11), None), (numbers(10, 10).double(), None), (numbers(10, 10), "ram")):
@@ -195,7 +195,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
 def test_a_stream_fetches_ahead_as_far_as_there_is_room(mode: Any, tmp_path: Path) -> None:
-    """Each block crosses the link once, and what is fetched ahead is there before it is asked for."""
+    """Each block crosses the link once, and prefetched blocks arrive before their request."""
     num_blocks, block_bytes = 16, 64 * KiB
     with make_store(tmp_path, ram=4 * block_bytes) as store:
         keys = [f"layers.{number}" for number in range(num_blocks)]
@@ -206,7 +206,7 @@ def test_a_stream_fetches_ahead_as_far_as_there_is_room(mode: Any, tmp_path: Pat
         before = store.stats()
         for number, lease in enumerate(store.stream(keys, "ram", mode)):
             assert lease.key == keys[number] and (lease.tensor == number).all()
-            store.wait_idle()  # what is fetched ahead has arrived
+            store.wait_idle()  # all prefetches have arrived
             ahead = [key for key in keys[number + 1 :] if store.where(key).get("ram") is not None]
             assert len(ahead) == min(3, num_blocks - number - 1), (number, ahead)
             if mode == "rw":

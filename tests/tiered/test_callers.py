@@ -1,4 +1,4 @@
-"""A thread of autograd's must not wait for leases of the thread that waits for it: that is an error, not a hang."""
+"""A thread of autograd must not wait for leases of a thread that waits for it: that is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredStore]:
 
 @pytest.fixture
 def caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Thread]:
-    """A thread that holds "one" in all there is of RAM, and waits inside of autograd's engine."""
+    """A thread that holds "one", which fills the RAM, and waits inside of autograd's engine."""
     has_lease, end = threading.Event(), threading.Lock()
     end.acquire()
-    # The engine waits in C++, so that the frame of the function that calls it is the innermost one.
+    # The engine waits in C++, so the frame of its caller is the innermost one.
     engine = SimpleNamespace(run_backward=end.acquire)
     monkeypatch.setattr(graph, "Variable", SimpleNamespace(_execution_engine=engine))
 

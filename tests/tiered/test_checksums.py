@@ -30,5 +30,5 @@ def test_checksum_is_xxh3_of_the_concatenation() -> None:
     ],
 )
 def test_no_piece_of_a_block_lies_in_two_of_its_files(nbytes: int, expected: int) -> None:
-    """Files of 512 MiB at most are equally long; those of several are of whole pieces of 16 MiB."""
+    """Files have equal lengths up to 512 MiB; a block of several files has whole pieces of 16 MiB in each."""
     assert array_bytes(BlockSpec("block", (nbytes,), torch.uint8, "ram")) == expected

@@ -1,4 +1,4 @@
-"""The tiers, links and policies of this package pass the suites that others are to pass."""
+"""The tiers, links and policies of this package pass the suites for other packages' ones."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TestStoreOfFiles(Nvme, StoreSuite): ...
 
 
 class PastRam(Nvme):
-    """The same files beside memory that takes the place of a GPU's."""
+    """The same files next to a stand-in for GPU memory."""
 
     def make_neighbour(self, capacity_bytes: int) -> Tier:
         return GpuTier(capacity_bytes, device="cpu", alignment_bytes=4 * KiB)

@@ -1,4 +1,4 @@
-"""What a crash or a power cut leaves: everything is on disk before it is named, and every instant can be opened."""
+"""After a crash or a power cut, everything is on disk before it is named, and every instant can be opened."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_all_that_a_manifest_names_is_flushed_before_it_is_written(
 
 
 def crash_at(operation: int, work: Callable[[], None]) -> bool:
-    """Do some work in a process that dies at its n-th operation on files; return whether it got to the end."""
+    """Do some work in a process that dies at its n-th file operation; return whether it reached the end."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0

@@ -1,4 +1,4 @@
-"""The order of kernels and copies on a device that does nothing before it must; tests/gpu has a real one."""
+"""The order of kernels and copies on a device that delays all work; tests/gpu has a real one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device() -> Iterator[LazyDevice]:
 
 @pytest.fixture
 def store(device: LazyDevice) -> Iterator[TieredStore]:
-    """Return a store whose GPU has room for two blocks."""
+    """Return a store whose GPU has space for two blocks."""
     with TieredStore([device.gpu_tier(2 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as made:
         yield made
 
@@ -93,7 +93,7 @@ def test_a_slot_is_not_filled_again_before_its_last_reader(device: LazyDevice, s
 
 
 def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
-    """A ``w`` lease on a stream that is not the current one: no copy orders it, only the lease does."""
+    """A ``w`` lease is on a stream that is not the current one: no copy orders it, only the lease does."""
     seen: list[float] = []
     for key in ("first", "second"):
         store.register(key, (N,), torch.float32, home="ram")
@@ -124,7 +124,7 @@ def test_a_lease_on_another_stream_goes_back_in_that_stream_s_order(device: Lazy
 
 
 def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevice) -> None:
-    """A transfer that ended when the copy was queued would let the next block into the host slot."""
+    """If a transfer ended when its copy was queued, the next block could enter the host slot."""
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
     link = CudaLink(ram, gpu)
     host, target = slot_of(ram), slot_of(gpu)
@@ -137,7 +137,7 @@ def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevic
 
 
 def test_reading_a_copy_that_is_being_written_back_waits_for_nothing(device: LazyDevice, store: TieredStore) -> None:
-    """Both only read; the lease may be given before the copy out has ended."""
+    """Both only read, so the lease may be granted before the copy out has ended."""
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
         tensor = lease.tensor
@@ -152,7 +152,7 @@ def test_reading_a_copy_that_is_being_written_back_waits_for_nothing(device: Laz
     while copy.transfer is None or copy.transfer.event is None:
         time.sleep(0.001)
     assert copy.state is CopyState.DRAINING
-    opener = threading.Timer(5, gate.open)  # so that a wait for the copy out fails here and does not hang
+    opener = threading.Timer(5, gate.open)  # makes a wait for the copy out fail here instead of hanging
     opener.start()
     with store.acquire("block", "gpu", timeout_s=30) as lease:
         again = lease.tensor
@@ -206,7 +206,7 @@ def test_the_link_says_when_host_memory_is_not_page_locked(device: LazyDevice) -
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=True)
     up, down = CudaLink(ram, gpu), CudaLink(gpu, ram)
     assert up.path == down.path == "cuda"
-    slot = slot_of(ram)  # there is no device here that could lock it
+    slot = slot_of(ram)  # no device here could lock it
     if ram.num_unpinned_slabs:
         assert up.path == down.path == up.usage().path == "cuda-pageable"
     up.submit(slot, slot_of(gpu), NBYTES).wait(30)
@@ -299,7 +299,7 @@ def test_a_buffer_forgets_what_is_done(device: LazyDevice) -> None:
 
 
 class Trainer:
-    """Random work on blocks of a store, whose kernels run late, beside a model of what they must see."""
+    """Random work on blocks of a store, whose kernels run late, compared with a model of the visible values."""
 
     def __init__(self, store: TieredStore, device: LazyDevice, seed: int) -> None:
         self.store, self.device, self.random = store, device, random.Random(seed)
@@ -312,7 +312,7 @@ class Trainer:
             in_ram(store, key, 0.0)
 
     def kernel(self, key: str, tensor: torch.Tensor, change: Callable[[float], float] | None) -> Callable[[], None]:
-        """Return a kernel that looks for the value that the block has in the order of the program, and changes it."""
+        """Return a kernel that asserts the block's value in program order, and changes it."""
         before = self.expected[key]
         after = before if change is None else change(before)
         self.expected[key] = after
@@ -361,7 +361,7 @@ def test_every_kernel_sees_what_the_program_says(seed: int, device: LazyDevice) 
 
 
 def test_prefetches_change_nothing(device: LazyDevice) -> None:
-    """The prefetcher starts copies from the threads of links, whenever room appears."""
+    """The prefetcher starts copies from the threads of links, whenever space becomes free."""
     order = [0, 1, 2, 3, 3, 2, 1, 0] * 4
     with TieredStore([device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as store:
         trainer = Trainer(store, device, 0)

@@ -18,7 +18,7 @@ SIZES = [1, 4095, 4096, 4097, 70_000, 4 * MiB, 4 * MiB + 1, 9 * MiB + 4096 + 17]
 
 
 def memory(nbytes: int, *, aligned: bool) -> torch.Tensor:
-    """Return host memory that O_DIRECT takes, or that it does not."""
+    """Return host memory with or without O_DIRECT alignment."""
     slab = HostSlab(nbytes + 4096).tensor
     return slab[:nbytes] if aligned else slab[64 : 64 + nbytes]
 

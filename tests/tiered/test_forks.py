@@ -1,4 +1,4 @@
-"""What a forked child may do with a store, and what a fork costs next to pinned memory."""
+"""Operations of a forked child on a store, and the cost of a fork next to pinned memory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_child_refuses_also_while_a_thread_of_the_parent_holds_the_lock(tmp_pa
 def check_in_own_process(check: Callable[[Path], None], folder: Path) -> None:
     """Call a function of this file in a new interpreter.
 
-    Children of pytest's own process may wait for its threads of torch, which no child has.
+    Children of pytest's process may wait for its torch threads, which no child has.
     """
     command = [sys.executable, __file__, check.__name__, str(folder)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -203,7 +203,7 @@ def test_forked_workers_of_a_loader_feed_an_offloaded_module(tmp_path: Path) -> 
         next(iter(DataLoader(Rows(store), num_workers=1, multiprocessing_context="fork")))
 
 
-#: Pins a slab as drivers do, by a registered buffer of io_uring, forks, and prints the child's own bytes of it.
+#: Pins a slab as drivers do, by a registered buffer of io_uring, forks, and prints the child's private bytes of it.
 _COST = """
 import ctypes, os, re, resource, sys, time
 from pathlib import Path
@@ -236,7 +236,7 @@ os.waitpid(pid, 0)
     ("what", "nbytes"), [("as it is", 512 * MiB), pytest.param("undone", 512 * MiB, marks=pytest.mark.slow)]
 )
 def test_a_fork_copies_no_pinned_slab(what: str, nbytes: int) -> None:
-    """``undone`` is the control: a slab that a fork takes along, whose pinned pages the kernel copies in ``fork``."""
+    """``undone`` is the control: a slab that the child inherits, whose pinned pages the kernel copies in ``fork``."""
     command = [sys.executable, "-c", _COST, str(nbytes), what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode and re.search("not permitted|not implemented|allocate memory", done.stderr):

@@ -176,7 +176,7 @@ def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str
 
 
 def _frozen_only(tier: NvmeTier) -> int:
-    """Return the bytes of files below ``snap/`` that ``live/`` does not link too."""
+    """Return the bytes of files below ``snap/`` that ``live/`` does not also link."""
     live = {f.stat().st_ino for d in tier.directories for f in d.live.rglob("c/*") if not f.is_symlink()}
     frozen = [f.stat() for d in tier.directories for f in d.snap.rglob("c/*") if not f.is_symlink()]
     return sum({status.st_ino: status.st_size for status in frozen if status.st_ino not in live}.values())
@@ -193,7 +193,7 @@ def test_zarr_opens_a_committed_block(make_tiers: MakeTiers, kind: str, tmp_path
 
 
 def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
-    """``latest`` follows commits and removals, and zarr does not warn of files that are none of its own."""
+    """``latest`` follows commits and removals, and zarr does not warn about foreign files."""
     folder = tmp_path / "run"
 
     def shown() -> list[str]:
@@ -262,7 +262,7 @@ def test_an_unfinished_generation_is_removed(make_tiers: MakeTiers, kind: str, t
     with filled(make_tiers(), kind, tmp_path) as store:
         store.commit().wait(60)
     identity = StoreIdentity.of(tmp_path / "run")
-    for root in tmp_path.iterdir():  # what a crash in the middle of the second commit leaves
+    for root in tmp_path.iterdir():  # the files after a crash in the middle of the second commit
         identity.mark(root / "snap/00000002")
         (root / "snap/00000002/layer.0/weight/c").mkdir(parents=True)
         (root / "snap/00000002/layer.0/weight/c/0").write_bytes(bytes(4096))
@@ -316,7 +316,7 @@ def test_a_failed_commit_is_told_and_removed(
                 failing.wait(60)
             store.commit()
             with pytest.raises(TransferError, match="no space"):
-                store.commit()  # nobody was told of the one before
+                store.commit()  # the previous error was not reported
         assert list_generations(tmp_path / "run") == [1] and not (tmp_path / "run/snap/00000002").exists()
         put(store, KEYS[0], 9)
         last = store.commit()
@@ -376,7 +376,7 @@ def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pyt
 def test_checksums_of_a_commit_are_not_those_of_what_was_written_meanwhile(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next commit would take them for its own, and nobody could open it."""
+    """The next commit would reuse them for other contents, and no store could open it."""
     flush, is_flushing, may_flush = os.fdatasync, threading.Event(), threading.Event()
 
     def held(fd: int) -> None:

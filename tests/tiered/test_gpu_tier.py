@@ -1,4 +1,4 @@
-"""GpuTier on host memory, and the routes between tiers; tests/gpu has what needs a device."""
+"""GpuTier on host memory, and the routes between tiers; tests/gpu has the tests that need a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_host_memory_has_no_streams() -> None:
 
 
 class Event:
-    """Stands in for a device event: done when told so."""
+    """Replaces a device event; the test completes it."""
 
     def __init__(self) -> None:
         self.is_done = False

@@ -68,7 +68,7 @@ def tier(folder: Path, engine: Engine) -> NvmeTier:
 
 @needs_kvikio
 def test_the_checks_of_the_engine_pass(stand_in: Path, tmp_path: Path) -> None:
-    """One process for all of ``stand_in/checks.py``: a failure there is printed here."""
+    """One process runs all of ``stand_in/checks.py``: a failure there is printed here."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "CUFILE"))}
     if not has_driver():
         environment["STAND_IN_LIBCUDA"] = str(stand_in / "libcuda.so.1")
@@ -123,7 +123,7 @@ def test_auto_takes_kvikio_only_where_every_path_has_gds(tmp_path: Path, monkeyp
 
 
 def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts of a transfer find the same frozen file, and the second replaces it while the first looks at it."""
+    """Two parts of a transfer find the same frozen file, and the second replaces it while the first checks it."""
     nvme = tier(tmp_path, "posix")
     slot = nvme.allocate(4096, name="block", home=True)
     assert slot is not None
@@ -158,7 +158,7 @@ def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pyt
 def test_the_probe_finds_what_the_stand_in_can_do(
     stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))  # of the probe's process: this one has started already
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))  # in the probe's process: this one has started already
     modules = set(sys.modules)
     found = probe_kvikio(tmp_path)
     assert found.installed and found.version and found.libcuda
@@ -230,7 +230,7 @@ def test_a_folder_without_room_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_process_of_a_probe_ends_by_itself_too(tmp_path: Path) -> None:
-    """Whoever waits for it may be killed."""
+    """The process that waits for it may be killed."""
     (tmp_path / "first" / "kvikio").mkdir(parents=True)
     (tmp_path / "first" / "kvikio" / "__init__.py").write_text("while True: pass\n")
     process = subprocess.Popen(

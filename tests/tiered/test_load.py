@@ -109,10 +109,10 @@ def test_paths_may_be_others_than_at_the_commit(tmp_path: Path, drives: tuple[st
 
 
 def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> None:
-    """The files of then are larger than the room of now, which was planned for the contents."""
+    """The old files exceed the new capacity, which was planned for the contents."""
     with make_store(tmp_path, chunk_bytes=512 * KiB, drives=("a", "b")) as store:
         commit(store, 10)
-    exact = NUM_BLOCKS * 236 * KiB  # 59 files of 4 KiB each; then it was two of 120 KiB
+    exact = NUM_BLOCKS * 236 * KiB  # 59 files of 4 KiB each; before, two of 120 KiB
     with make_store(tmp_path, drives=("a", "b"), chunk_bytes=4 * KiB, capacity_bytes=exact) as store:
         store.load()
         check(store, 10)
@@ -121,7 +121,7 @@ def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> 
 
 
 def test_drives_that_were_mounted_elsewhere_are_found(tmp_path: Path) -> None:
-    """The links from the first path to the others lead nowhere then, and the recorded place neither."""
+    """The links from the first path to the others are broken then, and so is the recorded place."""
     with make_store(tmp_path, drives=("a", "b")) as store:
         commit(store, 10)
     shutil.move(tmp_path / "a", tmp_path / "x")
@@ -163,7 +163,7 @@ def test_missing_parts_and_damaged_manifests_too(tmp_path: Path, homes: str) -> 
     root = tmp_path / ("drive" if homes == "nvme" else "generations") / "snap/00000002"
     (root / KEYS[7] / "c/0").unlink()
     with make_store(tmp_path, homes) as store:
-        fill(store, 99)  # what the blocks held goes
+        fill(store, 99)  # the blocks' contents are lost
         with pytest.raises(GenerationError, match=f"'{KEYS[7]}' is missing: '.*{KEYS[7]}/c/0'"):
             store.load()
         damage(tmp_path / "generations/snap/00000002/MANIFEST.json")

@@ -1,4 +1,4 @@
-"""Locks of directories: deleted while in use, on file systems without locks, and without counts of links."""
+"""Locks of directories: deleted while in use, on file systems without locks, and without link counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except LockedError:
 
 
 def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOLCK) -> None:
-    """Let ``flock`` fail as it does on a file system without locks."""
+    """Let ``flock`` fail as on a file system without locks."""
 
     def refuse(fd: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -128,7 +128,7 @@ def test_a_file_system_that_counts_no_links_is_refused(tmp_path: Path, monkeypat
         patch.setattr(os, "stat", count_one)
         with pytest.raises(UnusableDirectoryError, match="does not count the links of a file"):
             TierDirectory(tmp_path)
-    directory = TierDirectory(tmp_path)  # the refusal gave the lock back
+    directory = TierDirectory(tmp_path)  # the refusal released the lock
     directory.close()
     assert not any((tmp_path / ".pool").iterdir())
 

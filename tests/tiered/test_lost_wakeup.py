@@ -1,4 +1,4 @@
-"""A transfer that ends before anybody can wait for it wakes nobody, and nobody may wait for it."""
+"""A transfer that ends before any thread can wait for it wakes none, and no thread may wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No committed work is lost: by a top file that is older, by a failing drive, by a store that starts over, by paths."""
+"""No committed work is lost: by an outdated top file, a failing drive, a store that starts over, or paths."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: s
 def test_damaged_generations_are_reported_and_passed_over(
     part: str, damaged: int, is_moved: bool, tmp_path: Path
 ) -> None:
-    """The newest whole generation is opened, as runs resume from it; one that is named is never another."""
+    """The newest whole generation is opened, as runs resume from it; a requested one is never replaced by another."""
     make(tmp_path / "made", 3, keep=3)
     root = tmp_path / "made"
     if is_moved:
@@ -138,7 +138,7 @@ def test_damaged_generations_are_reported_and_passed_over(
             file.unlink()
         else:
             contents = bytearray(file.read_bytes())
-            file.unlink()  # it may be linked in other generations
+            file.unlink()  # other generations may link it
             contents[100] ^= 1
             file.write_bytes(contents)
     before = {path: path.read_bytes() for path in (root / "drive/snap").glob("**/c/0")}
@@ -186,7 +186,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
     refused = tiers(tmp_path)
     with pytest.raises(GenerationError, match=r"holds generation 1.*TieredStore\.open\('.*drive', t.*overwrite=True"):
         TieredStore(refused)
-    with TieredStore.open(str(tmp_path / "drive"), refused) as store:  # the very tiers
+    with TieredStore.open(str(tmp_path / "drive"), refused) as store:  # the very same tiers
         assert value_of(store) == 1
     with TieredStore(tiers(tmp_path), overwrite=True) as store:
         assert list(store) == []
@@ -198,7 +198,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
 
 
 def test_tiers_of_a_refused_store_give_up_their_lock_when_dropped(tmp_path: Path) -> None:
-    """As in a notebook: the remedy that the refusal names is called with new tiers, in the ``except``."""
+    """As in a notebook: the suggested remedy is called with new tiers, in the ``except``."""
     make(tmp_path, 1)
     try:
         TieredStore(tiers(tmp_path))
@@ -218,7 +218,7 @@ def test_open_of_a_missing_directory_makes_none(tmp_path: Path) -> None:
     try:
         TieredStore.open(str(tmp_path / "nothere"), tiers(tmp_path))
     except GenerationError:
-        tiers(tmp_path)[-1].close()  # the failed call closed its tiers, as every call of `open` that fails
+        tiers(tmp_path)[-1].close()  # the failed call closed its tiers, as every failing call of `open` does
 
 
 @pytest.mark.parametrize("inner", ["x/live", "x/sub/y", "x"])
@@ -245,7 +245,7 @@ def test_drives_that_contain_each_other_are_refused(inner: str, tmp_path: Path) 
 
 
 def failing_at(number: int, patch: pytest.MonkeyPatch, error: int = errno.EIO) -> list[str]:
-    """Let the system call of this number, and no other, fail; return the list that gets its name and arguments."""
+    """Let only the system call with this number fail; return the list that receives its name and arguments."""
     left, failed = [number], []
 
     def hook(name: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from tiered import CorruptBlockError, GenerationError, GiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable import commit
 
-NUM_BLOCKS = 300  # more than are read at a time
+NUM_BLOCKS = 300  # more than one read
 KEYS = [f"{number // 100}/{number}" for number in range(NUM_BLOCKS)]
 ROOT = "snap/00000001"
 
@@ -124,7 +124,7 @@ def test_a_missing_or_short_file_names_the_block(number: int, committed: Path) -
 
 
 def test_documents_of_arrays_are_not_needed(committed: Path) -> None:
-    """The checksum proves the contents of a block that is one file."""
+    """The checksum proves the contents of a block with one file."""
     for key in KEYS:
         (committed / ROOT / key / "zarr.json").write_text("{")
     with opened(committed) as store:
@@ -132,7 +132,7 @@ def test_documents_of_arrays_are_not_needed(committed: Path) -> None:
 
 
 def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
-    """Versions before wrote the same document; what counts is its contents, not how it is laid out."""
+    """Earlier versions wrote the same document; only its contents count, not its formatting."""
     path = committed / ROOT / "MANIFEST.json"
     document = json.loads(path.read_text())
     assert path.read_text() == json.dumps(document, sort_keys=True)
@@ -148,11 +148,11 @@ def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
 
 
 def test_the_folder_of_a_store_is_known_by_its_attributes(committed: Path) -> None:
-    """The list of members in the same document, which is as long as there are blocks, is not read for that."""
+    """The list of members in the same document grows with the blocks, and is not read for that."""
     path = committed / "zarr.json"
     document = json.loads(path.read_text())
     assert len(document["consolidated_metadata"]["metadata"]) == NUM_BLOCKS + 4, "and the groups above them"
-    path.write_text(json.dumps(dict(reversed(document.items()))))  # a document of another program: its last key is ours
+    path.write_text(json.dumps(dict(reversed(document.items()))))  # a foreign document: its last key is the store's
     with opened(committed) as store:
         store.commit().wait(250)
     assert json.loads(path.read_text()) == document

@@ -1,4 +1,4 @@
-"""A store as a mapping: what assigning, deleting and iterating mean for blocks, and NumPy arrays as their source."""
+"""A store as a mapping: the meaning of assignment, deletion and iteration for blocks, and NumPy arrays as source."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_committed_outlives_a_deletion(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         store["a"] = torch.ones(4)
         commit = store.commit()
-        del store["a"]  # waits for what the commit still writes of it
+        del store["a"]  # waits for the commit's pending write
         commit.wait(10)
         assert len(store) == 0
     with TieredStore.open(str(tmp_path / "drive"), make_tiers(tmp_path)) as store:
@@ -100,7 +100,7 @@ def test_a_block_that_was_never_written_is_there_without_contents(store: TieredS
 
 
 def test_a_store_is_no_value(store: TieredStore, tmp_path: Path) -> None:
-    """An empty one is there all the same, and comparing reads nothing."""
+    """An empty store is truthy, and comparison reads nothing."""
     with make_store(tmp_path / "other") as other:
         assert store and store == store and store != other and len({store, other, store}) == 2
     store["a"] = torch.ones(1)
@@ -161,7 +161,7 @@ def test_a_mode_that_there_is_not_is_refused(mode: Any, store: TieredStore) -> N
 
 @pytest.mark.parametrize("package", ["tiered", "megatrain"])
 def test_dir_names_what_is_public(package: str) -> None:
-    """Tab completion asks it, before anything was imported, and `help` then asks for each name."""
+    """Tab completion calls it before any import, and `help` then gets each name."""
     public = "sorted({*p.__all__, '__version__'} ^ set(dir(p)))"
     code = f"import sys, {package} as p; print({public}, 'torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

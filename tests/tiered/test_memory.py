@@ -140,7 +140,7 @@ def test_page_locking_ends_before_the_memory_goes(monkeypatch: pytest.MonkeyPatc
 
 
 class Recorder:
-    """Makes numbered buffers and tracks how many bytes exist."""
+    """Makes numbered buffers and tracks the live bytes."""
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}
@@ -406,7 +406,7 @@ def test_spare_pages_make_way_where_addresses_are_few() -> None:
 
 
 def test_units_grow_with_the_tier() -> None:
-    """Each unit may be a mapping of its own, of which a process has 65,530."""
+    """Each unit may be a separate mapping, and a process has 65,530 mappings."""
     spare = SparePages(1 << 40)
     HostSlab(64 * MiB, spare=spare).close()
     assert spare.nbytes == 0

@@ -262,7 +262,7 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
 
 
 def test_files_that_were_taken_over_are_kept_and_used_with_new_ones(tmp_path: Path) -> None:
-    """A new file must not get the name of one that is kept."""
+    """A new file must not get the name of a kept one."""
     tier = NvmeTier([tmp_path], MiB)
     for key in ("a", "b"):
         take(tier, 8192, key)
@@ -287,7 +287,7 @@ def test_only_a_dead_run_is_told_of(dies: bool, tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], MiB)
     take(tier, 8192)
     tier.close()
-    if dies:  # the lock of a process that is gone, with its name
+    if dies:  # the lock of a dead process, with its name
         (tmp_path / "LOCK").write_text("process 1 on here, since then\n")
     notices: list[str] = []
     NvmeTier([tmp_path], MiB, on_notice=notices.append).close()
@@ -295,7 +295,7 @@ def test_only_a_dead_run_is_told_of(dies: bool, tmp_path: Path) -> None:
 
 
 def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
-    """It would take its room on the drive in the middle of a write, where the drive may be full."""
+    """It would take its space on the drive in the middle of a write, when the drive may be full."""
     tier = NvmeTier([tmp_path], MiB)
     slots = {key: take(tier, 64 * KiB, key) for key in ("whole", "holes")}
     (file,) = files_of(slots["holes"]).files

@@ -1,4 +1,4 @@
-"""Generations that nobody knows any more."""
+"""Generations that no store or run uses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_those_of_a_store_that_is_gone_are_told_apart(drive: Path) -> None:
 
 
 def test_living_stores_are_left_alone(drive: Path) -> None:
-    StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # a commit under way, or a crash
+    StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # a commit in progress, or a crash
     orphan = Orphan(drive / "snap/00000009", 9, drive.parent / "one", 0, is_store_gone=False)
     with make_store(drive.parent, "two"):
         assert find_orphans(drive) == []

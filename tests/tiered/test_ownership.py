@@ -1,4 +1,4 @@
-"""Stores that share a path of a file tier, one after the other: each keeps its own generations and no others."""
+"""Stores that share a path of a file tier, one after the other: each keeps only its own generations."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) ->
 
 
 def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path: Path) -> None:
-    """A drive that was away meanwhile has a generation of the same number, of somebody else."""
+    """A drive that was away meanwhile has a generation of the same number, of another store."""
     with make_store(tmp_path, "one") as store:
         commit(store, 1)
     for number in (0, 1):
@@ -202,7 +202,7 @@ def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
 def test_what_is_left_of_a_folder_at_any_instant_says_whose_it_is(
     is_reversed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else nobody could remove what a crash left of it, in whatever order the file system lists it."""
+    """Otherwise no store could remove the leftovers of a crash, in whatever order the file system lists them."""
     num_looks = 0
 
     def check(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +229,7 @@ def test_what_is_left_of_a_folder_at_any_instant_says_whose_it_is(
 
 
 def test_files_that_another_process_removes_are_counted_no_more(tmp_path: Path) -> None:
-    """Ranks count each other's files, while those that open their stores remove what dead runs left."""
+    """Ranks count each other's files, while other ranks open their stores and remove leftovers of dead runs."""
     with make_store(tmp_path, "run") as store:
         with store.acquire(KEYS[0], "ram", "w"):
             pass

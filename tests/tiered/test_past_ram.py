@@ -1,4 +1,4 @@
-"""The link between files and GPU memory that passes no RAM, in memory that takes the place of a GPU's."""
+"""The link between files and GPU memory that bypasses RAM, with a stand-in for GPU memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gpu(capacity_bytes: int = MiB) -> GpuTier:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
-    """Return a store whose links from drive to GPU memory go straight."""
+    """Return a store whose links from drive to GPU memory are direct."""
     nvme = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, chunk_bytes=8 * KiB, past_ram=True)
     with TieredStore([gpu(), RamTier(64 * KiB, pin_memory=False), nvme]) as made:
         made.register("block", (N,), torch.float32, home="nvme")
@@ -84,7 +84,7 @@ def test_ram_is_used_where_the_block_is_used_there(store: TieredStore) -> None:
 
 
 def test_the_prefetcher_needs_no_room_in_ram(store: TieredStore) -> None:
-    """Not even where RAM is full: the homes there take all of it."""
+    """This holds even if homes fill the RAM."""
     put(store, 4.0)
     store.register("full", (64 * KiB,), torch.uint8, home="ram")
     store.set_schedule(Schedule([Access(1, "block", "gpu", "r")]))
@@ -160,7 +160,7 @@ def device() -> Iterator[LazyDevice]:
 
 @pytest.fixture
 def device_store(device: LazyDevice, tmp_path: Path) -> Iterator[TieredStore]:
-    """Return a store with room for one block on a device that runs nothing before somebody must have it."""
+    """Return a store with space for one block on a device that delays all work until the host waits."""
     nvme, ram = NvmeTier([tmp_path], MiB), RamTier(64 * KiB, pin_memory=False)
     tier = device.gpu_tier(20 * KiB, alignment_bytes=4 * KiB)
     engine = FileEngine(nvme, PosixMover(nvme))

@@ -1,4 +1,4 @@
-"""Tiers found by name: those of installed packages, and what is said when there is something wrong with one."""
+"""Tiers found by name: tiers of installed packages, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_A_CLASS = "text"
 
 
 def install(folder: Path, package: str, *entries: str) -> None:
-    """Make a distribution without any file but its metadata."""
+    """Make a distribution with only its metadata."""
     info = folder / f"{package.replace('-', '_')}-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
@@ -40,7 +40,7 @@ def install(folder: Path, package: str, *entries: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that packages can be put into."""
+    """Return a folder for packages."""
     (tmp_path / "shelf_of_others.py").write_text(MODULE)
     (tmp_path / "broken_tier.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -102,7 +102,7 @@ def test_one_name_in_two_packages(site: Path) -> None:
 
 
 class Linked(MemoryTier):
-    """Brings links of its own, and remembers who asked."""
+    """Provides its links, and records the requests."""
 
     def __init__(self, name: str, links: list[Link] | None) -> None:
         super().__init__(name, tiered.MiB)
@@ -136,7 +136,7 @@ def test_the_suites_need_no_pytest() -> None:
 
 
 class Miser(tiered.RamTier):
-    """Never gives its last page, and counts it as free all the same."""
+    """Never gives its last page, but counts it as free."""
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.ext.Slot | None:
         is_last = self.usage().free_bytes <= self.slot_bytes(nbytes)

@@ -1,4 +1,4 @@
-"""Eviction policies rank and change nothing."""
+"""Eviction policies rank copies and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefetcher picks: pure, so every rule is a small example."""
+"""The prefetcher's choices: a pure function, so every rule is a small example."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_access_of_now_takes_room_and_is_not_fetched() -> None:
 
 
 def test_what_is_used_now_needs_room_once_more_when_it_comes_again() -> None:
-    """It may be gone until then."""
+    """Its copy may be evicted until then."""
     assert picks("abcda", room=4) == "bcd"
     assert picks("abcda", room=5) == "bcda"
 
@@ -86,7 +86,7 @@ def test_nothing_is_left_at_the_end() -> None:
 
 
 def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "ram") -> list[tuple[str, str]]:
-    """Return (key, tier) to fetch where keys in capital letters have their home below the middle tier."""
+    """Return (key, tier) to fetch; keys in capital letters have their home below the middle tier."""
     fetches = next_fetches(
         Schedule(accesses),
         0,
@@ -99,7 +99,7 @@ def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "
 
 
 def test_what_passes_through_a_tier_takes_room_there() -> None:
-    """Else a copy on its way to the GPU would push one out that was fetched for a later use in RAM."""
+    """Otherwise a copy on its way to the GPU would evict one fetched for a later use in RAM."""
     accesses = [Access(1, "A", "gpu", "r"), Access(2, "B", "gpu", "r"), Access(3, "C", "ram", "r")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]
@@ -107,7 +107,7 @@ def test_what_passes_through_a_tier_takes_room_there() -> None:
 
 
 def test_a_copy_that_will_change_takes_room_for_its_way_back() -> None:
-    """A copy that is only read was filled already and never goes back; a changed one returns by the middle tier."""
+    """A copy that is only read is never written back; a changed one returns through the middle tier."""
     links = (("gpu", "ram"), ("ram", "gpu"), ("nvme", "ram"), ("ram", "nvme"))
     routes, block = Routes(links), Block(BlockSpec("a", (8,), torch.uint8, "nvme"))
     copy = block.copy_in("gpu")
@@ -140,7 +140,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
             leases = store.acquire_many(requests)
             with suppress(InterruptedError), leases:
                 assert not walk.called
-                raise InterruptedError  # what was written is dropped: four copies leave
+                raise InterruptedError  # written copies are dropped: four copies leave
             assert walk.call_count == 1 and all(lease.is_released for lease in leases)
             with store.acquire_many(requests):
                 pass
@@ -149,7 +149,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
 
 
 def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_late() -> None:
-    """A walk is made at every lease: with everything at home it must cost nothing."""
+    """Every lease makes a walk, which must cost nothing if all blocks are at home."""
     with TieredStore([GpuTier(1 << 16, device="cpu", name="fast"), RamTier(1 << 16, name="slow")]) as store:
         for key, home in (("home", "fast"), ("away", "slow")):
             store.register(key, (8,), torch.float32, home=home)
@@ -186,7 +186,7 @@ def complete(*links: ManualLink) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(KEYS, MODES), min_size=1, max_size=5), st.lists(WORK, min_size=5, max_size=30))
 def test_a_walk_is_left_out_only_where_it_would_find_nothing(future: list[tuple[str, Mode]], work: list[Any]) -> None:
-    """A walk is made at every change that matters, whatever the caller does; and not at those that do not."""
+    """Every relevant change causes a walk, whatever the caller does, and other changes cause none."""
     up, down = ManualLink("ram", "gpu"), ManualLink("gpu", "ram")
     store = TieredStore([MemoryTier("gpu", 4), MemoryTier("ram", 9)], links=[up, down])
     for size, key in enumerate("abc", start=1):

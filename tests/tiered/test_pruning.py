@@ -1,4 +1,4 @@
-"""Which generations stay: room on the drives is bounded, and a whole generation exists at every instant."""
+"""Pruning: space on the drives is bounded, and a whole generation exists at every instant."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def value_of(store: TieredStore) -> float:
 
 @contextmanager
 def watching(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> Iterator[list[int]]:
-    """Call ``look`` before and after every operation on a folder; yields a list with the number of calls."""
+    """Call ``look`` before and after every operation on a folder; yield a list with the number of calls."""
     count, is_looking = [0], [False]
 
     def hook(name: str, module: Any) -> None:
@@ -85,7 +85,7 @@ def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
     def look() -> None:
         nonlocal most_bytes
         most_bytes = max(most_bytes, bytes_on_disk(tmp_path / "drive"))
-        newest = newest_first(tmp_path / "generations")[0]  # what a run would open after a crash at this instant
+        newest = newest_first(tmp_path / "generations")[0]  # openable after a crash at this instant
         assert list(GenerationReader(tmp_path / "generations", newest).problems()) == []
 
     with make_store(tmp_path, keep) as store:
@@ -96,7 +96,7 @@ def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
             for value in range(2, 6):
                 write(store, value)
                 commit = store.commit()
-                write(store, 10 * value)  # while the commit is under way
+                write(store, 10 * value)  # while the commit is in progress
                 commit.wait(60)
                 store.wait_idle()
         assert count[0] > 50

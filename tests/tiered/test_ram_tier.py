@@ -107,7 +107,7 @@ def test_slabs_prefer_the_numa_node_of_the_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert found(0) is None, "the machine does not report it"
     nodes.write_text("0\n")
     assert found(0) is None
-    # Node 0 exists everywhere: the kernel takes the hint for exactly the slab.
+    # Node 0 exists everywhere: the kernel accepts the hint for exactly the slab.
     slab = HostSlab(64 * 4096)
     before = policies_of(slab)
     slab_module._prefer_node(slab.address, slab.nbytes, 0)

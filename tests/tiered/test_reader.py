@@ -66,13 +66,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for times in (1, 2):
             write(store, times)
             store.commit({"times": times}).wait(60)
-    root.rename(folder / "archive")  # so that a copy of it is the only one of its kind
+    root.rename(folder / "archive")  # makes its copy the only one of its kind
     return root
 
 
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Path:
-    """The run, moved; its links from drive to drive lead to the new place."""
+    """Return the moved run; its links from drive to drive lead to the new place."""
     shutil.copytree(original.parent / "archive", tmp_path / "run", symlinks=True)
     for link in (tmp_path / "run").rglob("c/*"):
         if link.is_symlink():
@@ -147,7 +147,7 @@ def test_a_folder_of_another_store_is_not_taken_for_ones_own(root: Path, tmp_pat
 
 
 def files_of_generation(root: Path) -> list[Path]:
-    """Return every file that belongs to generation 2, and what is above it; no symbolic links."""
+    """Return every file of generation 2, and the files above it, without symbolic links."""
     top = [root / "generations/MANIFEST.json", root / "generations/STORE.json"]
     documents = [root / f"{name}/{rest}zarr.json" for name in ("a", "generations") for rest in ("", "snap/")]
     inside = [path for path in root.glob("*/snap/00000002/**/*") if path.is_file() and not path.is_symlink()]

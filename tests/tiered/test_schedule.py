@@ -1,4 +1,4 @@
-"""Schedules: next uses and what is coming, once and repeating."""
+"""Schedules: next uses and upcoming accesses, once and repeating."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_trace_becomes_a_schedule_and_ticks_must_fit_the_period() -> None:
 
 
 def deferring_schedule() -> Schedule:
-    """Return three steps of "update a, use a, use b" in which the update finishes the step before."""
+    """Return three steps of "update a, use a, use b" in which the update finishes the previous step."""
     accesses = [Access(0, "a/m", "ram", "rw"), Access(1, "a", "ram"), Access(2, "b", "ram")]
     return Schedule(accesses, period=3, end=9, deferred=[0])
 

@@ -1,4 +1,4 @@
-"""Virtual time: links take what their rates say, urgent transfers go first, decisions are those of the real store."""
+"""Virtual time: links follow their rates, urgent transfers go first, and decisions are the real store's."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_snapshot_that_failed_half_way_can_be_tried_again(
 
 
 def test_room_reserved_for_snapshots_is_what_they_take(tmp_path: Path) -> None:
-    """It is not set apart a second time: files that fit beside it are kept for reuse."""
+    """It is not reserved a second time: files that fit in addition are kept for reuse."""
     tier = NvmeTier([tmp_path], 4 * 16 * KiB)
     tier.reserve(2 * 16 * KiB)
     slot, other = take(tier, 16 * KiB), take(tier, 16 * KiB, "other")

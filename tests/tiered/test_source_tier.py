@@ -37,7 +37,7 @@ class Numbers:
 
 
 def open_store(source: Numbers, *tiers: object) -> TieredStore:
-    """Return a store with the source between RAM and what is slower."""
+    """Return a store with the source between RAM and slower tiers."""
     ram = next(tier for tier in tiers if isinstance(tier, RamTier))
     tier = SourceTier(source)
     at = tiers.index(ram) + 1
@@ -107,7 +107,7 @@ def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> Non
 
 
 def test_beside_a_drive_neither_is_passed(tmp_path: object) -> None:
-    """Homes on the drive move as ever, those of the source go by way of RAM, and the drive never holds them."""
+    """Homes on the drive move as usual, the source's blocks pass through RAM, and the drive never holds them."""
     source = Numbers({"a": 3})
     tiers = (GpuTier(MiB, device="cpu"), RamTier(MiB), NvmeTier([str(tmp_path)], MiB))
     with open_store(source, *tiers) as store:

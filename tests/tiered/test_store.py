@@ -194,7 +194,7 @@ def test_acquire_many_gives_all_or_nothing(store: TieredStore) -> None:
 
 
 def test_two_that_gather_blocks_do_not_wait_for_each_others_share(tmp_path: Path) -> None:
-    """There is room for what one of them wants; each with half of that would wait for ever."""
+    """The space suffices for one of them; each with half of it would wait for ever."""
     keys = [f"b{i}" for i in range(8)]
     num_rounds = 25
     errors: list[BaseException] = []
@@ -256,7 +256,7 @@ def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStor
     group.of("b").tensor.zero_()
     with pytest.raises(LeaseError, match="in place: 'b'"):
         group.release()
-    # All leases have ended, and others' writes of the same memory before and after are not these leases'.
+    # All leases have ended, and writes of the same memory before and after belong to other leases.
     modes: tuple[Mode, ...] = ("rw", "r", "w", "r")
     for mode in modes:
         with store.acquire("a", "ram", mode) as lease:
@@ -380,14 +380,14 @@ def test_traffic_does_not_depend_on_lookahead(
     assert window.links["nvme->ram"].num_bytes == (2 + 3 * 2 * 4) * BLOCK_BYTES
     assert window.links["ram->nvme"].num_bytes == 0
     assert window.prefetch_wasted == 0 and window.schedule_misses == 0
-    # All come ahead but those of the last layer's second use, which follows its first at once.
+    # All arrive ahead except for the last layer's second use, which follows its first at once.
     num_ahead = 2 + 3 * (2 * 4 - 1) if lookahead_bytes != 0 else 0
     assert window.prefetch_on_time + window.prefetch_late == num_ahead
 
 
 @pytest.mark.parametrize("policy", [LRU(), Belady()], ids=["lru", "belady"])
 def test_a_prefetch_displaces_nothing_that_is_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
-    """By recency alone the copy for the next tick would go first, and by the schedule that of this very tick."""
+    """Recency alone would evict the next tick's copy, and the schedule alone the current tick's."""
     keys = ["a", "b", "c", "d"]
     with make_store(tmp_path, ram_blocks=3, policy=policy) as store:
         add(store, *keys)
@@ -398,7 +398,7 @@ def test_a_prefetch_displaces_nothing_that_is_needed_sooner(tmp_path: Path, poli
         store.set_schedule(Schedule(accesses, period=period, end=num_steps * period))
         for tick in range(num_steps * period):
             store.advance(tick)
-            store.wait_idle()  # what is fetched ahead has arrived before this tick's block is asked for
+            store.wait_idle()  # prefetches have arrived before this tick's block is requested
             assert read(store, keys[tick % period]) == tick % period
         window = store.stats() - before
     num_uses = num_steps * period

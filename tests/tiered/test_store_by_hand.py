@@ -1,4 +1,4 @@
-"""A store whose transfers end by hand, in the order that a test wants: who is told what, and what moves."""
+"""A store whose transfers the test ends in any order: notifications and traffic."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hand:
         self.store = TieredStore(tiers, policy or LRU(), list(self.links.values()), **options)
 
     def add(self, *keys: str, value: int = 0) -> None:
-        """Register blocks at home with contents: their place in the arguments, from ``value`` on."""
+        """Register blocks at home with contents: their position in the arguments, counted from ``value``."""
         for number, key in enumerate(keys, start=value):
             self.store.register(key, (1,), torch.uint8, home=self.home)
             with self.store.acquire(key, "ram", "w", timeout_s=0) as lease:
@@ -45,7 +45,7 @@ class Hand:
         return [pair for pair, link in self.links.items() for _ in link.pending]
 
     def move(self) -> None:
-        """End all that is under way, and what begins thereby."""
+        """End all transfers in flight, and those that start as a result."""
         for _ in range(100):
             for link in self.links.values():
                 for _ in list(link.pending):
@@ -55,7 +55,7 @@ class Hand:
         raise AssertionError(f"what ends begins again for ever: {self.under_way()}")
 
     def read(self, key: str, tier: str) -> int:
-        """Return a block's value, with the moves that it takes."""
+        """Return a block's value, with the moves that it needs."""
         for _ in range(10):
             try:
                 with self.store.acquire(key, tier, timeout_s=0) as lease:
@@ -84,7 +84,7 @@ def make() -> Iterator[Callable[..., Hand]]:
 
 
 class Caller:
-    """A thread that asks the store for one thing, and what came of it."""
+    """A thread with one request to the store, and its result."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -126,7 +126,7 @@ def test_who_waits_for_a_write_back_that_fails_is_told(make: Callable[..., Hand]
 
 
 def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
-    """Else what moves would depend on whether the write or the next user is faster."""
+    """Otherwise the traffic would depend on whether the write or the next user is faster."""
     hand = make(4, 8)
     store = hand.store
     hand.add("a")
@@ -184,7 +184,7 @@ def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
     for key in ("a", "b"):
         with store.acquire(key, "ram", "w", timeout_s=0) as lease:
             lease.tensor.fill_(9)
-    for _ in range(3):  # whoever waits asks again whenever anything ends
+    for _ in range(3):  # every completed transfer makes waiting callers retry
         with pytest.raises(TimeoutError):
             store.acquire("c", "ram", timeout_s=0)
     assert hand.under_way() == [("ram", "disk")]
@@ -209,7 +209,7 @@ def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[
 
 
 def _blocked(hand: Hand) -> Any:
-    """Evict ``a``, written in the GPU, while another thread's lease takes the room on its way; return that lease."""
+    """Evict ``a``, written in the GPU, while another thread's lease takes the space on its way; return that lease."""
     hand.add("a", "b")
     with hand.store.acquire("a", "gpu", "w", timeout_s=0) as lease:
         lease.tensor.fill_(5)
@@ -222,7 +222,7 @@ def _blocked(hand: Hand) -> Any:
 
 
 def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
-    """Else what moves would depend on whether that room or the next user is there first."""
+    """Otherwise the traffic would depend on whether that space or the next user comes first."""
     hand = make(2, 1, 8)
     in_the_way = _blocked(hand)
     before = hand.store.stats()
@@ -349,7 +349,7 @@ def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable
 
 
 def test_a_write_back_ends_where_it_fails(make: Callable[..., Hand]) -> None:
-    """What a failed hop left in the middle never goes home."""
+    """A partial copy of a failed hop never goes home."""
     hand = make(2, 2, 8)
     store = hand.store
     hand.add("a", value=1)
@@ -371,7 +371,7 @@ def test_a_write_back_ends_where_it_fails(make: Callable[..., Hand]) -> None:
 
 
 def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
-    """What would arrive is older than what the writer gives back."""
+    """The fetched bytes would be older than the writer's."""
     hand = make(4, 4, 8)
     store = hand.store
     hand.add("a", value=1)
@@ -406,7 +406,7 @@ def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable
 def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reservations_leave(
     taken_by: str, make: Callable[..., Hand]
 ) -> None:
-    """A copy that were fetched into that room would have to go, and to be fetched once more."""
+    """A copy fetched into that space would have to be evicted and fetched again."""
     hand = make(2, 8)
     store = hand.store
     hand.add("written", "used", "pinned")
@@ -430,7 +430,7 @@ def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reser
     store.advance(2)
     assert hand.read("used", "ram") == 1
     assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
-    # And when that room is free again, it is used.
+    # When that space is free again, it is used.
     store.evict("used", "ram")
     if taken_by == "a home":
         store.unregister("home")
@@ -470,7 +470,7 @@ def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
 
 
 def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) -> None:
-    """What is needed later would lie in the room that it waits for."""
+    """Otherwise a later block would occupy the space that the fetch waits for."""
     hand = make(4, 16)
     store = hand.store
     hand.add("one", "two", "small")

@@ -29,7 +29,7 @@ ADDRESSABLE = ["gpu", "ram"]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One caller thread; every acquire has a time-out of zero, so that a call that must wait comes back."""
+    """One caller thread; every acquire has a time-out of zero, so that a call that must wait returns."""
 
     @initialize(belady=st.booleans())
     def make(self, belady: bool) -> None:
@@ -160,7 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_looked_for_no_more_is_not_wanted(self) -> None:
-        """A walk of the schedule is left out where one found nothing and nothing changed: it would find nothing."""
+        """Assert that a skipped walk of the schedule would find nothing: the last one did not, and nothing changed."""
         prefetcher = self.store._movement.prefetcher
         if prefetcher.schedule is not None and prefetcher.settled == prefetcher.state_of_fetches():
             assert not list(prefetcher.wanted())
@@ -204,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
                 while link.pending:
                     link.complete()
         if not any(block.num_transfers for block in self.store._movement.blocks.values()):
-            self.store.close()  # a broken promise may have left a movement that never ends: show that, do not wait
+            self.store.close()  # a broken promise may have left an endless movement: show that, do not wait
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -55,7 +55,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[Path]:
-    """Files of the user's, some named as ours are; a test fails where any of them changes."""
+    """Files of the user, some with the store's names; a test fails if any of them changes."""
     folder = tmp_path / "mine"
     for name in ("notes.txt", "1", "c/0", "MANIFEST.json", "deep/c/7"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def use(folder: Path) -> None:
-    """All that a run does with a folder: open, change, commit, prune, remove, clean."""
+    """Run every operation of a run on a folder: open, change, commit, prune, remove, clean."""
     with contextlib.suppress(TieredError, OSError), open_store(folder) as store:
         commit(store, 2.0)
         commit(store, 3.0)
@@ -137,7 +137,7 @@ def manifest_of(folder: Path) -> Path:
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest as a stranger may, with a seal that is right."""
+    """Change a manifest as a stranger may, with a correct seal."""
     document = json.loads(path.read_text())
     edit(document["body"])
     document["xxh3_64"] = checksum(json.dumps(document["body"], sort_keys=True).encode())
@@ -171,7 +171,7 @@ def test_records_that_make_no_sense(field: str, value: Any, says: str, folder: P
 
 
 def test_paths_of_a_manifest_lead_to_nobody_elses_generations(folder: Path, tmp_path: Path) -> None:
-    """Removing a generation removes its parts on drives that its manifest names, where these are its store's."""
+    """Removing a generation removes its parts on drives named in its manifest, if they belong to its store."""
     mine = tmp_path / "mine"
     with open_store(mine) as store:
         commit(store, 5.0)

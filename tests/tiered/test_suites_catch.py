@@ -1,4 +1,4 @@
-"""The suites can fail: for each promise, something that breaks it and the test that sees it."""
+"""The suites can fail: for each promise, a broken implementation and the test that detects it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered.testing.manual import MemoryTier
 
 
 def failed_tests(suite: object) -> set[str]:
-    """Run all tests of a suite; return the names of those that fail."""
+    """Run all tests of a suite; return the names of the failing ones."""
     failed = set()
     for name in dir(suite):
         if name.startswith("test_"):
@@ -212,7 +212,7 @@ class FirstWriteStays(HostLink):
 
 
 class UsesOneBuffer(HostLink):
-    """Two transfers at once get into each other's way."""
+    """Two concurrent transfers corrupt each other."""
 
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Host memory that a GPU computes in: the suites, with a device that works as late as it may."""
+"""Host memory that a GPU computes in: the suites, with a device that works as late as possible."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_a_machine_without_a_driver_has_no_device_that_uses_the_page_tables_of_t
 
 
 def test_a_file_is_written_after_the_kernel_that_made_its_bytes(tmp_path: Path, device: VirtualCuda) -> None:
-    """The kernel runs when somebody waits for it: a write that did not would have the bytes from before."""
+    """The kernel runs when the host waits for it: a write without a wait would have stale bytes."""
     with TieredStore([UnifiedTier(1 << 20), NvmeTier([tmp_path], 1 << 20, verify="always")]) as store:
         for key in "ab":
             store.register(key, (SIZE,), torch.uint8, home="nvme")
-        for key, number in (("a", 3), ("b", 4)):  # in the same slot: nothing of one is read as the other
+        for key, number in (("a", 3), ("b", 4)):  # in the same slot: neither may be read as the other
             with store.acquire(key, "ram", "w") as lease:
                 assert lease.tensor.is_cuda
                 lease.tensor.fill_(number)

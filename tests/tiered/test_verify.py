@@ -1,4 +1,4 @@
-"""A bit that changed on disk is found, and its block, file and range are named; wherever it was."""
+"""A bit that changed on disk is found at any place, and its block, file and range are named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files(store: TieredStore, key: str) -> HomeFiles:
 
 
 def check_named(error: CorruptBlockError, key: str, path: Path, offset: int) -> None:
-    """The message names the block, the file, and a range with the damaged byte that is at most one piece long."""
+    """Assert that the message names the block, the file, and a range of at most one piece with the damaged byte."""
     assert error.key == key and f"'{key}'" in str(error)
     ranges = re.findall(r"'([^']+)' bytes (\d+) to (\d+)", error.place)
     assert any(name == str(path) and int(start) <= offset < int(stop) for name, start, stop in ranges), error.place
@@ -80,9 +80,9 @@ def homes_of(store: TieredStore, tree: str = "live") -> dict[str, HomeFiles]:
 
 
 def flips(homes: Mapping[str, HomeFiles], num: int, seed: int) -> Iterator[tuple[str, Path, int, bool]]:
-    """Flip a random bit, yield (block, file, byte offset, whether contents changed), flip it back; and again.
+    """Flip a random bit, yield (block, file, byte offset, whether contents changed), flip it back; and repeat.
 
-    Every fourth flip is in the padding behind some block's contents; every block has its turn.
+    Every fourth flip is in the padding after some block's contents; every block has its turn.
     """
     chance = random.Random(seed)
     for number in range(num):

@@ -1,4 +1,4 @@
-"""Whole copies of generations: they hold every byte, need no drive, and are there wholly or not at all."""
+"""Whole copies of generations: they hold every byte, need no drive, and exist completely or not at all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def commit(store: TieredStore, value: int) -> GenerationReader:
 
 
 def check_copy(path: Path, generation: int | None = None) -> None:
-    """A copy is sound, and its bytes are those of the generation that its ``meta`` names."""
+    """Assert that a copy is sound, with the bytes of the generation that its ``meta`` names."""
     reader = GenerationReader(path, generation)
     # A cut in the middle of the very first flip leaves a whole copy that no file names yet.
     is_named = (path / MANIFEST_NAME).exists()
@@ -63,7 +63,7 @@ def check_copy(path: Path, generation: int | None = None) -> None:
 
 def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
     reader, copies = commit(store, 1), WholeCopies(tmp_path / "disk/out/copies")
-    write(store, 2)  # the run goes on
+    write(store, 2)  # the run continues
     figures = copies.copy(reader)
     assert figures.generation == reader.generation == copies.newest
     assert figures.linked_bytes == 8 * KiB, "what lay in the directory of generations is linked"
@@ -129,7 +129,7 @@ def test_damage_is_found_before_a_copy_counts(
     if which == "source":
         flip(tmp_path / "disk/drive/snap/00000001/embedding/c/0")
         expected = "disk/drive/snap/00000001/embedding/c/0"
-    else:  # the drive of the copy returns another byte than it was given
+    else:  # the copy's drive returns another byte than was written
         from tiered.durable import reader as reader_module
 
         real = reader_module.read_piece
@@ -158,7 +158,7 @@ def test_a_part_that_is_gone_is_named(store: TieredStore, tmp_path: Path) -> Non
 
 @pytest.mark.fault
 def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> None:
-    """Cut at every kind of instant, with every kind of survival: copies that are listed are whole."""
+    """The cuts cover every kind of instant and of survival: listed copies are whole."""
     path, root = tmp_path / "disk/out/copies", tmp_path / "disk"
     path.parent.mkdir(parents=True, exist_ok=True)
     first, second = commit(store, 1), commit(store, 2)
@@ -183,7 +183,7 @@ def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> 
         assert newest >= sum(cut >= end for end in ends), (cut, survival, "a finished copy is lost")
         if (there / MANIFEST_NAME).exists():
             check_copy(there)
-        copies = WholeCopies(there)  # somebody goes on there
+        copies = WholeCopies(there)  # a run resumes there
         for generation in list_generations(there):
             check_copy(there, generation)
         assert copies.copy(second).generation > newest or newest == 0

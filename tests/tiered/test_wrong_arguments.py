@@ -1,4 +1,4 @@
-"""Mistakes of programs that use a store: each error says what is wrong, and changes nothing."""
+"""Mistakes of programs that use a store: each error states the mistake, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZarrStore: zarr's own suites, and what zarr does not know: tiers, capacities, commits."""
+"""ZarrStore: zarr's own suites, and features beyond zarr: tiers, capacities, commits."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
         with pytest.raises(CapacityError):
             put(store, "k", bytes(100 * KiB))
         assert bytes_at(store, "k") == b"old"
-        for size in (40, 30, 50, 30):  # each finds room only when the one before is really gone
+        for size in (40, 30, 50, 30):  # each fits only when the previous one is really freed
             put(store, "k", bytes([size]) * size * KiB)
             assert bytes_at(store, "k") == bytes([size]) * size * KiB
         with pytest.raises(CapacityError):
@@ -123,7 +123,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
 
 
 def test_a_replacement_cut_by_a_crash_leaves_a_whole_value(tmp_path: Path) -> None:
-    """A commit between the write of the new block and the end of the old one has both: the newer one counts."""
+    """A commit after the new block's write and before the old one's end has both: the newer one counts."""
     tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 8 * MiB)]
     with TieredStore(tiers) as tiers_before:
         store = ZarrStore(tiers_before)

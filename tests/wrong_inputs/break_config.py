@@ -1,4 +1,4 @@
-"""Configs that are no TOML, overrides and extra files that are wrong, and combinations that cannot work."""
+"""Configs that are not TOML, wrong overrides and extra files, and impossible combinations."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from wrong_inputs.mutate_config import CODE, COMMANDS, SEED
 from wrong_inputs.workplace import BASE_VALUES, CONFIG_NAME, Workplace, WrongInput
 
-#: A line in the middle of the file -> what else must be in the message.
+#: A line in the middle of the file -> further words of the message.
 BROKEN_LINES = {
     'run_name = "no end': "", "run_name = 'no end": "", "run_name = [1, 2": "", "run_name = { a = 1": "",
     "run_name": "", "run_name =": "", "= 7": "", "run_name: mine": "", "run_name = mine": '"mine"',
@@ -31,7 +31,7 @@ BROKEN_FILES: dict[str, bytes] = {
     "binary": bytes(random.Random(SEED).randbytes(300)),
     "a picture": b"\x89PNG\r\n\x1a\n" + bytes(range(64)),
 }
-#: Word of --set -> what must be named.
+#: Word of --set -> names in the message.
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "seed": ("--set", "seed", "KEY=VALUE"),
     "=7": ("--set", "KEY=VALUE"),
@@ -57,7 +57,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "device=cuda:0": ("--set", "device"),
 }
 Keys = dict[str, str]
-#: What cannot work together: keys as TOML -> the key that the message is about (at its line), and words of it.
+#: Impossible combinations: keys as TOML -> the key of the message (at its line), and words of the message.
 COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "no steps": ({"training.max_steps": "0"}, "training.max_steps", ()),
     "batch twice": ({"training.train_batch_tokens": "128"}, "training.per_device_train_batch_size", ("train_batch_tokens",)),
@@ -103,7 +103,7 @@ def _broken_line(text: str, part: str) -> Callable[[Workplace], Sequence[str]]:
 
 
 def file_cases() -> Iterator[WrongInput]:
-    """Files that are no TOML, no files, or not there."""
+    """Yield files that are not TOML, not files, or missing."""
     for line, part in BROKEN_LINES.items():
         yield WrongInput(f"line {line!r}", "config: not TOML", CODE, _broken_line(line, part), COMMANDS)
 
@@ -136,7 +136,7 @@ def file_cases() -> Iterator[WrongInput]:
 
 
 def _with_byte(place: int, byte: int) -> WrongInput:
-    """A byte that no TOML has, somewhere."""
+    """Insert a byte that TOML does not allow, at a random place."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         text = work.config.text().encode()
@@ -178,7 +178,7 @@ def option_cases() -> Iterator[WrongInput]:
 
 
 def combination_cases() -> Iterator[WrongInput]:
-    """Values that are right each, and wrong together."""
+    """Yield values that are valid alone, and invalid together."""
 
     def put(keys: Keys, key: str, parts: tuple[str, ...]) -> Callable[[Workplace], Sequence[str]]:
         def spoil(work: Workplace) -> Sequence[str]:

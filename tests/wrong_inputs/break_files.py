@@ -1,4 +1,4 @@
-"""Wrong files of rows: broken, cut off, empty, missing, of no kind that is read; and sources named wrongly."""
+"""Wrong files of rows: broken, cut off, empty, missing, of an unknown kind; and wrong source names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wrong_inputs.mutate_config import SEED
 from wrong_inputs.workplace import ROWS, Workplace, WrongInput
 
 GOOD = json.dumps(ROWS[0])
-#: The second line of three -> what it is. Sound JSON that is no object is a row that is dropped and counted.
+#: Name -> the second of three lines. Valid JSON that is not an object is a row that is dropped and counted.
 BROKEN_LINES = {
     "cut off": GOOD[:30], "no JSON": "hello", "single quotes": GOOD.replace('"', "'"), "a comma too much": GOOD + ",",
     "two objects": GOOD + GOOD,
@@ -22,7 +22,7 @@ BROKEN_LINES = {
     "no quotes": "{messages: []}", "a control character": '{"text": "\x01"}',
     "a comment": "// no", "an open string": '{"messages": "',
 }  # fmt: skip
-#: Name of a file -> its bytes -> what else must be named.
+#: Name of a file -> its bytes -> further names in the message.
 TEXT_FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "json cut off": ("x.json", b'[{"text": "a"}, {"text"', ("line 1",)),
     "json that is no list": ("x.json", b'{"text": "a"}\n', ()),
@@ -99,7 +99,7 @@ def _table(ending: str, columns: dict[str, Any]) -> bytes:
 
 
 def table_cases() -> Iterator[WrongInput]:
-    """Parquet and Arrow files: cut off and damaged anywhere, without rows, with other columns and types."""
+    """Yield Parquet and Arrow files: cut off and damaged anywhere, without rows, with other columns and types."""
     columns: dict[str, dict[str, Any]] = {
         "columns that nobody knows": {"a": ["x"], "b": ["y"]},
         "numbers for text": {"text": [1, 2]},
@@ -146,7 +146,7 @@ def _not_utf8(ending: str) -> Callable[[Workplace], Sequence[str]]:
 
 
 def source_cases() -> Iterator[WrongInput]:
-    """``[[data.train]]`` that names the wrong thing."""
+    """Yield ``[[data.train]]`` tables with wrong sources."""
     kind = "data: wrong source"
 
     def named(path: str, *parts: str, **keys: str) -> Callable[[Workplace], Sequence[str]]:
@@ -195,7 +195,7 @@ def source_cases() -> Iterator[WrongInput]:
 
 
 def setting_cases() -> Iterator[WrongInput]:
-    """Settings that leave nothing to train."""
+    """Yield settings that leave nothing to train."""
     kind = "data: nothing trained"
 
     def put(*parts: str, **keys: str) -> Callable[[Workplace], Sequence[str]]:

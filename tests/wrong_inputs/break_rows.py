@@ -11,7 +11,7 @@ from wrong_inputs.workplace import ROWS, Workplace, WrongInput, chat
 CODE = 4
 COMMANDS = ("check", "run")
 FILE = "rows.jsonl"
-#: Format -> a sound row of it, and which of its fields hold lists.
+#: Format -> a valid row of it, and its list fields.
 SOUND: dict[str, dict[str, Any]] = {
     "messages": chat("Who speaks?", "Call me Ishmael."),
     "sharegpt": {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Ishmael."}]},
@@ -31,7 +31,7 @@ NO_TOKENS: dict[str, Any] = {
     "too large": [1 << 40],
 }
 USER, ASSISTANT = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ishmael."}
-#: Conversations of which a row cannot be trained.
+#: Conversations that make an untrainable row.
 CONVERSATIONS: dict[str, list[Any]] = {
     "unknown role": [{"role": "narrator", "content": "x"}, ASSISTANT],
     "role of another case": [{"role": "User", "content": "x"}, ASSISTANT],
@@ -54,7 +54,7 @@ CONVERSATIONS: dict[str, list[Any]] = {
     "tool arguments broken": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
     "half a surrogate": [USER, {"role": "assistant", "content": "\ud800"}],
 }
-#: Under a template that wants the roles in turn.
+#: For a template that requires alternating roles.
 ORDERS: dict[str, list[Any]] = {
     "assistant first": [ASSISTANT, USER],
     "two questions": [USER, USER, ASSISTANT],
@@ -67,7 +67,7 @@ IN_TURN = (
     "<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-#: Other rows -> the format that the config names.
+#: Other rows -> the config's format.
 OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing known": ({"question": "?", "answer": "!"}, "auto"),
     "no fields": ({}, "auto"),
@@ -93,7 +93,7 @@ OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _in_the_middle(format: str, row: object, *, template: str = "", sound: object = None) -> Callable[..., Any]:
-    """The row between two sound ones, with bad rows being errors: the second line must be named."""
+    """Put the row between two valid ones, with bad rows being errors: the message must name the second line."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         good = sound or SOUND.get(format, ROWS[0])
@@ -108,7 +108,7 @@ def _in_the_middle(format: str, row: object, *, template: str = "", sound: objec
 
 
 def field_cases() -> Iterator[WrongInput]:
-    """Every field of every format missing, or holding what it must not."""
+    """Yield every field of every format missing, or with a forbidden value."""
     for format, sound in SOUND.items():
         for name, value in sound.items():
             if name != "labels":

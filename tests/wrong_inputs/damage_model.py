@@ -15,7 +15,7 @@ from wrong_inputs.workplace import Spoil, Workplace, WrongInput
 MODEL, DATA = 2, 4
 WEIGHTS = "model.safetensors"
 COMMANDS = ("check", "run")
-#: Text of config.json -> what it is.
+#: Name -> text of config.json.
 CONFIGS: dict[str, bytes] = {
     "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "a number": b"7", "text": b'"llama"',
     "an empty object": b"{}", "not UTF-8": b'{"model_type": "\xff"}', "a picture": b"\x89PNG\r\n\x1a\n",
@@ -35,7 +35,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "quantized by bitsandbytes": {"quantization_config": {"load_in_4bit": True}},
     "quantized, and no object": {"quantization_config": "int4"},
 }
-#: Key of config.json -> wrong values. The weights cannot belong to any of them.
+#: Key of config.json -> wrong values. The weights match none of them.
 VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_size": ("big", -1, 0, None, 96, 1.5, [128]),
     "intermediate_size": ("big", -1, None, 64),
@@ -104,7 +104,7 @@ def _bytes(change: Callable[[bytes], bytes], *parts: str) -> Spoil:
 
 
 def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    """Return a change of the header's values; what follows the header stays."""
+    """Return a change of the header's values; the bytes after the header stay."""
 
     def changed(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
@@ -186,7 +186,7 @@ def _adapter(work: Workplace) -> Sequence[str]:
 
 
 def _sharded(change: Callable[[Workplace, dict[str, Any]], object], *parts: str) -> Spoil:
-    """Two shards and an index, spoiled."""
+    """Make two shards and an index, damaged."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         from safetensors.torch import load_file, save_file

@@ -11,12 +11,12 @@ from wrong_inputs.workplace import Spoil, Workplace, WrongInput
 
 CODE = 4
 OFFLINE = 2
-#: Text of a file -> what it is.
+#: Name -> text of a file.
 BROKEN: dict[str, bytes] = {
     "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "an empty object": b"{}",
     "not UTF-8": b'{"a": "\xff"}', "a picture": b"\x89PNG\r\n\x1a\n", "a pointer of git lfs": b"version https://git-lfs\n",
 }  # fmt: skip
-#: What tokenizers does without: they are opened, and nothing is wrong.
+#: Files that tokenizers can lack: they open without an error.
 HARMLESS = frozenset({"tokenizer_config.json is an empty object"})
 TEMPLATES = {
     "an open brace": "{{ messages",

@@ -1,13 +1,13 @@
-"""Runs a case through the real command, and judges what it says: where, what to do, and no traceback.
+"""Runs a case through the real command, and judges its message: place, remedy, no traceback.
 
-What counts as a remedy, so that no case needs a text of its own: every problem of a message must hold at least one of
+The definition of a remedy, so that no case needs a separate text: every problem of a message must have at least one of
 
 - a clause that begins with a verb of :data:`VERBS` in the imperative ("Write ...", "Leave it out", "or install ...");
-- a suggestion ("Did you mean ...?"), or where a key belongs ("here: data.max_length", "belongs in [data]");
-- the values that would do ("It must be at least 1", "Roles: system, user");
-- the capacity that would do ("needs at least 4096").
+- a suggestion ("Did you mean ...?"), or the right table of a key ("here: data.max_length", "belongs in [data]");
+- the valid values ("It must be at least 1", "Roles: system, user");
+- the sufficient capacity ("needs at least 4096").
 
-A first sentence that only says what is wrong has none of these.
+A first sentence that only states the mistake has none of these.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _HEAD = re.compile(r"(?:error: )?(\d+) problems? in (.*)")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said to a case.
+    """Answer of a command to a case.
 
     Attributes:
-        code: exit code. problems: each as one text. output: all of it. crash: an exception that nobody caught.
+        code: exit code. problems: each as one text. output: all of it. crash: an uncaught exception.
     """
 
     code: int
@@ -54,7 +54,7 @@ class Answer:
 
 
 def has_remedy(problem: str) -> bool:
-    """Return whether a problem says what to do."""
+    """Return whether a problem states a remedy."""
     return any(pattern.search(problem) for pattern in _REMEDIES)
 
 
@@ -65,14 +65,14 @@ def command_line(command: str, work: Workplace) -> list[str]:
 
 
 def ask(command: str, work: Workplace) -> Answer:
-    """Give a command in this process."""
+    """Run a command in this process."""
     result = CliRunner().invoke(command_group(), command_line(command, work))
     crash = "" if result.exception is None or isinstance(result.exception, SystemExit) else repr(result.exception)
     return read_answer(command, result.exit_code, result.stdout, result.stderr, crash)
 
 
 def read_answer(command: str, code: int, stdout: str, stderr: str, crash: str = "") -> Answer:
-    """Take the problems out of what a command printed."""
+    """Extract the problems from a command's output."""
     problems: list[str] = []
     if command == "check" and stdout.startswith("{"):
         problems = [each["text"] for each in json.loads(stdout)["findings"] if each["severity"] == "problem"]
@@ -82,7 +82,7 @@ def read_answer(command: str, code: int, stdout: str, stderr: str, crash: str = 
 
 
 def _split(message: str) -> list[str]:
-    """Return the problems of a message of several; the file that its first line names goes before each."""
+    """Return the problems of a message of several; each is prefixed with the file in the message's first line."""
     first, *rest = message.rstrip().splitlines()
     head = _HEAD.fullmatch(first)
     if head is None:
@@ -98,7 +98,7 @@ def _split(message: str) -> list[str]:
 
 
 def faults(case: WrongInput, answer: Answer, locus: Sequence[str]) -> list[str]:
-    """Return what is wrong with an answer: [] for a good one."""
+    """Return the faults of an answer, or [] for a good one."""
     found = []
     if answer.crash or "Traceback" in answer.output or "internal error" in answer.output:
         found.append(f"a traceback: {answer.crash or answer.output}")

@@ -25,13 +25,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,), "object": (dict,)
 }  # fmt: skip
 _BAD_SIZES = ('"12"', "12", '"12 parsecs"', '"-1GiB"', '""', '"GiB"', '"1,5GiB"')
-_BAD_TEXTS = {  # beginning of the example in the schema -> texts that look like it
+_BAD_TEXTS = {  # beginning of the example in the schema -> similar wrong texts
     "110GiB": _BAD_SIZES,
     "auto": (*_BAD_SIZES, '"0GiB"', '"0%"', '"150%"', '"%"'),
     "45min": ('"45"', "45", '"45 fortnights"', '"0s"', '"-45min"', '""', '"min"'),
     "2.0GB/s": ('"5"', "5", '"5GB"', '"5 parsecs/s"', '"0GB/s"', '""'),
 }
-#: Keys that the command line asks for or that mean something for other keys: another value is wrong in two ways.
+#: Keys that affect the command line or other keys: another value is wrong in two ways.
 _NO_TYPE_CHECK = frozenset({"config_version"})
 
 
@@ -94,7 +94,7 @@ def near_choice(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def misspelled(name: str) -> str:
-    """Return a name with two letters in its middle exchanged, or doubled where they are equal."""
+    """Return a name with two middle letters exchanged, or doubled if they are equal."""
     middle = len(name) // 2
     if name[middle - 1] == name[middle]:
         return name[:middle] + name[middle] + name[middle:]
@@ -110,7 +110,7 @@ def _put(key: str, value: str) -> Any:
 
 
 def value_cases() -> Iterator[WrongInput]:
-    """Every key with values of other types, outside of its range, next to its choices, and with broken units."""
+    """Yield every key with values of other types, out of range, similar to its choices, and with broken units."""
     generator = random.Random(SEED)
     for key in sorted(KEYS):
         schema = leaf_schema(key)
@@ -129,7 +129,7 @@ def value_cases() -> Iterator[WrongInput]:
 
 
 def name_cases() -> Iterator[WrongInput]:
-    """Every key and table misspelled, keys in a wrong table, and every key that another tool has."""
+    """Yield every key and table misspelled, keys in a wrong table, and every key of another tool."""
     for key in sorted(KEYS):
         yield _renamed(key)
     for table in sorted(TABLES.keys() - ARRAY_TABLES):
@@ -189,7 +189,7 @@ def _of_other_tool(leaf: str) -> WrongInput:
 
 
 def missing_cases() -> Iterator[WrongInput]:
-    """Every key that is required, left out."""
+    """Yield every required key, left out."""
     for key in sorted(KEYS):
         if is_required(key) and key not in FREE_TABLES:
             yield _without(key)

@@ -1,4 +1,4 @@
-"""Prints what every wrong input is answered, for people to read: python tests/wrong_inputs/show_messages.py [WORD]."""
+"""Prints the answer to every wrong input, for human readers: python tests/wrong_inputs/show_messages.py [WORD]."""
 
 from __future__ import annotations
 

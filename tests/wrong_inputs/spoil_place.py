@@ -1,4 +1,4 @@
-"""Wrong places: outputs, drives, caches and checkpoints that cannot be used, and tiers that are too small."""
+"""Wrong places: unusable outputs, drives, caches and checkpoints, and tiers that are too small."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHM = Path("/dev/shm")
 
 
 def _put(key: str, value: str, *parts: str, files: tuple[str, ...] = ()) -> Spoil:
-    """A path in the config; it must be named, with the key or the path."""
+    """Return a change of a path in the config; the message must name it, with the key or the path."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         for name in files:
@@ -50,7 +50,7 @@ def place_cases() -> Iterator[WrongInput]:
 
 
 def setting_cases() -> Iterator[WrongInput]:
-    """Settings that do not suit the model or the machine."""
+    """Yield settings that do not suit the model or the machine."""
     kind = "run: does not suit"
 
     def put(*parts: str, **keys: str) -> Spoil:
@@ -77,7 +77,7 @@ def setting_cases() -> Iterator[WrongInput]:
 
 
 def fit_cases() -> Iterator[WrongInput]:
-    """Tiers that are too small, whatever goes where."""
+    """Yield tiers that are too small, for every placement."""
 
     def sizes(tier: str, **keys: str) -> Spoil:
         def spoil(work: Workplace) -> Sequence[str]:
@@ -107,7 +107,7 @@ def fit_cases() -> Iterator[WrongInput]:
 
 
 def machine_cases() -> Iterator[WrongInput]:
-    """Sizes that no machine has, and drives that are none, or are not there."""
+    """Yield impossible sizes, and drives that are not drives or are missing."""
 
     def put(parts: tuple[str, ...], **keys: str) -> Spoil:
         def spoil(work: Workplace) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with config, data, model or places: no traceback, the documented exit code, where, a remedy."""
+"""Any mistake in config, data, model or places gives no traceback, but the documented code, a place and a remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from processes import warm
 from processes.saved_run import ROOT, command_words
 
 CASES = {f"{case.kind} / {case.name}": case for case in all_cases()}
-#: One of the commands that must refuse each; they take turns. All of them: `-m slow`.
+#: One command that must refuse each case, in turn. All commands: `-m slow`.
 COMMANDS = {name: case.commands[number % len(case.commands)] for number, (name, case) in enumerate(CASES.items())}
-#: A third of each kind, which still is more than the 200 that are promised; all of them: `-m slow`.
+#: A third of each kind, still more than the promised 200; all of them: `-m slow`.
 KINDS = Counter(case.kind for case in CASES.values())
 EVERYDAY = [name for kind in KINDS for name in [name for name, case in CASES.items() if case.kind == kind][::3]]
-#: Each of another family, and each as users meet it: in a process of its own.
+#: Each of another family, and as users run it: in a separate process.
 IN_A_PROCESS = (
     ("config: misspelled key / data.max_elngth (for max_length)", "run"),
     ("config: not TOML / not UTF-8", "check"),
@@ -129,7 +129,7 @@ def with_rows(content: str) -> Spoil:
     return spoil
 
 
-#: What looks odd and is right.
+#: Inputs that look odd and are valid.
 RIGHT: dict[str, Spoil] = {
     "nothing": lambda work: (),
     **{f"a config with {change}": with_config(change) for change in (
@@ -149,7 +149,7 @@ RIGHT: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_accepted(name: str, folder: Path, base_model: Path) -> None:
-    """Otherwise nothing that is refused above would prove anything."""
+    """Otherwise the refusals above would prove nothing."""
     for command in ("check", "run") if name == "nothing" else ("check",):
         work = make_workplace(folder, base_model)
         RIGHT[name](work)

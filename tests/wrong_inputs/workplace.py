@@ -1,4 +1,4 @@
-"""A folder with a config, a model and data that train, and what a case does to it."""
+"""A folder with a config, a model and data that train, and the changes of a case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-#: Dotted key -> TOML text. Every table that may repeat is there once, so that each key of the schema has a place.
+#: Dotted key -> TOML text. Every repeatable table occurs once, so that each key of the schema has a place.
 BASE_VALUES = {
     "task": '"sft"',
     "output_dir": '"out"',
@@ -57,7 +57,7 @@ ROWS = (
 
 @dataclass
 class ConfigText:
-    """A config as tables of TOML texts, and on which line each key comes to stand.
+    """A config as tables of TOML texts, and the line of each key.
 
     Attributes:
         tables: name -> last name of a key -> its value as TOML; "" is the top of the file.
@@ -73,7 +73,7 @@ class ConfigText:
         return config
 
     def put(self, key: str, value: str, table: str | None = None) -> None:
-        """Write ``key = value``; the table is made at the end of the file where it is missing."""
+        """Write ``key = value``; a missing table is added at the end of the file."""
         name, _, leaf = key.rpartition(".")
         self.tables.setdefault(name if table is None else table, {})[leaf] = value
 
@@ -94,23 +94,23 @@ class ConfigText:
         return "".join(f"{line}\n" for _, line in self.lines())
 
     def line(self, key: str) -> str:
-        """Return ``"line 7"`` of a key, as messages say it."""
+        """Return ``"line 7"`` for a key, as in messages."""
         return f"line {[name for name, _ in self.lines()].index(key) + 1}"
 
 
 def numbered(key: str) -> str:
-    """Return a key as messages write it: with the number of the first item of an array table."""
+    """Return a key as in messages: with the number of the first item of an array table."""
     table = next((name for name in sorted(ARRAY_TABLES) if key.startswith(f"{name}.")), "")
     return f"{table}.0{key[len(table) :]}" if table else key
 
 
 @dataclass
 class Workplace:
-    """What one case spoils.
+    """The files that one case damages.
 
     Attributes:
-        folder: empty but for what :meth:`write` puts there. base_model: a sound model, shared: never written.
-        raw_config: bytes of the config file where the case wants others than those of ``config``.
+        folder: empty but for the files of :meth:`write`. base_model: a sound model, shared: never written.
+        raw_config: bytes of the config file, if they differ from ``config``.
         words: more words for the command line.
     """
 
@@ -126,7 +126,7 @@ class Workplace:
 
     @property
     def model(self) -> Path:
-        """A model folder of this case's own: links to the files of the shared one, until they are replaced."""
+        """A model folder for this case: links to the files of the shared one, until they are replaced."""
         folder = self.folder / "model"
         if folder.is_symlink():
             folder.unlink()
@@ -136,18 +136,18 @@ class Workplace:
         return folder
 
     def write(self) -> None:
-        """Put a sound model and sound data there."""
+        """Write a sound model and sound data there."""
         (self.folder / "model").symlink_to(self.base_model)
         self.rows("rows.jsonl", ROWS)
         self.rows("held_out.jsonl", ROWS[:1])
 
     def write_config(self) -> None:
         if os.path.lexists(self.config_path):
-            return  # the case made it something else
+            return  # the case replaced it
         self.config_path.write_bytes(self.config.text().encode() if self.raw_config is None else self.raw_config)
 
     def file(self, name: str, content: bytes | str) -> str:
-        """Write a file, in place of what is there, and return its name."""
+        """Write a file, replacing an existing one, and return its name."""
         path = (self.model if name.startswith("model/") else self.folder) / name.removeprefix("model/")
         path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,16 +170,16 @@ class Workplace:
         self.file("model/config.json", json.dumps({**known, **values}))
 
 
-#: Spoils a sound place and returns what a message must name: the file, the line, the key.
+#: Damages a sound place and returns the names in the message: the file, the line, the key.
 Spoil = Callable[[Workplace], Sequence[str]]
 
 
 @dataclass(frozen=True)
 class WrongInput:
-    """One thing that a user can get wrong.
+    """One possible user mistake.
 
     Attributes:
-        name: what is wrong, unique. kind: for the table of counts. code: documented exit code.
+        name: the mistake, unique. kind: for the table of counts. code: documented exit code.
         commands: those that must refuse it.
     """
 
@@ -191,14 +191,14 @@ class WrongInput:
 
 
 def make_base_model(folder: Path) -> Path:
-    """Write the sound model, of one layer as most of the time is spent on planning it, with a chat template."""
+    """Write the sound model with a chat template; it has one layer, since planning takes most of the time."""
     write_tiny_model(folder, num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
 def make_workplace(folder: Path, base_model: Path) -> Workplace:
-    """Make a sound place; a folder that is there already is emptied."""
+    """Make a sound place; an existing folder is emptied."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     work = Workplace(folder, base_model)

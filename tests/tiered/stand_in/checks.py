@@ -1,5 +1,5 @@
-"""Tests of the kvikio engine that need an NVIDIA driver, or the stand-in: run by ``test_kvikio_link.py`` in a process
-of their own, so that nothing else of the test run ever sees the stand-in."""
+"""Tests of the kvikio engine that need an NVIDIA driver or the stand-in. ``test_kvikio_link.py`` runs them in a
+separate process, so that nothing else of the test run ever sees the stand-in."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tiered.units import round_up
 
 @pytest.fixture(scope="session", autouse=True)
 def driver() -> None:
-    """Load the stand-in before kvikio asks for a driver: the loader then gives it this one."""
-    torch.cuda.is_available()  # torch keeps the answer that it gets without the stand-in
+    """Load the stand-in before kvikio requests a driver: the loader then returns the stand-in."""
+    torch.cuda.is_available()  # torch caches its answer without the stand-in
     path = os.environ.get("STAND_IN_LIBCUDA")
     library = ctypes.CDLL(path or "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     assert library.cuInit(0) == 0
@@ -149,7 +149,7 @@ class _Range:
 
 
 class _OnDevice(DeviceBuffer):
-    """A slot in memory of the driver, which torch does not know of where the driver is the stand-in."""
+    """A slot in the driver's memory, which torch does not know if the driver is the stand-in."""
 
     memory: _DeviceMemory
 
@@ -161,7 +161,7 @@ class _OnDevice(DeviceBuffer):
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 64 * KiB, 262_145, 1_000_003])
 def test_device_memory_and_files_exchange_bytes(tmp_path: Path, direct_io: bool, nbytes: int) -> None:
-    """In several parts and files, by the engine's own way of device memory; the driver alone copies to it and back."""
+    """In several parts and files, by the engine's device-memory path; only the driver copies to it and back."""
     rig = Rig([tmp_path / "a", tmp_path / "b"], direct_io=direct_io)
     slot_bytes = round_up(nbytes, 4 * KiB)
     buffer = _OnDevice(torch.empty(0))
@@ -268,7 +268,7 @@ def test_open_files_are_bounded_and_deleted_ones_are_closed(rig: Rig, monkeypatc
 
 
 def test_many_transfers_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)  # fewer than are in use at once
+    monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)  # fewer than concurrently in use
     tensors = [torch.full((70_000 + number,), number, dtype=torch.uint8) for number in range(20)]
     homes = [rig.home(tensor.numel(), f"block.{number}") for number, tensor in enumerate(tensors)]
     threads = [threading.Thread(target=rig.store, args=pair) for pair in zip(tensors, homes, strict=True)]
@@ -309,7 +309,7 @@ def _fork() -> int:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that other threads run is the point
+        warnings.simplefilter("ignore")  # other threads run on purpose
         return os.fork()
 
 
