@@ -291,7 +291,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_gaps_are_where_no_kernel_runs(tmp_path: Path) -> None:
-    """As torch writes them: three kernels on two streams, of which the last runs alone, and a copy that overlaps two."""
+    """As torch writes them: three kernels on two streams, of which the last runs alone, and an overlapping copy."""
     bars = [
         ("kernel", "gemm", 1000.0, 500.0),
         ("kernel", "norm", 1400.0, 200.0),  # on another stream, until 1600

@@ -46,7 +46,7 @@ lr_scheduler_type = "constant"
 [tiers.ram]
 size = "64MiB"
 """
-#: What a run leaves in its folder before its first save.
+#: Files of a run before its first save.
 OWN_FILES = ("LOCK", "config.resolved.toml", "plan.json", "status.json")
 NVME = '[[tiers.nvme]]\npath = "scratch"\nsize = "64MiB"\n'
 GPT2 = '{"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 1024}'
@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "warm-up too long": (lambda w: (w.swap('"constant"', '"cosine"\nwarmup_steps = 500'), w.swap("max_steps = 1\n", "max_steps = -1\n")), 2, ("warm-up", "500")),
     # output
     "output below a file": (lambda w: w.swap('"out"', '"data.txt/out"'), 2, ("line 2", "output_dir", "data.txt is a file")),
-    "output where nobody can write": (lambda w: w.swap('"out"', '"/proc/no-such-place/out"'), 2, ("output_dir: cannot write in /proc/no-such-place/out",)),
+    "unwritable output": (lambda w: w.swap('"out"', '"/proc/no-such-place/out"'), 2, ("output_dir: cannot write in /proc/no-such-place/out",)),
     "output is a file": (lambda w: w.swap('"out"', '"data.txt"'), 2, ("line 2", "is a file")),
     "foreign folder final": (lambda w: w.file("out/final/thesis.tex"), 2, ("out/final is not empty and no export of this program",)),
     # model
@@ -212,7 +212,7 @@ def test_a_config_that_is_not_there(work: Work) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Let another process lock a drive's folder."""
+    """Start a process that locks a drive's folder."""
     script = (
         "import sys, tiered.tiers.directory as d; t = d.TierDirectory(sys.argv[1]); print('locked', flush=True);"
         "sys.stdin.read()"

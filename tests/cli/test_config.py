@@ -95,7 +95,7 @@ def test_explain(config: Path) -> None:
         assert answer.exit_code == 0 and "name a folder that is quantized already" in answer.stdout
     table = call("explain", "lora").stdout
     assert table.startswith("lora.r ") and "QLoRA" in table
-    assert table.count("--allow-config-change") == 1, "what holds of all is said once"
+    assert table.count("--allow-config-change") == 1, "common facts are printed once"
     unknown = call("explain", "learning_rat")
     assert unknown.exit_code == 2 and "Did you mean optimizer.learning_rate?" in unknown.stderr
 

@@ -71,7 +71,7 @@ def test_nothing_is_overwritten(here: Path) -> None:
     assert Path(SCHEMA_FILE_NAME).read_text() == "not ours"
     Path(SCHEMA_FILE_NAME).write_text('{"title": "Config of megatrain-tier"}')
     assert call("init", "third.toml", "--json").exit_code == 0
-    assert "properties" in Path(SCHEMA_FILE_NAME).read_text(), "an older schema of ours is renewed"
+    assert "properties" in Path(SCHEMA_FILE_NAME).read_text(), "an older schema of this program is renewed"
 
 
 def test_with_a_model_and_data_it_passes_check(here: Path) -> None:

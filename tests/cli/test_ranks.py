@@ -570,7 +570,7 @@ def is_running(pid: int) -> bool:
 
 
 FAILS = {
-    "raise": ("1:raise:begins:2", r".*a thing that nobody thought of"),
+    "raise": ("1:raise:begins:2", r".*an unexpected failure"),
     "stop": ("1:stop:begins:2", r"has not been heard of for \d+ s"),
     "flip": ("1:flip:{file}", r".*block '[\w.]+/\w+'"),
 }

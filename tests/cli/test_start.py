@@ -118,7 +118,7 @@ def test_a_run_that_is_done_says_how_to_train_on(trained: SavedRun, tmp_path: Pa
     on = run.run(*words, "--max-steps", "6", "--allow-config-change")
     assert on.exit_code == 0, on.output
     assert "plan   as `megatrain-tier plan" in on.stdout and "total MiB" not in on.stdout
-    assert "(100.0% trained)" not in on.stdout, "what is known of the data was said at the first start"
+    assert "(100.0% trained)" not in on.stdout, "the first start printed the figures of the data"
     checked = run.call("check", run.folder / "run.toml", "--skip-weights", *words, "--set", "max_steps=6")
     assert "cache_dir" not in checked.output, "what check changes for itself is no change of the user's"
 

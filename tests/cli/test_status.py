@@ -174,7 +174,7 @@ def test_a_run_whose_drive_holds_other_files_is_not_said_to_go_on(tmp_path: Path
     leave(tmp_path / "out", replace(STATUS, state="stopped"), saved_step=412)
     drive = tmp_path / "drive"
     (tmp_path / "out/config.resolved.toml").write_text(f'[[tiers.nvme]]\npath = "{drive}"\n')
-    assert "run it again to continue from step 412" in call(tmp_path / "out").stdout, "the folder is made anew"
+    assert "run it again to continue from step 412" in call(tmp_path / "out").stdout, "the folder is created again"
     drive.mkdir()
     assert "run it again to continue from step 412" in call(tmp_path / "out").stdout
     (drive / "thesis.tex").touch()

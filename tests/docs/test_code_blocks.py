@@ -42,8 +42,8 @@ NOT_EXECUTED = {
 ONLY_PARSED = {
     "doctor": "measures this machine for a quarter of a minute; tests/cli/test_doctor.py",
     "verify": "trains a model several times; tests/megatrain/extras/test_verify.py",
-    "save": "needs a run that goes on beside it; tests/cli/test_control.py",
-    "stop": "needs a run that goes on beside it; tests/cli/test_control.py",
+    "save": "needs a concurrent run; tests/cli/test_control.py",
+    "stop": "needs a concurrent run; tests/cli/test_control.py",
 }
 #: Pages whose commands are only parsed here, because another test runs them and compares their output.
 COMPARED_ELSEWHERE = {"docs/sizing.md": "tests/docs/test_sizing.py"}
@@ -132,7 +132,7 @@ class Reader:
         elif name == "python" and words[0].endswith(".py"):
             check_program(words, block)
         else:
-            pytest.fail(f"{block}: nobody knows how to try '{command}'")
+            pytest.fail(f"{block}: no test knows the command '{command}'")
 
     def filled(self, word: str) -> str:
         """Return the replacement of a word."""

@@ -39,7 +39,7 @@ class Runs:
 
 @functools.cache
 def runs_of(name: str) -> Runs:
-    """Run an example in all variants: two processes, because the resumed one has no memory of the stopped one."""
+    """Run every variant of an example: two processes, because the resumed one has no memory of the stopped one."""
     with tempfile.TemporaryDirectory() as folder:
         lines = start(name, folder, "plain", "in_ram", "unbroken", "stopped") + start(name, folder, "resumed")
         weights = {which: saved_weights(Path(folder, which)) for which in ("plain", "in_ram", "unbroken", "broken")}

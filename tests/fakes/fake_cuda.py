@@ -31,7 +31,7 @@ _torch_attention = functional.scaled_dot_product_attention
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Let fake tensors be on "cuda"; with a real GPU, nothing changes."""
+    """Make fake tensors on "cuda" possible; with a real GPU, nothing changes."""
     with nullcontext() if torch.cuda.is_available() else _in_place():
         yield
 

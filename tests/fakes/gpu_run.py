@@ -1,4 +1,4 @@
-"""Runs on a GPU, or on a software device if there is none: the same tests for both."""
+"""Runs on a GPU, or on a software device without one: the same tests for both."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def gpu_config_text(folder: Path, model: Path, *, gpu_bytes: int = GPU_TIER_BYTE
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let torch choose kernels with a fixed order of additions, so that any difference comes from placement.
+    """Make torch choose kernels with a fixed order of additions, so that any difference comes from placement.
 
     CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS: ``tests/gpu/conftest.py`` does.
     """
@@ -173,7 +173,7 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def no_waits_allowed() -> Iterator[None]:
-    """Let torch raise if an operation makes the host wait for the GPU."""
+    """Make torch raise if an operation makes the host wait for the GPU."""
     try:
         with warnings.catch_warnings():
             # torch warns once per process, after it changed the mode: an error would leave the mode set.

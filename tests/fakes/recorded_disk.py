@@ -178,7 +178,7 @@ def scan(root: Path) -> tuple[Disk, dict[tuple[int, int], int]]:
     return disk, numbers
 
 
-#: What a drive writes atomically.
+#: Bytes that a drive writes atomically.
 SECTOR_BYTES = 512
 
 

@@ -38,7 +38,7 @@ class Line:
     _released: threading.Event = field(default_factory=threading.Event)
 
     def restore(self) -> None:
-        """Let everything pass again."""
+        """Remove all limits of the line."""
         self.is_down, self.stall_after, self.cut_after, self._passed, self.num_cuts = False, None, None, 0, 0
         self._released.set()
         self._released, self.stalled = threading.Event(), threading.Event()

@@ -276,7 +276,7 @@ class VirtualCuda(LazyDevice):
         return self.tensor(memory, Allocation(self, 0))
 
     def wait(self, name: str) -> None:
-        """Let the host wait until the current stream has finished."""
+        """Block the host until the current stream has finished."""
         if self._forbids_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
         self.waits.append(name)

@@ -65,7 +65,7 @@ class _Data:
 
 @contextmanager
 def embedded(device: VirtualCuda) -> Iterator[None]:
-    """Let modules be offloaded on the device."""
+    """Support offloaded modules on the device."""
     address = weights._address
     stand_ins: dict[str, Any] = {
         "_DATA": _Data(),
@@ -128,7 +128,7 @@ def _probe(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def offloading(device: VirtualCuda) -> Iterator[None]:
-    """Let ``offload_activations`` take tensors of the device."""
+    """Support tensors of the device in ``offload_activations``."""
     can_be_placed = activations.can_be_placed
     stand_ins: dict[str, Any] = {
         "can_be_placed": lambda tensor: isinstance(tensor, VirtualTensor) or can_be_placed(tensor),

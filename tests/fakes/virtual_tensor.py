@@ -175,7 +175,7 @@ class ReusedMemory:
         with self._lock:
             assert stream.is_behind(allocation.stream, allocation.first), (
                 f"{allocation.nbytes} bytes are used on a stream that did not wait for the one they were allocated on, "
-                "which has work queued for whoever had them before"
+                "which has work queued for their previous owner"
             )
             allocation.uses[stream] = len(stream.work) + 1
 

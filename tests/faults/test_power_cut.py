@@ -253,7 +253,7 @@ class DoomedRun:
 
 
 def cut_for_real(drive: Drive, layout: Layout, num: int, chance: random.Random) -> Counter[str]:
-    """Let a drive die ``num`` times during commits; count which generation survived."""
+    """Kill a drive ``num`` times during commits; count which generation survived."""
     history, found = History(), 0
     rows: Counter[str] = Counter()
     for _ in range(num):

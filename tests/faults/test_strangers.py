@@ -205,7 +205,7 @@ HEADERS = {
     "lists": {"a": [["F32"], [2], [0, 8]]},
     "one offset": {"a": ["F32", [2], [0]]},
     "a hole": {"a": ["F32", [1], [4, 8]]},
-    "a dtype of its own": {"a": ["OBJECT", [2], [0, 8]]},
+    "an unknown dtype": {"a": ["OBJECT", [2], [0, 8]]},
 }
 
 

@@ -73,7 +73,7 @@ def test_another_stream_waits_for_those_who_had_the_memory() -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     torch.ones(SIZE, device="cuda").mul_(2)
     reused = torch.empty(SIZE, device="cuda")
-    with torch.cuda.stream(side), pytest.raises(AssertionError, match="for whoever had them before"):
+    with torch.cuda.stream(side), pytest.raises(AssertionError, match="for their previous owner"):
         reused.zero_()
     side.wait_stream(main)
     with torch.cuda.stream(side):

@@ -24,7 +24,7 @@ ALL_NVME = ALL_RAM.replace("ram", "nvme")
 
 @pytest.fixture
 def liger(virtual: VirtualCuda | None) -> Iterator[None]:
-    """Let steps run with the package, or with its stand-in on a software device."""
+    """Run steps with the package, or with its stand-in on a software device."""
     if virtual is None:
         pytest.importorskip("liger_kernel")
     with nullcontext() if virtual is None else stand_in_liger():

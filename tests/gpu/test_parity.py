@@ -44,7 +44,7 @@ def test_loss_and_gradients_are_those_of_hugging_face(family: str, batches: str,
         before = 0 if virtual is None else len(virtual.waits)
         loss = runner.forward_backward(micro_batches, seed=SEED)
     if virtual is not None:
-        assert not {what for what in virtual.waits[before:] if "copy" not in what}, "no model's look at values waits"
+        assert not {what for what in virtual.waits[before:] if "copy" not in what}, "no model waits for values"
     gradients = access.finish()
     assert loss.loss == pytest.approx(expected.loss, rel=1e-5)
     assert set(gradients) == set(expected.gradients)

@@ -58,7 +58,7 @@ def test_homes_in_gpu_memory_change_no_bit(
         virtual.peak_bytes = virtual.allocated_bytes
     result = run_config(text, tmp_path / "gpu", num_steps=NUM_STEPS)
     if virtual is not None:
-        assert 0 < virtual.peak_bytes <= parse_size(gpu), "all tensors on the device, those inside of layers too"
+        assert 0 < virtual.peak_bytes <= parse_size(gpu), "all tensors on the device, including layers' inner ones"
     result.assert_same(expected)
     result.assert_as_planned()
     if gpu == "128MiB" and "adafactor" not in optimizer:

@@ -81,7 +81,7 @@ def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Let pytest pass over numbers in all modules whose assertions it rewrites, oracles included."""
+    """Make pytest pass over numbers in every module whose assertions it rewrites, oracles included."""
     own = rewrite.rewrite_asserts
 
     def rewritten(tree: ast.Module, source: bytes, *more: Any) -> None:

@@ -27,7 +27,7 @@ class Steps:
 
     Attributes:
         engine: Runs the steps.
-        results: Of the steps so far.
+        results: One per step so far.
     """
 
     def __init__(self, trainer: Trainer, batches: list[list[dict[str, Tensor]]]) -> None:

@@ -131,7 +131,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 @contextmanager
 def parts_passing(passes: bool) -> Iterator[None]:
-    """Let plans stream the parts of the vocabulary one by one, or hold all of them, at any cost."""
+    """Make plans stream the parts of the vocabulary one by one, or hold all of them, at any cost."""
 
     def attempts(*values: Any, **options: Any) -> Attempts:
         return replace(Attempts(*values, **options), passes_parts=passes)

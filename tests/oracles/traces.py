@@ -45,7 +45,7 @@ _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.model
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """Let plans reuse an earlier trace if the model, its rows and all code that computes them are the same."""
+    """Make plans reuse an earlier trace if the model, its rows and all code that computes them are the same."""
     with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield
 

@@ -83,7 +83,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
             "gradient_accumulation_steps": NUM_MICRO_BATCHES,
             "max_steps": NUM_STEPS,
         },
-        # The first step changes nothing, so the first two losses are those of the initial weights.
+        # The first step changes nothing, so the first two losses come from the initial weights.
         "optimizer": {
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",

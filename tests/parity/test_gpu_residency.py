@@ -1,7 +1,7 @@
 """GPU memory as a home of blocks, replaced by a second part of RAM: three tiers, layers run in the fastest one.
 
-Every copy in and out of the compute tier, the two-hop routes to files, updates where groups live and the planned
-traffic of all links are those of a GPU run; only the device is missing. The numbers must equal a run in RAM.
+Copies in and out of the compute tier, two-hop routes to files, updates where groups live and the planned traffic match
+a GPU run; only the device is missing. The numbers must equal a run in RAM.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_clipping_by_layer_is_pytorch_clipping_each_unit(model: str, models: dic
     for mine, theirs in zip(ours.losses, plain.losses, strict=True):
         assert abs(mine - theirs) <= 2e-6 * abs(theirs)
     for mine, theirs in zip(ours.grad_norms, plain.grad_norms, strict=True):
-        assert abs(mine - theirs) <= 1e-4 * theirs, "the norm that is reported is that of all gradients"
+        assert abs(mine - theirs) <= 1e-4 * theirs, "the reported norm covers all gradients"
     for name, weight in plain.weights.items():
         worst = (ours.weights[name] - weight).abs().max()
         assert worst <= 2e-4 * weight.abs().max(), (name, worst)

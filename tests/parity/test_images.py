@@ -87,7 +87,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
 ) -> None:
     folder = folder_of(family, folders)
     rows = write_rows(tmp_path, ROWS)
-    # Of six one-row micro-batches two have no image; of three two-row ones each has a different number of images.
+    # Two of six one-row micro-batches have no image; the three two-row ones have different numbers of images.
     for num_micro_batches, batch_rows in ((6, 1), (3, 2)):
         batches = next(make_loader(folder, rows, num_micro_batches=num_micro_batches, batch_rows=batch_rows))
         micro_batches = batches.micro_batches

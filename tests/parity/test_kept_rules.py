@@ -1,4 +1,4 @@
-"""Choices that a config leaves to the program: every later version keeps those of a run's first start."""
+"""Choices that a config leaves to the program: every later version keeps the first start's choices."""
 
 from __future__ import annotations
 

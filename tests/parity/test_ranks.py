@@ -94,7 +94,7 @@ CASES = {
         {"placement": 'optimizer = ["nvme"]\ngradients = ["nvme"]'},
         labels="few",
     ),
-    "a GPU tier of its own": Case(
+    "a separate GPU tier": Case(
         "untied",
         {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5", "evaluation": samples(5)},
         {"gpu": "24MiB", "placement": 'optimizer = ["nvme"]'},
@@ -290,7 +290,7 @@ def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "worlds"), [("five", ((4, 1), (4, 4))), ("eight", ((3, 1), (8, 1)))])
 def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]], folder: Path) -> None:
-    """Of five lanes the last of four ranks has two, whose sum is not a node of the tree."""
+    """The last of four ranks has two of five lanes, whose sum is not a node of the tree."""
     name = f"tied, {lanes} lanes"
     (expected,) = by_case(1, folder, names=[name])[name]
     for size, num_hosts in worlds:

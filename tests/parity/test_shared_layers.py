@@ -61,7 +61,7 @@ def test_weights_that_a_later_use_alone_reaches_are_trained(order: str, zamba: P
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     assert ours.weights.keys() == plain.weights.keys()
     trained = [name for name, weight in plain.weights.items() if not torch.equal(weight, before[name])]
-    assert len([name for name in trained if "adapter_list" in name]) == 6, "those of all three places"
+    assert len([name for name in trained if "adapter_list" in name]) == 6, "the adapters of all three places"
     for name, weight in plain.weights.items():
         moved = (weight - before[name]).abs().max()
         assert (ours.weights[name] - weight).abs().max() <= 0.05 * moved, name

@@ -64,7 +64,7 @@ class Board:
         self._memory[lane] = PHASES.index(phase)
 
     def where(self) -> str:
-        """Return the phase of the main thread, with those of a commit's and a copy's thread if they exist."""
+        """Return the phase of the main thread, with the phases of a commit's and a copy's thread if they exist."""
         main, commit, copy = (self.phase(lane) for lane in range(3))
         return main + (f", commit {commit}" if commit else "") + (f", {copy}" if copy else "")
 
@@ -93,7 +93,7 @@ class Board:
 
 
 def watch(board: Board) -> None:
-    """Let the program report its phases and checkpoints to the board; nothing else about it changes."""
+    """Make the program report its phases and checkpoints to the board; nothing else about it changes."""
     for module_name, name, phase in WATCHED:
         owner: Any = importlib.import_module(module_name)
         *classes, last = name.split(".")

@@ -85,7 +85,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
     usable = next((checkpoint for checkpoint in saved if not checkpoint.is_gone), None)
     best = -1 if usable is None or usable.step is None else usable.step
     if best < reported:
-        yield f"the newest checkpoint is of step {best}, but that of step {reported} was reported"
+        yield f"the newest checkpoint is of step {best}, but step {reported} was reported"
     try:
         yield from _problems_of_copies(folder / "out/copies", keep)
         newest = next((number for number in newest_first(path) if number not in lost), None)

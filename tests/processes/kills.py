@@ -196,9 +196,9 @@ class Killer:
         figures = {phase: self._board.figures(phase) for phase in AIMS}
         self._phase_s = {phase: seconds / max(1, count) for phase, (count, seconds) in figures.items()}
         if start.code != 0:
-            raise RuntimeError(f"{run}, which nobody disturbed: exit status {start.code}\n{run.log_tail}")
+            raise RuntimeError(f"{run}, undisturbed: exit status {start.code}\n{run.log_tail}")
         self._expected = read_outcome(run.folder)
-        self.problems += [f"{run}, nobody disturbed it: {text}" for text in self._problems_at_end(run)]
+        self.problems += [f"{run}, undisturbed: {text}" for text in self._problems_at_end(run)]
 
     def _run_broken(self, run: Run, number: int) -> None:
         """Start a run until it ends, and send it the signal a random number of times."""

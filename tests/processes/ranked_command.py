@@ -45,7 +45,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
 
 def fail() -> None:
     """Raise an unexpected error."""
-    raise RuntimeError("a thing that nobody thought of")
+    raise RuntimeError("an unexpected failure")
 
 
 def happens_at(what: str, instant: str, nth: int) -> None:

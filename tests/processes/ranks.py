@@ -89,7 +89,7 @@ def start_ranks(
 
     Args:
         commands: Words after the interpreter, by rank.
-        num_hosts: Number of hosts that the ranks are told to run on.
+        num_hosts: Number of hosts in the environment of the ranks.
         folders: Working directories by rank; the repository's if not given.
         more: Further variables.
     """

@@ -137,7 +137,7 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 
 
 def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
-    """Let the server start a process, and adopt it: return the pid of a child of this process."""
+    """Make the server start a process, and adopt it: return the pid of a child of this process."""
     if not _address:
         _start_server()
     with socket.socket(socket.AF_UNIX) as connection:

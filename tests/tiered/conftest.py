@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_wait_is_for_ever() -> Iterator[None]:
-    """Let waits without a time-out fail, including those of a closing store. Daemon threads may idle."""
+    """Make waits without a time-out fail, also in a closing store. Daemon threads may idle."""
     real = threading.Condition.wait
 
     def wait(condition: threading.Condition, timeout: float | None = None) -> bool:

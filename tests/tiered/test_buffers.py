@@ -96,7 +96,7 @@ def test_what_fits_the_free_bytes_is_given_all_the_same(store: TieredStore, ram:
     store.reserve("ram", 3 * MiB)
     before = ram.num_drops
     with store.acquire(LAYERS[0], "ram"), store.acquire(LAYERS[1], "ram", timeout_s=10):
-        assert ram.num_drops == before + 1, "of the large one, which nobody has"
+        assert ram.num_drops == before + 1, "of the large one, which has no lease"
     with store.acquire("head", "ram", timeout_s=10):
         assert ram.usage().used_bytes == ram.capacity_bytes == 2 * LARGE
 

@@ -128,7 +128,7 @@ def test_who_writes_while_rows_are_read_waits_for_the_end_of_the_read(
 
         def wait_for_the_read(timeout: float | None = None) -> bool:
             waits.set()  # under the lock: the reader cannot end before this thread waits
-            assert wait(10), "nobody said that the read has ended"
+            assert wait(10), "the end of the read was not signalled"
             return True
 
         monkeypatch.setattr(store._movement.changed, "wait", wait_for_the_read)

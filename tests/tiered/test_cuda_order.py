@@ -74,7 +74,7 @@ def test_bytes_leave_after_the_kernel_that_made_them(device: LazyDevice, store: 
     with store.acquire("block", "gpu", "w") as lease:
         tensor = lease.tensor
         device.launch(lambda: tensor.fill_(3.0))
-    assert device.num_run == 0, "the lease went back while the kernel was queued, and nobody waited"
+    assert device.num_run == 0, "the lease was returned while the kernel was queued, without a wait"
     assert read_in_ram(store, "block") == [3.0]
 
 

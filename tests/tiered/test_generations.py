@@ -158,7 +158,7 @@ def test_discarded_and_never_written_blocks_are_absent(make_tiers: MakeTiers, ki
     with TieredStore.open(str(tmp_path / "run"), make_tiers(), generation=1) as store:
         assert [spec.key for spec in store.blocks()] == KEYS
         assert value_of(store, KEYS[1]) == 2
-        assert store.commit().generation == 3, "numbers go on from the newest, not from the opened one"
+        assert store.commit().generation == 3, "numbers continue from the newest, not from the opened one"
 
 
 def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pyt
         go.set()
         put(store, KEYS[0], 5)
         commit.wait(60)
-        assert 0.09 <= store.stats().stall_s["lease"] < time.perf_counter() - begin_s, "of the writer that gave up too"
+        assert 0.09 <= store.stats().stall_s["lease"] < time.perf_counter() - begin_s, "and the one that gave up"
 
 
 @pytest.mark.parametrize("verify", ["resume", "off"])

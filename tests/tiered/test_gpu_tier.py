@@ -58,7 +58,7 @@ def test_a_buffer_remembers_the_work_that_uses_it_until_it_is_done() -> None:
     buffer.add_event(third, "compute")
     assert buffer.pending_events == {"copies": second, "compute": third}
     buffer.add_event(fourth, "copies")
-    assert buffer.pending_events == {"copies": fourth, "compute": third}, "of a stream, the last one stands for all"
+    assert buffer.pending_events == {"copies": fourth, "compute": third}, "the last event of a stream covers its others"
     buffer.wait()
     assert fourth.is_done and third.is_done and buffer.pending_events == {}
 

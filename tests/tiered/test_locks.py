@@ -30,7 +30,7 @@ except LockedError:
 
 
 def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOLCK) -> None:
-    """Let ``flock`` fail as on a file system without locks."""
+    """Make ``flock`` fail as on a file system without locks."""
 
     def refuse(fd: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))

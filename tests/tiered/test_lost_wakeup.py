@@ -36,7 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredSto
 
 def forbid_waiting(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(timeout: float | None = None) -> bool:
-        raise AssertionError("waits for something that has ended: nobody would wake it")
+        raise AssertionError("waits for a transfer that has ended: nothing would wake it")
 
     monkeypatch.setattr(store._movement.changed, "wait", wait)
 

@@ -245,7 +245,7 @@ def test_drives_that_contain_each_other_are_refused(inner: str, tmp_path: Path) 
 
 
 def failing_at(number: int, patch: pytest.MonkeyPatch, error: int = errno.EIO) -> list[str]:
-    """Let only the system call with this number fail; return the list that receives its name and arguments."""
+    """Make only the system call with this number fail; return the list that receives its name and arguments."""
     left, failed = [number], []
 
     def hook(name: str) -> None:

@@ -136,7 +136,7 @@ def test_page_locking_ends_before_the_memory_goes(monkeypatch: pytest.MonkeyPatc
     assert locked == {forgotten.address}
     del forgotten
     gc.collect()
-    assert not locked, "a slab that nobody closed must not stay registered"
+    assert not locked, "an unclosed slab must not stay registered"
 
 
 class Recorder:
@@ -256,10 +256,10 @@ def test_kept_buffers_are_made_at_once_and_dropped_last() -> None:
     for other in others:
         assert other is not None
         pool.give(15, other)
-    assert not pool.has(25) and pool.has(40), "the two of 15 together are not given back for one that nobody keeps"
+    assert not pool.has(25) and pool.has(40), "no two buffers of 15 are freed for one that is not kept"
     taken = pool.take(25)
     assert taken is not None
-    assert sorted(recorder.alive.values()) == [10, 10, 10, 25, 40], "those that nobody asked for went"
+    assert sorted(recorder.alive.values()) == [10, 10, 10, 25, 40], "the unrequested ones are freed"
     pool.give(25, taken)
     pool.take(90)
     assert sorted(recorder.alive.values()) == [10, 90], "kept or not: what fits the free bytes is given"

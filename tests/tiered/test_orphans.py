@@ -54,7 +54,7 @@ def test_what_its_store_forgot_is_one(drive: Path) -> None:
     (orphan,) = find_orphans(drive)
     assert (orphan.path, orphan.generation, orphan.is_store_gone) == (drive / "snap/00000001", 1, False)
     assert orphan.store_path == drive.parent / "one"
-    assert orphan.nbytes == SLOT_BYTES, "the other block is in generation 2 too"
+    assert orphan.nbytes == SLOT_BYTES, "the other block is also in generation 2"
     remove_orphan(orphan)
     assert find_orphans(drive) == [] and not orphan.path.exists()
     for name in ("one", "two"):

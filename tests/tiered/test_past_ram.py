@@ -116,7 +116,7 @@ def test_what_came_from_gpu_memory_gets_its_checksums_at_the_commit(store: Tiere
     store.commit().wait(30)
     assert store.verify() == 4 * N
     put(store, 9.0)
-    assert store.verify() == 0, "nor are those of the contents before still there"
+    assert store.verify() == 0, "and the checksums of the old contents are gone"
     store.commit().wait(30)
     assert store.verify() == 4 * N
     put(store, 10.0)
@@ -177,7 +177,7 @@ def test_a_file_gets_what_the_kernel_before_it_makes(device: LazyDevice, device_
         tensor = lease.tensor
         tensor.zero_()
         device.launch(lambda: tensor.fill_(3.0))
-    assert device.num_run == 0, "nobody waits before the bytes are to move"
+    assert device.num_run == 0, "no wait before the bytes move"
     device_store.evict("block", "gpu").wait(30)
     assert device.num_run == 1
     assert value_in(device_store, "ram") == 3.0

@@ -60,7 +60,7 @@ def test_a_tier_of_another_package_is_found_by_its_name_and_used(site: Path) -> 
     assert "shelf_of_others" not in sys.modules, "a list of names imports nothing"
     tier = tiered.tier_class("shelf")(tiered.MiB)
     assert type(tier).__name__ == "ShelfTier" and isinstance(tier, Tier)
-    assert tiered.tier_class("ram") is tiered.RamTier, "nobody takes the name of an own tier"
+    assert tiered.tier_class("ram") is tiered.RamTier, "no package replaces a built-in tier"
     with tiered.TieredStore([tiered.RamTier(tiered.MiB), tier]) as store:
         store.register("block", (1000,), torch.float32, home="shelf")
         with store.acquire("block", "ram", "w") as lease:

@@ -122,7 +122,7 @@ def test_an_abandoned_future_goes_first(
     def look() -> None:
         candidates = newest_first(tmp_path / "generations")
         assert list(GenerationReader(tmp_path / "generations", candidates[0]).problems()) == []
-        assert 1 in candidates or 5 in candidates, "what the store stands on stays until its next generation is there"
+        assert 1 in candidates or 5 in candidates, "the loaded generation stays until the next one exists"
 
     with make_store(tmp_path, keep, home) as store:
         store.load(1)

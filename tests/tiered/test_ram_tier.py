@@ -52,9 +52,9 @@ def test_what_slabs_took_to_make_is_counted_and_so_are_those_given_back(monkeypa
     tier.free(first)
     tier.free(second)
     take(tier, 8192)
-    assert (tier.num_drops, tier.made_bytes) == (0, 308 * 1024), "a slab that is there is used again"
+    assert (tier.num_drops, tier.made_bytes) == (0, 308 * 1024), "an existing slab is reused"
     take(tier, 900 * 1024)
-    assert tier.num_drops == 1, "there was no room beside the one that nobody uses"
+    assert tier.num_drops == 1, "there was no space next to the unused one"
 
 
 def test_a_machine_whose_memory_grows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

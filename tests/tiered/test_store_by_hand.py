@@ -230,7 +230,7 @@ def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[
         with pytest.raises(TimeoutError, match="waiting for: space"):
             hand.store.acquire("a", "gpu", mode, timeout_s=0)
     in_the_way.release()
-    assert hand.under_way() == [("gpu", "ram")], "nobody had to ask again"
+    assert hand.under_way() == [("gpu", "ram")], "without a new request"
     hand.move()
     assert hand.store.where("a") == {"disk": CopyState.CLEAN}
     assert hand.read("a", "gpu") == 5
@@ -396,7 +396,7 @@ def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable
         store.set_schedule(Schedule([Access(1, "b", "ram")]))
         store.advance(0)
         assert hand.under_way() == []
-    assert hand.under_way() == [("disk", "ram")], "nobody had to ask again"
+    assert hand.under_way() == [("disk", "ram")], "without a new request"
 
 
 # -- what the prefetcher counts ------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_off_takes_checksums_at_a_commit_only(tmp_path: Path) -> None:
         expected = fill_all(store)
         assert store.verify() == 0
         flip_bit(files(store, "layer.0/m").files[0], 77)
-        assert not torch.equal(read(store, "layer.0/m"), expected["layer.0/m"]), "nobody asked for a comparison"
+        assert not torch.equal(read(store, "layer.0/m"), expected["layer.0/m"]), "no comparison was requested"
         fill(store, "layer.0/m", 3)
         store.commit({}).wait(60)
         assert store.verify() == sum(SIZES.values())

@@ -221,7 +221,7 @@ def shard_cases() -> Iterator[WrongInput]:
         "a missing shard": _sharded(gone, "/model", second),
         "a shard cut off": _sharded(cut, second),
         "an index of another file": _sharded(lambda w, i: i["weight_map"].update({norm: "model-3.safetensors"}), "model-3.safetensors"),
-        "an index of a tensor nobody has": _sharded(lambda w, i: i["weight_map"].update({"ghost": second}), index, "ghost"),
+        "an index of a missing tensor": _sharded(lambda w, i: i["weight_map"].update({"ghost": second}), index, "ghost"),
         "an index outside of the folder": _sharded(lambda w, i: i["weight_map"].update({norm: "../x.safetensors"}), index, "../x.safetensors"),
         "an index that is empty": _sharded(lambda w, i: i["weight_map"].clear(), index),
         "an index without a map": _sharded(lambda w, i: i.clear(), index),

@@ -39,11 +39,11 @@ def place_cases() -> Iterator[WrongInput]:
         "the drive is a file": _put("tiers.nvme.path", "rows.jsonl"),
         "the drive below a file": _put("tiers.nvme.path", "rows.jsonl/x", "tiers.nvme.0.path", "rows.jsonl"),
         "the drive where nothing can be made": _put("tiers.nvme.path", "/proc/no-such-place", "/proc/no-such-place"),
-        "the drive holds files of somebody": _put("tiers.nvme.path", "mine", "mine", files=("mine/thesis.tex",)),
-        "the export holds files of somebody": _put("output_dir", "mine", "mine/final", files=("mine/final/thesis.tex",)),
+        "the drive holds foreign files": _put("tiers.nvme.path", "mine", "mine", files=("mine/thesis.tex",)),
+        "the export holds foreign files": _put("output_dir", "mine", "mine/final", files=("mine/final/thesis.tex",)),
         "continues nothing": _put("checkpoint.resume_from_checkpoint", "nowhere", "resume_from_checkpoint", "nowhere"),
         "continues a file": _put("checkpoint.resume_from_checkpoint", "rows.jsonl", "resume_from_checkpoint"),
-        "continues a folder of others": _put("checkpoint.resume_from_checkpoint", "model", "resume_from_checkpoint"),
+        "continues a foreign folder": _put("checkpoint.resume_from_checkpoint", "model", "resume_from_checkpoint"),
     }  # fmt: skip
     for what, spoil in spoils.items():
         yield WrongInput(what, kind, CONFIG, spoil, BOTH)

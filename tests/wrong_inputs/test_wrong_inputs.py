@@ -141,7 +141,7 @@ RIGHT: dict[str, Spoil] = {
         model__README_dot_md=b"#", model__pytorch_model_dot_bin=b"pickle", model__training_args_dot_bin=b"\0",
         model__flax_model_dot_msgpack=b"\0", model__generation_config_dot_json=b"{}",
     ),
-    "an index beside one file of weights": harmless(model__model_dot_safetensors_dot_index_dot_json=b"{"),
+    "an index next to one file of weights": harmless(model__model_dot_safetensors_dot_index_dot_json=b"{"),
     "a tokenizer without settings": harmless(model__tokenizer_config_dot_json=b"{}"),
     "somebody's file in output_dir": harmless(out__notes_dot_txt=b"mine"),
 }  # fmt: skip

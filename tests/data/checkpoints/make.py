@@ -76,7 +76,7 @@ def run(folder: Path, processes: int, text: str) -> None:
 
 
 def write(folder: Path) -> None:
-    """Let the runs write their checkpoints."""
+    """Run the configs, which write their checkpoints."""
     folder.mkdir(parents=True)
     write_model(folder / "model")
     for name, (processes, more) in FORMS.items():

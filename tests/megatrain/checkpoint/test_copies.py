@@ -50,7 +50,7 @@ def copied_steps(run: SavedRun) -> list[object]:
 
 @pytest.fixture
 def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let training wait for every copy, so that the set of copies does not depend on time."""
+    """Make training wait for every copy, so that the set of copies does not depend on time."""
     offer = CheckpointCopier.offer
 
     def offer_and_wait(self: CheckpointCopier, *arguments: Any, **options: Any) -> None:

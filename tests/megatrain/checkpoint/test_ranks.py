@@ -342,7 +342,7 @@ def test_a_document_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
 
 
 def gather_by_files(folder: Path, rank: int, size: int) -> Callable[[object], list[Any]]:
-    """Let processes exchange objects; a process ends when another is silent."""
+    """Exchange objects between processes; a process ends when another is silent."""
     turn = iter(range(1 << 30))
 
     def gather(item: object) -> list[Any]:

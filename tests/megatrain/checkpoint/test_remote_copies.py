@@ -112,7 +112,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     assert "continuing after step 3 of 6" in result.output
     assert weights(run) == weights(run, "undisturbed")
     rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6], "the log came back, too"
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6], "the log also came back"
     assert steps_at_url() == [6, 3]
 
 
@@ -271,7 +271,7 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
         path.unlink()
     result = run.run(**to(url))
     assert result.exit_code == 1 and f"copies in '{url}' is whole" in result.output
-    assert not (run.out / "final").exists(), "it did not begin anew without a word"
+    assert not (run.out / "final").exists(), "it did not silently start over"
 
 
 def test_whose_url_it_is(run: SavedRun, url: str) -> None:

@@ -48,7 +48,7 @@ def test_a_run_that_starts_from_another_goes_on_from_its_own_checkpoints(run: Sa
     config = {"out": "second", "checkpoint": f'resume_from_checkpoint = "{run.out}"'}
     second = run.folder / "second"
     assert train(run, steps=6, **config) == 6
-    assert saved_steps(second) == [6], "nothing was left to do, and it has a checkpoint of its own"
+    assert saved_steps(second) == [6], "no steps were left, and it has a separate checkpoint"
     assert train(run, steps=8, **config) == 6
     assert train(run, steps=9, **config) == 8
     assert saved_steps(second) == [6, 8, 9]

@@ -276,7 +276,7 @@ def test_batch_in_tokens(tmp_path: Path) -> None:
     assert rows == {"cpu": 4, "cuda": 16}, "2,048 and 8,192 tokens, whatever memory there is"
     assert resolve_batch(load_config(write(tmp_path, SMALLEST)).config, "cuda").micro_batch_rows == 8, "as it is given"
     cut = {lanes: replace(resolve_batch(config, "cuda"), num_lanes=lanes).num_micro_batches for lanes in (1, 3, 8, 99)}
-    assert cut == {1: 1, 3: 4, 8: 8, 99: 16}, "one at least for each lane, where there are so many rows"
+    assert cut == {1: 1, 3: 4, 8: 8, 99: 16}, "at least one for each lane, if the rows suffice"
 
 
 def test_config_is_frozen(smallest: Path) -> None:

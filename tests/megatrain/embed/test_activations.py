@@ -323,7 +323,7 @@ def test_views_of_one_storage_share_a_block_and_memory(store: TieredStore) -> No
     assert activations.stats().restored_bytes == stats.offloaded_bytes
     del found
     assert torch.equal(saved(graph)[2], expected.view(-1)[16:])
-    assert activations.stats().restored_bytes == 2 * stats.offloaded_bytes, "nobody had it any more"
+    assert activations.stats().restored_bytes == 2 * stats.offloaded_bytes, "no copy was left"
 
 
 def test_a_part_is_not_read_from_a_much_larger_block(store: TieredStore) -> None:

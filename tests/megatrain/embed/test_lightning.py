@@ -295,7 +295,7 @@ def test_generations_stay_as_long_as_files_name_them(tmp_path: Path) -> None:
         fitted.fit(net(), data(), ckpt_path=files[5])
         fitted.save_checkpoint(tmp_path / "new.ckpt")
     generations = {int(folder.name) for folder in (tmp_path / "tiers" / "snap").iterdir() if folder.name.isdigit()}
-    assert generations == {1, 3, 4, 5, 6, 7}, "nobody names the second any more"
+    assert generations == {1, 3, 4, 5, 6, 7}, "no file names the second any more"
 
 
 def test_a_file_that_was_deleted_lets_its_generation_go(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_fit_again_validate_predict_and_save_afterwards(store: TieredStore, tmp_
         fitted = trainer(tmp_path, store)
         fitted.fit(model, data())
         trainer(tmp_path, None).fit(plain, data())
-        assert block_of(model.layers[0][0].weight) is not None, "in the store after teardown, too"
+        assert block_of(model.layers[0][0].weight) is not None, "also in the store after teardown"
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
     (result,) = fitted.validate(model, data(), verbose=False)
     loss = sum(model(x).square().mean().item() for x in data()) / len(data())

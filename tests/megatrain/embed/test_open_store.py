@@ -44,7 +44,7 @@ def test_sizes(tmp_path: Path) -> None:
         ({"ram": "4"}, '4 has no unit. Write "4GiB"'),
         ({"ram": 0.9}, 'whole one.*"90%"'),
         ({"ram": True}, "ram=True is no size"),
-        ({"ram": None}, "ram=None is no size"),
+        ({"ram": None}, "ram=None is not a size"),
         ({"ram": "8MiB", "nvme": "DIR", "nvme_size": 40}, 'nvme_size="40GiB"'),
         ({"ram": "8MiB", "nvme_size": "40GiB"}, 'without a drive: name its folder, nvme="state/store"'),
         ({"ram": "8MiB", "nvme": "DIR", "nvme_size": "12 bananas"}, "nvme_size"),

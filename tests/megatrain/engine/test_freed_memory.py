@@ -45,9 +45,9 @@ elif what == "before an op":
         for op_bytes in (0, 32 << 20, 128 << 20):
             give_back_beyond_limit(store, op_bytes)
             print((resident() - before) >> 20)
-elif what == "beside another":
+elif what == "next to another":
     with freed_memory_kept(store, before + room):
-        another = torch.ones(64 << 20)  # of 256 MiB, which nobody foresaw
+        another = torch.ones(64 << 20)  # of 256 MiB, which the forecast lacks
         give_back_beyond_limit(store, 0)
         before = resident()
         torch.ones(2 << 20)
@@ -83,7 +83,7 @@ def test_freed_memory_stays_where_it_and_the_next_op_fit_together() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_not_every_op_gives_back_what_others_took() -> None:
     """Some memory is kept if the process exceeds the forecast: 8 MiB of 16, not 128."""
-    little, much, _ = run("beside another", room=64)
+    little, much, _ = run("next to another", room=64)
     assert much < 4 < little
 
 

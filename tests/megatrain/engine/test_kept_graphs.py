@@ -189,7 +189,7 @@ def test_a_change_of_what_the_graph_needs_is_refused_as_in_plain_pytorch() -> No
 
 
 def change_outputs_outside(side: Side, bound: Any) -> None:
-    """Let the model's code double a unit's output in place, between two units."""
+    """Make the model's code double a unit's output in place, between two units."""
     trunk = side.runner._trunk
     run = trunk._next_visit
 

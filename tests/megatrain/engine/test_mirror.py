@@ -76,7 +76,7 @@ def test_a_look_is_answered_with_what_the_tensor_would_say(name: str) -> None:
     assert answer == expected and type(answer) is type(expected)
     assert 1 <= mirror.num_answers <= 2
     waits.pop("tolist", None)  # for the call itself, which the mirror handles
-    assert set(waits) == {"numpy"}, "the tensor itself is not looked at"
+    assert set(waits) == {"numpy"}, "the tensor itself is not read"
 
 
 @pytest.mark.parametrize("name", NOT_ANSWERED)

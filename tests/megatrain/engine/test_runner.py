@@ -335,7 +335,7 @@ def test_trace_agrees_with_what_a_real_step_saves(monkeypatch: pytest.MonkeyPatc
     runner = layer_runner(graph, access, device="cpu", trace=trace)
     runner.forward_backward([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}])
     assert [tuple(seen.get(number, ())) for number in range(len(trace.visits))] == [v.saved for v in trace.visits]
-    assert trace.exact, "what it looks at is a constant"
+    assert trace.exact, "the value that it reads is a constant"
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

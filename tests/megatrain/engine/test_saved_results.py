@@ -108,7 +108,7 @@ def test_each_product_of_a_layer_runs_once(order: str) -> None:
     assert again.num_products - side.num_products == 6 * per_layer, "the seventh is left out in both"
     assert again.num_forwards == 2 * side.num_forwards
     plain = compare(config, batches, with_products=True, order=order)[1]
-    assert plain.num_products == side.num_products, "without a trace it is saved as well"
+    assert plain.num_products == side.num_products, "without a trace it is also saved"
     (nbytes,) = {visit.results.nbytes for visit in trace.visits} - {0}
     short = compare(config, batches, with_products=True, order=order, trace=trace, nbytes=nbytes - 1)[1]
     assert short.num_products == side.num_products + per_layer and short.num_forwards == side.num_forwards

@@ -58,7 +58,7 @@ def test_every_gradient_is_alone_in_its_block_while_it_lives(given: Lives) -> No
     for first, (start, stop, _) in zip(before.blocks, given, strict=True):
         for second, (other_start, other_stop, _) in zip(before.blocks, given, strict=True):
             if first != second and where[first] == where[second]:
-                assert stop < other_start or other_stop < start, "what lies between two uses is a life as well"
+                assert stop < other_start or other_stop < start, "the time between two uses is also a life"
 
 
 @given(st.lists(st.tuples(st.integers(0, 28), st.integers(1, 10)), max_size=15))

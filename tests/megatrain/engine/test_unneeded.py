@@ -188,7 +188,7 @@ UNITS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "read": (lambda x, w: x + functional.linear(x, w) * float(functional.linear(x, w).sum() > 0), False),
     "kept elsewhere": (lambda x, w: x + (KEPT.append(y := functional.linear(x, w)), y)[1], False),
     "held by a function": (lambda x, w: x + Scale.apply(functional.linear(x, w)), False),  # type: ignore[no-untyped-call]
-    "written into what was there": (lambda x, w: X.copy_(functional.linear(x, w).detach()) + x, False),
+    "written into an existing tensor": (lambda x, w: X.copy_(functional.linear(x, w).detach()) + x, False),
     "of the shape alone": (lambda x, w: x * torch.ones_like(functional.linear(x, w)), True),
 }
 

@@ -91,7 +91,7 @@ def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtyp
 
 
 def test_the_mean_of_random_roundings_is_the_number() -> None:
-    """A moment that is equal in all elements and steps keeps its mean; the nearest bf16 number would not."""
+    """A moment that is equal in every element and step keeps its mean; the nearest bf16 number would not."""
     optimizer = AdamW(beta1=0.999, threads=KernelThreads(1), state_dtype="bfloat16")
     size, blocks = 65_536, new_blocks(AdamW(state_dtype="bfloat16"), 65_536)
     for step in range(1, 101):

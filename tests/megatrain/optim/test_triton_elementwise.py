@@ -300,7 +300,7 @@ def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
         )
         ptx = triton.compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
         assert "f64" in ptx and not re.search(r"(add|mul|fma)\.(rn\.|ftz\.)*f32", ptx)
-        assert ptx.count("ld.global") >= 16, "loads of as many rows are under way at once"
+        assert ptx.count("ld.global") >= 16, "loads of 16 rows are in flight at once"
 
 
 #: Updates with arbitrary numbers.

@@ -10,7 +10,7 @@ from megatrain.plan.placement import CopyWindows, TickCopies
 
 
 def by_hand(copies: list[TickCopies], num_ticks: int) -> dict[int, list[int]]:
-    """Count each window: the held blocks, and as many passing groups as the window has ticks."""
+    """Count each window: the held blocks, and one passing group per tick."""
     sizes = {size for tick in copies for group in (tick.held, *tick.passing) for size in group.values()}
     largest = {
         size: max([0, *(list(group.values()).count(size) for tick in copies for group in tick.passing)])

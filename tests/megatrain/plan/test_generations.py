@@ -103,7 +103,7 @@ def test_a_tight_drive_is_relieved_of_what_takes_its_bytes_several_times(tmp_pat
     assert need < usual.totals["nvme"]
     tight = make_plan(tmp_path, f"tiers.nvme.0.size={need}B", ram="8MiB")
     assert 0 < durable_bytes(tight, "nvme") < durable_bytes(usual, "nvme")
-    assert 7 * MiB < tight.totals["ram"] <= 8 * MiB, "what left the drive is there"
+    assert 7 * MiB < tight.totals["ram"] <= 8 * MiB, "blocks that left the drive are there now"
 
 
 def test_a_run_may_use_the_room_of_its_own_checkpoints_again(tmp_path: Path) -> None:

@@ -101,5 +101,5 @@ def test_another_process_takes_it_where_nothing_is_replaced(tmp_path: Path, monk
         assert plan() != of_child and len(list(folder.iterdir())) == 2, "another name"
     with monkeypatch.context() as patches:
         patches.setattr(LlamaMLP, "forward", lambda self, x: x)
-        assert plan() != of_child and len(list(folder.iterdir())) == 2, "none: no name says what this is"
+        assert plan() != of_child and len(list(folder.iterdir())) == 2, "none: this object has no stable name"
     assert plan() == of_child

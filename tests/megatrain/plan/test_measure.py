@@ -79,7 +79,7 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
 
 
 def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses equal those of a random guess, the gradients have nonzero norms, and no weight changes."""
+    """The losses equal a random guess's, the gradients have nonzero norms, and no weight changes."""
     plan = planned(write())
     results, step = [], StepEngine.step
     monkeypatch.setattr(StepEngine, "step", lambda *a, **kw: results.append(step(*a, **kw)) or results[-1])

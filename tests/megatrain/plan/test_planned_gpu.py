@@ -1,4 +1,4 @@
-"""A plan for the GPU of another machine counts the GPU's operations, not those of the planning CPU."""
+"""A plan for the GPU of another machine counts the GPU's operations, not the planning CPU's."""
 
 from __future__ import annotations
 

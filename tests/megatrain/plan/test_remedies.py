@@ -159,7 +159,7 @@ def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
     }
     assert held["weights"] + held["optimizer"] == pytest.approx(12 * num_parameters, rel=1e-3)
     layer = 4 * max(layout.num_parameters for layout in plan.graph.layouts.values())
-    assert held["gradients"] <= 2.5 * layer, "two layers at most, and the small ones beside them"
+    assert held["gradients"] <= 2.5 * layer, "at most two layers, and the small ones"
 
 
 @pytest.mark.slow  # several placements of a large program

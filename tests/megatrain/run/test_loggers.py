@@ -175,7 +175,7 @@ def test_one_run_at_a_tracker_over_all_starts_and_no_point_twice(make_config: An
     one, continued, anew = recorder.runs
     assert one.arguments == {"experiment_name": "whales", "run_name": "out", "run_id": None}
     assert (continued.arguments["run_id"], anew.arguments["run_id"]) == ("made-0", None)
-    assert one.config["data.max_length"] == 1024 and continued.config is None, "its parameters are there already"
+    assert one.config["data.max_length"] == 1024 and continued.config is None, "its parameters already exist"
     assert [step for name, step in one.steps if name == "train/loss"] == [1, 2, 3, 4, 5]
     assert continued.steps == [("train/loss", 6), ("eval/held_loss", 6), ("checkpoint/GiB", 6)]
     assert [step for name, step in anew.steps if name == "train/loss"] == [1, 2]

@@ -147,4 +147,4 @@ def unneeded_products(*, is_told: bool) -> set[str]:
 
 def test_products_that_a_kernel_reads_are_needed_where_its_result_is() -> None:
     assert unneeded_products(is_told=True) == set()
-    assert unneeded_products(is_told=False) == {"weight"}, "what would be left out if nobody told of the launch"
+    assert unneeded_products(is_told=False) == {"weight"}, "skipped if the launch is not reported"

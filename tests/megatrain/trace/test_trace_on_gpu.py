@@ -262,7 +262,7 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch find a GPU, on which liger's kernels are not installed."""
+    """Make torch find a GPU, without liger's kernels installed."""
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: False)  # they only run on a GPU
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -198,7 +198,7 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (1, 2)
     assert (training.num_train_epochs, config.logging.logging_steps) == (3.0, 10)
     assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup_steps) == (1e-5, 0.03, 0.1)
-    assert optimizer.adam_beta2 == 0.999, "the default of transformers, not ours"
+    assert optimizer.adam_beta2 == 0.999, "the default of transformers, not this project's"
     assert optimizer.weight_decay_exclude == ("*bias*", "*norm*"), "embeddings decay there"
     assert config.tiers.nvme[0].path == tmp_path / "drive"
     assert {"trust_remote_code"} <= lost(translation)
