@@ -146,7 +146,7 @@ def _run(
             def on_start(self, info: RunInfo) -> None:
                 log = info.output_dir / LOG_NAME
                 output.goes_to(log)
-                group.tell_launcher(log=str(log))
+                group.send_to_launcher(log=str(log))
 
         if is_first:
             with placed(loaded):

@@ -221,11 +221,11 @@ def _is_same(one: Checkpoint, other: Checkpoint) -> bool:
 def _problems(checkpoint: Checkpoint, on_block: Callable[[int, str], None] | None) -> list[str]:
     from megatrain.checkpoint.reader import CheckpointReader  # needs torch, which a list does without
 
-    def tell(record: BlockRecord) -> None:
+    def report(record: BlockRecord) -> None:
         if on_block is not None:
             on_block(checkpoint.number, record.key)
 
     try:
-        return list(CheckpointReader(checkpoint).problems(tell, with_top=False))
+        return list(CheckpointReader(checkpoint).problems(report, with_top=False))
     except (TieredError, OSError) as error:
         return [str(error)]

@@ -62,7 +62,7 @@ class CheckpointCopier:
         self,
         spec: CheckpointSpec,
         drive_bytes: int,
-        tell: Callable[[str], None],
+        on_message: Callable[[str], None],
         rank: int = 0,
         gather: Gather = lambda item: [item],
     ) -> None:
@@ -70,11 +70,13 @@ class CheckpointCopier:
         self.is_on = table.num_copies > 0 and drive_bytes > 0
         self._every = table.copy_every
         self._min_free_disk = table.min_free_disk
-        self._drive_bytes, self._tell = drive_bytes, tell
+        self._drive_bytes, self._on_message = drive_bytes, on_message
         self._folder = spec.output_dir / COPIES_NAME
-        self._remote = RemoteCopier(spec, tell, rank, gather) if table.copy_url is not None else None
+        self._remote = RemoteCopier(spec, on_message, rank, gather) if table.copy_url is not None else None
         if self.is_on:
-            folder = CheckpointFolder(self._folder, rank, gather, table.save_total_limit, tell, ignores_damage=True)
+            folder = CheckpointFolder(
+                self._folder, rank, gather, table.save_total_limit, on_message, ignores_damage=True
+            )
             own, self._writer = folder.own, CopyWriter(folder)
             self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
             self._drives = [path / own for path in spec.drives]
@@ -156,7 +158,9 @@ class CheckpointCopier:
         while self._job is not None:
             if self._job.thread is not None and self._job.thread.is_alive():
                 size = format_size(self._drive_bytes)
-                self._tell(f"copying the checkpoint of step {self._job.checkpoint.step} into '{self._folder}', {size}")
+                self._on_message(
+                    f"copying the checkpoint of step {self._job.checkpoint.step} into '{self._folder}', {size}"
+                )
             self._wait()
 
     def close(self) -> None:
@@ -193,7 +197,7 @@ class CheckpointCopier:
         if not self._said_slow:
             self._said_slow = True
             due, going = self._next.checkpoint.step, self._job.checkpoint.step
-            self._tell(
+            self._on_message(
                 f"the checkpoint of step {due} is not copied: the copy of step {going} is still running, and a newer "
                 "one is due. Save less often, or copy fewer: checkpoint.save_copy = 2"
             )
@@ -244,14 +248,16 @@ class CheckpointCopier:
     def _report(self, job: _CopyJob, moved: tuple[int, int] | None, problem: str) -> None:
         step = job.checkpoint.step
         if moved is None:
-            self._tell(
+            self._on_message(
                 f"the checkpoint of step {step} was not copied into '{self._folder}': {problem}. The original is "
                 "whole; the next checkpoint is copied again"
             )
             return
         copied, linked = map(format_size, moved)
         parts = f"{copied} copied" + (f", {linked} linked" if moved[1] else "")
-        self._tell(f"copied checkpoint at step {step} into '{self._folder}': {parts}, compared, in {job.seconds:.1f} s")
+        self._on_message(
+            f"copied checkpoint at step {step} into '{self._folder}': {parts}, compared, in {job.seconds:.1f} s"
+        )
 
 
 class _Pace:

@@ -763,7 +763,9 @@ def _shown(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
 
 
 def bring_back(
-    spec: CheckpointSpec, tell: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda checkpoint: None
+    spec: CheckpointSpec,
+    on_message: Callable[[str], None],
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> None:
     """Fetch the newest copy if it is newer than the local checkpoints, and the copy of the best evaluation with it.
 
@@ -798,12 +800,12 @@ def bring_back(
             for wanted in (best, each):
                 if wanted is not None and identity(wanted) not in map(identity, usable):
                     size = format_size(wanted.nbytes)
-                    tell(f"bringing back the checkpoint of step {wanted.step} from '{url}', {size}")
+                    on_message(f"bringing back the checkpoint of step {wanted.step} from '{url}', {size}")
                     folder.fetch(wanted, spec.output_dir, spec.table.min_free_disk)
             return
         except DamagedError as error:
             problems.append(str(error))
-            tell(f"the copy of step {each.step} is skipped: {error}")
+            on_message(f"the copy of step {each.step} is skipped: {error}")
     if not usable:
         raise RemoteError(
             f"none of the {len(newer)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL to "

@@ -81,9 +81,9 @@ class RemoteCopier:
         CheckpointError: the URL cannot be read.
     """
 
-    def __init__(self, spec: CheckpointSpec, tell: Callable[[str], None], rank: int, gather: Gather) -> None:
+    def __init__(self, spec: CheckpointSpec, on_message: Callable[[str], None], rank: int, gather: Gather) -> None:
         assert spec.table.copy_url is not None
-        self._spec, self._tell, self._rank, self._gather = spec, tell, rank, gather
+        self._spec, self._on_message, self._rank, self._gather = spec, on_message, rank, gather
         self._source = spec.output_dir / CHECKPOINTS_NAME
         self._url = spec.table.copy_url
         found: Any = None
@@ -148,12 +148,12 @@ class RemoteCopier:
         self._there.add(identity(job.checkpoint))
         self._number = job.number
         size, seconds = format_size(sum(part.nbytes for part in job.parts)), time.perf_counter() - job.start_s
-        self._tell(
+        self._on_message(
             f"copied checkpoint at step {job.checkpoint.step} to '{self._url}': {size}, compared, in {seconds:.1f} s"
         )
         for _, notice, _ in gathered:
             if notice:
-                self._tell(notice)
+                self._on_message(notice)
         self._start_next()
 
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
@@ -172,7 +172,7 @@ class RemoteCopier:
             if not self._said_waiting:
                 self._said_waiting = True
                 step = next(each.step for each in self._waiting if identity(each) in going)
-                self._tell(
+                self._on_message(
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "
                     "yet. Save less often, or keep more: checkpoint.save_total_limit"
                 )
@@ -189,7 +189,7 @@ class RemoteCopier:
             self._start_next()
         if self._job is not None:
             steps = ", ".join(str(each.step) for each in self._waiting)
-            self._tell(f"copying the checkpoint of step {steps} to '{self._url}'")
+            self._on_message(f"copying the checkpoint of step {steps} to '{self._url}'")
         while self._job is not None:
             self._hurry.set()
             if self._job.num_failed >= LAST_TRY:
@@ -276,12 +276,14 @@ class RemoteCopier:
             raise CheckpointError(problem)
         if kind == "damaged":
             self._job = None
-            self._tell(f"the checkpoint of step {step} cannot be copied to '{self._url}', it is damaged: {problem}")
+            self._on_message(
+                f"the checkpoint of step {step} cannot be copied to '{self._url}', it is damaged: {problem}"
+            )
             self._start_next()
             return
         job.num_failed += 1
         delay_s = min(MAX_DELAY_S, 2.0 ** (job.num_failed - 1))
-        self._tell(
+        self._on_message(
             f"the checkpoint of step {step} is not in '{self._url}' yet: {problem}. It stays on its drive; next try "
             f"in {delay_s:.0f} s"
         )
@@ -293,7 +295,7 @@ class RemoteCopier:
             self._cancel()
         self._queue = [each for each in self._queue if each not in lost]
         steps = ", ".join(str(each.step) for each in lost)
-        self._tell(
+        self._on_message(
             f"stopping: '{self._url}' is out of reach, so the checkpoint of step {steps} is replaced by the last one "
             "without having been copied"
         )

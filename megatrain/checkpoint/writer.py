@@ -38,7 +38,7 @@ class CheckpointFolder:
 
     Args:
         gather: All-gathers one object per rank; a collective.
-        tell: called on rank 0 if old files could not be removed, which costs no checkpoint.
+        on_message: called on rank 0 if old files could not be removed, which costs no checkpoint.
         ignores_damage: Whether a damaged document counts as empty and is replaced by the next one. Otherwise it
             raises an error.
 
@@ -54,13 +54,13 @@ class CheckpointFolder:
         rank: int,
         gather: Gather,
         keep: int,
-        tell: Callable[[str], None],
+        on_message: Callable[[str], None],
         *,
         ignores_damage: bool = False,
     ) -> None:
         self.path, self.rank, self.keep = path, rank, keep
         self.best: Checkpoint | None = None
-        self.gather, self._tell = gather, tell
+        self.gather, self._on_message = gather, on_message
         self.paths = store_paths(len(gather(None)))
         self.own = self.paths[rank]
         on_damage = None if self.is_listed and not ignores_damage else _ignore_damage
@@ -108,7 +108,7 @@ class CheckpointFolder:
             try:
                 prune(self.path, left, self.paths)
             except (TieredError, OSError) as error:
-                self._tell(f"old checkpoints in '{self.path}' could not be removed: {error}")
+                self._on_message(f"old checkpoints in '{self.path}' could not be removed: {error}")
 
         if left != self.known:
             # All ranks wait for rank 0's write, so that no rank starts another commit, which prunes, before it.

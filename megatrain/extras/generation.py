@@ -221,7 +221,7 @@ class Generator:
         check_weights(plan.run)
         refuse(plan.objections)
         found: list[Completion] = []
-        with open_run(plan, tell=self._observer.on_message) as opened:
+        with open_run(plan, on_message=self._observer.on_message) as opened:
             opened.load()
             store = opened.store
             store.wait_idle()

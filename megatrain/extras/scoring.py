@@ -173,20 +173,20 @@ class Scorer:
             if rest < kind.num_rows:
                 self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
             with open_run(
-                self.plan, tell=self._observer.on_message, activity=self._activity, weights=weights
+                self.plan, on_message=self._observer.on_message, activity=self._activity, weights=weights
             ) as opened:
                 opened.load()
                 return self._run_passes(opened, folder, kind, loader, cuts)
 
     def make_loader(self) -> BatchLoader:
-        run, tell = self.plan.run, self._observer.on_message
+        run, on_message = self.plan.run, self._observer.on_message
         tokenizer = tokenizer_of(run.model)
         data = run.data.with_keys(val_size=None)
-        dataset = load_dataset(data, tokenizer, tell)
+        dataset = load_dataset(data, tokenizer, on_message)
         check_token_ids(run.model, dataset, self.plan.graph)
-        tell(str(dataset.report))
+        on_message(str(dataset.report))
         for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
-            tell(f"warning: {text}")
+            on_message(f"warning: {text}")
         self._tokenizer = tokenizer
         return BatchLoader(
             replace(dataset, weights=()),  # each document once
@@ -243,7 +243,7 @@ class Scorer:
                 num_scored += sum(len(document.positions) for document in documents)
                 log_probs += [float(document.log_probs.sum(dtype=np.float64)) for document in documents]
                 seconds = time.perf_counter() - start_s
-                self._tell(folder, kind, number + 1, len(cuts), num_tokens, seconds)
+                self._report_pass(folder, kind, number + 1, len(cuts), num_tokens, seconds)
         store.wait_idle()
         moved = store.stats() - before
         rows_left = sum(map(len, cuts)) - num_rows
@@ -298,7 +298,7 @@ class Scorer:
             loader.dataset.release_pages()
             yield found, places
 
-    def _tell(
+    def _report_pass(
         self, folder: ScoreFolder, kind: ScoreKind, done: int, num_passes: int, num_tokens: int, seconds: float
     ) -> None:
         rows = kind.num_rows - sum(map(len, folder.missing()))

@@ -200,7 +200,7 @@ class RankGroup:
         if self._watcher is not None and on_notice is not None:
             self._watcher.on_notice = on_notice
 
-    def tell_launcher(self, **message: object) -> None:
+    def send_to_launcher(self, **message: object) -> None:
         """Send a message to the launcher, if there is one."""
         if self._line is not None:
             self._line.send(**message)
@@ -233,7 +233,7 @@ class RankGroup:
         if self._watcher is not None:
             self._watcher.finish()
         _flush()
-        self.tell_launcher(done=exit_code)
+        self.send_to_launcher(done=exit_code)
         os._exit(exit_code)
 
 

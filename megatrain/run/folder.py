@@ -146,11 +146,11 @@ class LockKeeper(RunObserver):
     """Observer that checks once a second, and after each step, that the run still holds the lock of its folder.
 
     Args:
-        tell: Called with messages for the user.
+        on_message: Called with messages for the user.
     """
 
-    def __init__(self, folder: RunFolder, tell: Callable[[str], None]) -> None:
-        self._folder, self._tell = folder, tell
+    def __init__(self, folder: RunFolder, on_message: Callable[[str], None]) -> None:
+        self._folder, self._on_message = folder, on_message
 
     def check_lock(self) -> None:
         """Lock the folder again if its lock file is gone. Errors are raised after the step."""
@@ -163,7 +163,7 @@ class LockKeeper(RunObserver):
 
     def _report(self) -> None:
         if (text := self._folder.keep_lock()) is not None:
-            self._tell(text)
+            self._on_message(text)
 
 
 def _refuse_links(path: Path) -> None:

@@ -62,7 +62,7 @@ class PreferenceTask:
             context.store,
             timeline=context.timeline,
             activity=context.activity,
-            on_message=context.tell,
+            on_message=context.on_message,
             known=None if context.kept is None else context.kept.get(RECORD, {}),
             group=context.group,
         )

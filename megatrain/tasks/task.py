@@ -70,7 +70,7 @@ class PrepareContext:
         kept: The task's record in the resumed checkpoint, or None for a new run.
         timeline: Records ops while it is on.
         activity: Current activity, for status.
-        tell: Called with messages for the user.
+        on_message: Called with messages for the user.
     """
 
     plan: Plan
@@ -79,7 +79,7 @@ class PrepareContext:
     kept: Mapping[str, Any] | None
     timeline: Timeline
     activity: Activity
-    tell: Callable[[str], None]
+    on_message: Callable[[str], None]
     group: RankGroup
 
 

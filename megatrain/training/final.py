@@ -36,7 +36,7 @@ class FinalExport:
         weights: The trained weights in the store.
         signals: Signals of the run. A stop ends the export.
         activity: Progress shared with a live view.
-        tell: Called with messages for the user.
+        on_message: Called with messages for the user.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ class FinalExport:
     group: RankGroup
     signals: RunSignals
     activity: Activity
-    tell: Callable[[str], None]
+    on_message: Callable[[str], None]
 
     def write(self, step: int, best: Best | None, spec: BestSpec) -> Path:
         """Write the folder and return its path.
@@ -94,7 +94,7 @@ class FinalExport:
         """Write the model of the best evaluation, from its checkpoint."""
         run = self.plan.run
         what = "the average of the weights" if is_average else "the model"
-        self.tell(f"exporting {what} of step {best.step}, the best one: {best.metric} {best.value:.4f}")
+        self.on_message(f"exporting {what} of step {best.step}, the best one: {best.metric} {best.value:.4f}")
         return export_checkpoint(
             run.output_dir,
             self._folder,

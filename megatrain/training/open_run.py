@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenRun", "StartWeights", "inspect_weights", "open_run", "open_weights"]
 
-_WORTH_TELLING_S = 1.0
+_MIN_REPORTED_S = 1.0
 
 
 @contextmanager
 def open_run(
     plan: Plan,
     *,
-    tell: Callable[[str], None] = lambda text: None,
+    on_message: Callable[[str], None] = lambda text: None,
     activity: Activity | None = None,
     group: RankGroup | None = None,
     source: WeightSource | None = None,
@@ -65,7 +65,7 @@ def open_run(
     """Open the store of a plan, without blocks. Leaving the context closes it.
 
     Args:
-        tell: Called with messages for the user of the run.
+        on_message: Called with messages for the user of the run.
         activity: Progress shared with a live view. Defaults to a private one.
         group: The ranks of the run, or None for a single process.
         source: Source of the weights. Defaults to the model's folder or its initialization.
@@ -78,9 +78,9 @@ def open_run(
     """
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
     # All checks that may refuse the run come before any allocation.
-    weights = weights or open_weights(plan, tell)
+    weights = weights or open_weights(plan, on_message)
     if weights.loader is not None and weights.loader.origin.passthrough.names:
-        tell(str(weights.loader.origin.passthrough))
+        on_message(str(weights.loader.origin.passthrough))
     is_with_all = run.world.size == group.world.size  # otherwise a single rank is inspected alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
@@ -89,7 +89,7 @@ def open_run(
         group.wait_for_all()  # an opening store removes files of dead runs, which other ranks count
     timeline = Timeline()
     # Each rank has its own drives, so notices about them come from this process alone.
-    notice = tell if group.world.is_first else group.notify
+    notice = on_message if group.world.is_first else group.notify
     # The store closes first, so that its device errors are still explained.
     with (
         device_errors_explained(),
@@ -100,8 +100,8 @@ def open_run(
         _freed_memory(plan, store),
     ):
         timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
-        blocks = Weights(store, plan, source or weights.source, activity, tell, group)
-        yield OpenRun(plan, store, blocks, timeline, activity, tell)
+        blocks = Weights(store, plan, source or weights.source, activity, on_message, group)
+        yield OpenRun(plan, store, blocks, timeline, activity, on_message)
 
 
 @contextmanager
@@ -127,11 +127,11 @@ class StartWeights:
     source: WeightSource
 
 
-def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> StartWeights:
+def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: None) -> StartWeights:
     """Check the headers, sizes and names of a run's weights. Fetches a hub model; reads no other weights.
 
     Args:
-        tell: Called after each fetched file.
+        on_message: Called after each fetched file.
 
     Raises:
         ModelFolderError: The weights do not fit the model.
@@ -141,7 +141,7 @@ def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) ->
     if model.table.train_from_scratch:
         return StartWeights(None, RandomWeights(graph.model, seed))
     if model.hub is not None:
-        fetch_weights(model.hub, lambda file: tell(str(file)))
+        fetch_weights(model.hub, lambda file: on_message(str(file)))
     loader = open_loader(model.folder, graph)
     if adapters_of(graph) is None:
         return StartWeights(loader, loader)
@@ -176,7 +176,7 @@ class OpenRun:
 
     Args:
         store: Store without blocks.
-        tell: Called with messages for the user of the run.
+        on_message: Called with messages for the user of the run.
 
     Attributes:
         store: Store with all blocks, once ``load`` has filled them.
@@ -190,11 +190,11 @@ class OpenRun:
         weights: Weights,
         timeline: Timeline,
         activity: Activity,
-        tell: Callable[[str], None],
+        on_message: Callable[[str], None],
     ) -> None:
         self.plan, self.store, self.weights, self.timeline = plan, store, weights, timeline
         self.engine: StepEngine | None = None
-        self._activity, self._tell = activity, tell
+        self._activity, self._on_message = activity, on_message
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
         """Fill weights and optimizer state unit by unit, then reserve what only steps need.
@@ -215,20 +215,22 @@ class OpenRun:
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)
         if isinstance(source := self.weights.source, AdaptedWeights):
-            self._tell(source.describe(checkpoint))
+            self._on_message(source.describe(checkpoint))
         # After loading, because the fp32 copy of a loaded unit uses memory that its gradient needs in a step. So a run
         # that fits also starts.
         register_transient_blocks(self.store, self.plan)
-        self._tell_of_memory()
+        self._report_memory()
         return checkpoint
 
-    def _tell_of_memory(self) -> None:
+    def _report_memory(self) -> None:
         """Report the time to make RAM resident and page-locked if it is long."""
         ram = self.store.tier("ram")
-        if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _WORTH_TELLING_S:
+        if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return
-        pinned = f", page-locked in {format_duration(ram.pin_s)}" if ram.pin_s >= _WORTH_TELLING_S / 10 else ""
-        self._tell(f"RAM: {format_size(ram.made_bytes)} made resident in {format_duration(ram.populate_s)}{pinned}")
+        pinned = f", page-locked in {format_duration(ram.pin_s)}" if ram.pin_s >= _MIN_REPORTED_S / 10 else ""
+        self._on_message(
+            f"RAM: {format_size(ram.made_bytes)} made resident in {format_duration(ram.populate_s)}{pinned}"
+        )
 
     def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:
         """Return an engine on the loaded store, and give the prefetcher the schedule of ``num_steps`` steps.

@@ -203,22 +203,22 @@ class Preparation:
         check_writable(self._config)
         check_target(self.run.output_dir / FINAL_NAME)
 
-    def storage(self, tell: Callable[[str], None]) -> None:
+    def storage(self, on_message: Callable[[str], None]) -> None:
         """Check the model's weights, the free space of the drives and their folders before the long tokenization."""
         if self.weights is None:
             check_drives(self.plan)
             check_folders(self.run.checkpoint)
-            self.weights = open_weights(self.plan, tell)
+            self.weights = open_weights(self.plan, on_message)
 
-    def rows(self, tell: Callable[[str], None]) -> Iterator[CheckResult]:
+    def rows(self, on_message: Callable[[str], None]) -> Iterator[CheckResult]:
         """Read and tokenize the rows to train on, or find them in the cache."""
         data = self.run.data
-        self.dataset = dataset = open_dataset(data, self.tokenizer, tell)
+        self.dataset = dataset = open_dataset(data, self.tokenizer, on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
         try:
             losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
         except DataError:
-            tell(str(dataset.report))  # why rows were dropped
+            on_message(str(dataset.report))  # why rows were dropped
             raise
         yield CheckResult("data", "ok", str(dataset.report))
         yield from (CheckResult("data", "warning", text) for text in losses)
@@ -281,11 +281,11 @@ class Preparation:
         ):
             yield CheckResult("model", "warning", text)
 
-    def start(self, config: RunConfig, tell: Callable[[str], None], *, allows_changes: bool = False) -> RunStart:
+    def start(self, config: RunConfig, on_message: Callable[[str], None], *, allows_changes: bool = False) -> RunStart:
         """Return a finder of the checkpoint from which the run resumes.
 
         Args:
-            tell: Called with messages for the user.
+            on_message: Called with messages for the user.
             allows_changes: Whether a checkpoint is resumed even if config changes alter results.
         """
         return RunStart(
@@ -296,7 +296,7 @@ class Preparation:
             self.num_steps,
             self.best,
             allows_changes,
-            tell,
+            on_message,
         )
 
 
@@ -685,12 +685,12 @@ class _WholeCheck:
             yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
-    def _start(self, tell: Callable[[str], None]) -> RunStart | None:
+    def _start(self, on_message: Callable[[str], None]) -> RunStart | None:
         """Return a finder that compares checkpoints with the user's config, or None without model or rows."""
         if self._prepared is None or not self._is_cut:
             return None
         config = self._config.model_copy(update={"data": self._config.data.model_copy(update=self._own)})
-        return self._prepared.start(with_commit(config, self._prepared.run.model.hub), tell)
+        return self._prepared.start(with_commit(config, self._prepared.run.model.hub), on_message)
 
     def _weights(self) -> Iterator[CheckResult]:
         """Read the weights that a run would load, and report all NaN and infinite ones; a run stops at the first."""

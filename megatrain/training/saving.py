@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 __all__ = ["make_copier", "make_writer"]
 
 
-def make_copier(plan: Plan, group: RankGroup, tell: Callable[[str], None]) -> CheckpointCopier:
+def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> CheckpointCopier:
     """Return the copier of all ranks' checkpoints. A collective.
 
     Args:
-        tell: Called with messages for the user.
+        on_message: Called with messages for the user.
     """
     drive_bytes = sum(group.gather(plan.checkpoint_bytes_on_drives))  # homes may differ between ranks
-    return CheckpointCopier(plan.run.checkpoint, drive_bytes, tell, plan.run.world.rank, group.gather)
+    return CheckpointCopier(plan.run.checkpoint, drive_bytes, on_message, plan.run.world.rank, group.gather)
 
 
 def make_writer(
     plan: Plan,
     store: TieredStore,
     group: RankGroup,
-    tell: Callable[[str], None],
+    on_message: Callable[[str], None],
     *,
     loaded: Checkpoint | None,
     best: Checkpoint | None,
@@ -44,14 +44,14 @@ def make_writer(
     """Return the writer of checkpoints, which works together with the other ranks.
 
     Args:
-        tell: Called with messages for the user.
+        on_message: Called with messages for the user.
         loaded: The resumed checkpoint, or None for a new run.
         best: Checkpoint of the best evaluation so far, which is kept, or None.
         remote_save_number: Largest number of a save with a copy at a URL.
     """
     run = plan.run
     path = run.output_dir / CHECKPOINTS_NAME
-    folder = CheckpointFolder(path, run.world.rank, group.gather, run.checkpoint.table.save_total_limit, tell)
+    folder = CheckpointFolder(path, run.world.rank, group.gather, run.checkpoint.table.save_total_limit, on_message)
     folder.best = best
     copies = folder.from_first(lambda: read_checkpoints(run.output_dir / COPIES_NAME, on_damage=lambda error: None))
     return CheckpointWriter(

@@ -52,7 +52,7 @@ class RunStart:
         loader: Batches of the run; ``state`` seeks to the resumed position.
         best: Criterion of the best evaluation.
         allows_changes: Whether a checkpoint is resumed even if config changes alter results.
-        tell: Called with messages for the user.
+        on_message: Called with messages for the user.
     """
 
     plan: Plan
@@ -62,7 +62,7 @@ class RunStart:
     num_steps: int
     best: BestSpec
     allows_changes: bool
-    tell: Callable[[str], None]
+    on_message: Callable[[str], None]
 
     def find(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
         """Return the checkpoints to start from, best first, and the summary of a run that is already done.
@@ -73,9 +73,9 @@ class RunStart:
         """
         run, are_lost = self.plan.run, False
         if run.checkpoint.table.copy_url is not None:
-            bring_back(run.checkpoint, self.tell, self._check_before_fetch)
+            bring_back(run.checkpoint, self.on_message, self._check_before_fetch)
         try:
-            candidates = find_candidates(run.checkpoint, self.tell)
+            candidates = find_candidates(run.checkpoint, self.on_message)
         except LostCheckpointsError as lost:
             # The user may have deleted them after the export of the model.
             if self.already_done(lost.newest) is None:
@@ -87,7 +87,7 @@ class RunStart:
         summary = self.already_done(candidates[0]) if candidates else None
         if summary is None:
             return candidates, None
-        self._tell_of_end(summary)
+        self._report_end(summary)
         if not are_lost:
             self._copy_last(candidates[0])
         return candidates, replace(
@@ -99,7 +99,7 @@ class RunStart:
         run = self.plan.run
         return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
 
-    def _tell_of_end(self, summary: RunSummary) -> None:
+    def _report_end(self, summary: RunSummary) -> None:
         """Report that the run is done, and how to train longer."""
         done = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
         if summary.num_steps > self.num_steps:
@@ -111,7 +111,7 @@ class RunStart:
         if optimizer.depends_on_length:
             changes = f": its learning rate ({optimizer.lr_scheduler_type}) depends on the length, so it differs "
             changes += "from one run of N steps"
-        self.tell(
+        self.on_message(
             f"nothing to do: this run is done, {done}. To train on, start it "
             f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start again, name "
             "another output_dir"
@@ -122,7 +122,7 @@ class RunStart:
         # A copy into a folder needs all its ranks, and this one is alone.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint_bytes_on_drives
-            with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.tell) as copier:
+            with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.on_message) as copier:
                 copier.offer(checkpoint, is_last=True)
                 copier.finish()
 
@@ -152,7 +152,7 @@ class RunStart:
             describe_model(self.plan),
             self.loader.fingerprint(),
             allow=allow,
-            on_notice=self.tell,
+            on_notice=self.on_message,
         )
 
     def check_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
@@ -168,7 +168,7 @@ class RunStart:
             # The newest one has this config, or the change was allowed; an older one may predate it.
             self.check_changes(loaded, allow=True)
         if loaded.state.arithmetic != ARITHMETIC:
-            self.tell(
+            self.on_message(
                 f"warning: the checkpoint of step {loaded.state.step} is from a version of this program that adds "
                 "numbers in another order. Nothing is lost, but from now on, losses and weights differ in their "
                 "last bits from the results of that version"
@@ -196,7 +196,7 @@ class RunStart:
         for each in candidates:
             if each.is_of(self.plan.run.output_dir) and not each.is_copy and each.step == best.step:
                 return state, each
-        self.tell(
+        self.on_message(
             f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the "
             "best"
         )
@@ -262,7 +262,7 @@ class RunStart:
         then = resolve_best(config_from_toml(before.config_toml))
         figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.best)]
         if figures[0] != figures[1]:
-            self.tell(
+            self.on_message(
                 f"warning: the best evaluation so far, of step {Best(**before.best).step}, was chosen by another "
                 f"metric, {then.described}: the next one counts as the best"
             )

@@ -161,7 +161,7 @@ class Trainer:
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
             if summary is None:
                 self.prepared.storage(self.observer.on_message)
-                self._tell_of_start(candidates, lines)
+                self._report_start(candidates, lines)
                 with self.open() as self.opened, self._resumed(start, candidates):
                     summary = self._run()
                     if self.group.world.is_first:
@@ -225,16 +225,16 @@ class Trainer:
         Raises:
             Exception: The first error, as in ``train``.
         """
-        prepared, group, tell = self.prepared, self.group, self.observer.on_message
+        prepared, group, on_message = self.prepared, self.group, self.observer.on_message
         prepared.limits()
         if group.world.is_first:
             prepared.folders()
         # A finished run needs neither weights nor free space, but only the data determines whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
-            prepared.storage(tell)
+            prepared.storage(on_message)
         self.activity.begin("reading the data")
         # The first rank of a host tokenizes into the cache; the others find it there.
-        yield from group.one_after_the_other(lambda: list(prepared.rows(tell)))
+        yield from group.one_after_the_other(lambda: list(prepared.rows(on_message)))
         prepared.steps()
         fingerprint = {"the fingerprint of the rows": prepared.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
@@ -244,17 +244,17 @@ class Trainer:
         yield from prepared.remarks()
         yield from prepared.warnings()
 
-    def make_loader(self, tell: Callable[[str], None] | None = None) -> BatchLoader:
+    def make_loader(self, on_message: Callable[[str], None] | None = None) -> BatchLoader:
         """Return the batches of the run from its first step. Reads and tokenizes the data, or finds it in the cache.
 
         Args:
-            tell: Called with the reports on rows. Defaults to the observer.
+            on_message: Called with the reports on rows. Defaults to the observer.
 
         Raises:
             DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
         for each in self.prepared.rows(self.observer.on_message):
-            (tell or self.observer.on_message)(each.line)
+            (on_message or self.observer.on_message)(each.line)
         return self.prepared.make_loader()
 
     @contextmanager
@@ -286,7 +286,7 @@ class Trainer:
             finally:
                 self.observer = given
 
-    def _tell_of_start(self, candidates: Sequence[Checkpoint], lines: Sequence[str]) -> None:
+    def _report_start(self, candidates: Sequence[Checkpoint], lines: Sequence[str]) -> None:
         """Report the start and the findings about data. A resumed run with the same data has reported them before."""
         continued = candidates[0].state if candidates else None
         if self.group.world.is_first:
@@ -305,7 +305,7 @@ class Trainer:
         """Open the store of the run, without blocks; leaving closes it. Raises as ``open_run``."""
         return open_run(
             self.plan,
-            tell=self.observer.on_message,
+            on_message=self.observer.on_message,
             activity=self.activity,
             group=self.group,
             weights=self.prepared.weights,
@@ -314,16 +314,16 @@ class Trainer:
     @contextmanager
     def _resumed(self, start: RunStart, candidates: Sequence[Checkpoint]) -> Iterator[None]:
         """Load weights, set the run to the step of its checkpoint, and create the savers, evaluators and loggers."""
-        run, plan, tell = self.run, self.plan, self.observer.on_message
+        run, plan, on_message = self.run, self.plan, self.observer.on_message
         opened = self.opened
         checkpoint = opened.load(candidates)
         start.check_loaded(checkpoint, candidates)
         drive_bytes = plan.checkpoint_bytes_on_drives
         for line in describe_drives(run.checkpoint, drive_bytes * run.world.local_size):
-            tell(line)
+            on_message(line)
         # Exited in reverse order, and before the store: loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
-            self.copier = stack.enter_context(make_copier(plan, self.group, tell))
+            self.copier = stack.enter_context(make_copier(plan, self.group, on_message))
             saved = None
             if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
                 saved = checkpoint
@@ -337,7 +337,7 @@ class Trainer:
             if step is not None and self.group.world.is_first:
                 evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
             evaluations = self.group.broadcast(evaluations)
-            self._loggers = make_loggers(self.prepared.logging, step, tell) if self.group.world.is_first else []
+            self._loggers = make_loggers(self.prepared.logging, step, on_message) if self.group.world.is_first else []
             for logger in self._loggers:
                 stack.enter_context(logger)
             self._observers = Observers([self.observer, *self._loggers])
