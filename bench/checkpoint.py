@@ -153,10 +153,10 @@ class Costs:
             unchanged = [state.commit() for _ in range(self._rounds)]
             rewritten = [state.commit(rewrite=True) for _ in range(self._rounds)] if in_ram < 1 else []
         shutil.rmtree(self._folder / "state")
-        self._tell(name, unchanged, rewritten, state)
+        self._print_results(name, unchanged, rewritten, state)
         return True
 
-    def _tell(self, name: str, unchanged: Sequence[Cost], rewritten: Sequence[Cost], state: State) -> None:
+    def _print_results(self, name: str, unchanged: Sequence[Cost], rewritten: Sequence[Cost], state: State) -> None:
         row, (first, *_) = self._report.row, unchanged
         written, linked = first.figures.written_bytes, first.figures.linked_bytes
         row(f"{name}.written", written, "bytes", target=state.ram_bytes, ok=written == state.ram_bytes)
@@ -283,9 +283,9 @@ class Stall(RunObserver):
         )
         Trainer(config, observer=self).train()
         shutil.rmtree(out)
-        self._tell(f"save.{placement}.{mode}")
+        self._print_results(f"save.{placement}.{mode}")
 
-    def _tell(self, name: str) -> None:
+    def _print_results(self, name: str) -> None:
         row = self._report.row
         ends = [*range(self.CYCLE - 1, len(self._ends_s), self.CYCLE)]  # steps that a save follows; the last: the end
         periods = [after - before for before, after in pairwise(self._ends_s)]

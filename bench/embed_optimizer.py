@@ -95,7 +95,7 @@ def main() -> int:
     report = Report("embed_optimizer", as_json=arguments.json, tokens_per_step=rows * length)
     for size in arguments.sizes:
         for num_threads in arguments.threads:
-            tell_size(report, size, num_threads, arguments, (rows, length))
+            print_size(report, size, num_threads, arguments, (rows, length))
     return 0 if report.all_ok else 1
 
 
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def tell_size(
+def print_size(
     report: Report, size: str, num_threads: int, arguments: argparse.Namespace, shape: tuple[int, int]
 ) -> None:
     """Measure one size with one number of threads and print its rows."""
@@ -138,7 +138,7 @@ def tell_size(
     with open_sides(model, num_parameters, num_threads, peers) as sides:
         for clipping, max_norm in (("free", 0.0), ("clipped", MAX_NORM)):
             measure(sides, ids, max_norm, arguments.rounds)
-            tell_sides(report, f"{prefix}.{clipping}", sides)
+            print_sides(report, f"{prefix}.{clipping}", sides)
 
 
 def build_model(size: str, device: str) -> nn.Module:
@@ -240,7 +240,7 @@ def measure(sides: Sequence[Side], ids: Tensor, max_norm: float, num_rounds: int
             side.step(ids, max_norm)
 
 
-def tell_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
+def print_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
     """Print times, ratios to torch's fused AdamW, and whether all sides computed the same."""
     reference = sides[0]
     for side in sides:

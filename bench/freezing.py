@@ -51,11 +51,11 @@ def main() -> int:
     report.row("shape", f"{size}x{size}", "weights")
     report.row("steps", arguments.steps, "updates")
     for lr in (1e-6, 1e-5):
-        tell(report, size, lr, arguments.steps)
+        print_results(report, size, lr, arguments.steps)
     return 0 if report.all_ok else 1
 
 
-def tell(report: Report, size: int, lr: float, num_steps: int) -> None:
+def print_results(report: Report, size: int, lr: float, num_steps: int) -> None:
     """Print the share of moved weights at one learning rate."""
     start, gradient = make_problem(size)
     runs = {

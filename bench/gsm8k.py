@@ -229,13 +229,13 @@ def measure(report: Report, config: RunConfig) -> None:
     report.row("steps", num_steps, "steps")
     report.row("tokens", sum(ours.num_tokens), "tokens, without padding")
     report.row("trained_tokens", sum(ours.num_trained), "tokens")
-    tell_differences(report, ours, plain)
-    tell_weights(report, ours, before, weights)
-    tell_tests(report, ours, plain, num_steps)
-    tell_memory(report, trainer, ours, plain)
+    print_differences(report, ours, plain)
+    print_weights(report, ours, before, weights)
+    print_tests(report, ours, plain, num_steps)
+    print_memory(report, trainer, ours, plain)
 
 
-def tell_differences(report: Report, ours: Run, plain: Run) -> None:
+def print_differences(report: Report, ours: Run, plain: Run) -> None:
     """Print losses and norms of both sides, and their largest difference."""
     report.row("ours.losses", ours.losses, "loss of each step")
     report.row("plain.losses", plain.losses, "loss of each step")
@@ -248,7 +248,7 @@ def tell_differences(report: Report, ours: Run, plain: Run) -> None:
         report.row(f"{name}.max_relative_difference", max(found), "of plain", target=most, ok=max(found) <= most)
 
 
-def tell_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def print_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Print the distance between the trained weights of both sides, and the distance that training moved them."""
     assert ours.summary is not None and ours.summary.export_dir is not None
     apart = moved = largest = largest_move = 0.0
@@ -269,7 +269,7 @@ def tell_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weight
     report.row("weights.difference_over_move", share, "of lengths", target=WEIGHT_TOLERANCE, ok=ok)
 
 
-def tell_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
+def print_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
     """Print the loss of the test answers before and after."""
     report.row("test.tokens", ours.num_test_tokens, "tokens with a label")
     same = ours.num_test_tokens == plain.num_test_tokens
@@ -285,7 +285,7 @@ def tell_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
     report.row("test.change", change, "loss", target=0, ok=change < 0)
 
 
-def tell_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> None:
+def print_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> None:
     """Print the bytes that tiers held, the bytes that a step moved, and the memory of the process on each side."""
     assert ours.summary is not None
     for tier, nbytes in ours.summary.tier_peak_bytes.items():

@@ -145,19 +145,19 @@ class Case:
         row("folder.weights", weights, "bytes")
         config, plan = self._fitting()
         rows = list(islice(batches(config), NUM_STEPS))
-        self._tell_plan(plan)
+        self._print_plan(plan)
         plain = plain_loss(self._model, rows[0])
         row("loss.plain", plain, "nats")
         peak_before = high_water_bytes()
         with Large(config, NUM_STEPS, plan=plan) as side:
             peak = high_water_bytes()
-            self._tell_start(side, plan, weights)
+            self._print_start(side, plan, weights)
             forget_high_water()  # the drive's rate was measured with other buffers
             for path in self._model.glob("*.safetensors"):  # its room is needed for gradients
                 path.unlink()
             losses = [self._step(side, micro_batches, number) for number, micro_batches in enumerate(rows)]
             side.finish()
-            self._tell_bytes(side)
+            self._print_bytes(side)
             row("process.before", peak_before, "bytes")
             allowed = plan.budgets["ram"] + PROCESS_BYTES
             peak = max(peak, high_water_bytes())
@@ -212,7 +212,7 @@ class Case:
                 self._row(f"{error.tier}.asked", sizes.get(error.tier, "auto"), "")
                 sizes[error.tier] = f"{error.need_bytes}B"
 
-    def _tell_plan(self, plan: Plan) -> None:
+    def _print_plan(self, plan: Plan) -> None:
         row, count = self._row, plan.graph.num_parameters
         row("parameters", count, "1")
         row("ram_tier", plan.budgets["ram"], "bytes")
@@ -223,7 +223,7 @@ class Case:
         seconds = estimate.step_s if estimate is not None else None
         row("step.predicted", seconds, "s" if seconds is not None else "the machine was not measured: doctor")
 
-    def _tell_start(self, side: Large, plan: Plan, folder_bytes: int) -> None:
+    def _print_start(self, side: Large, plan: Plan, folder_bytes: int) -> None:
         seconds, written = side.start_s["fill"], side.start_bytes["fill"]
         size = 32 * MiB if self._arguments.quick else 768 * MiB
         traffic = {"nvme->ram": folder_bytes, "ram->nvme": written}
@@ -244,7 +244,7 @@ class Case:
         self._row(f"step{number + 1}.loss", times.loss, "nats")
         return times.loss
 
-    def _tell_bytes(self, side: Large) -> None:
+    def _print_bytes(self, side: Large) -> None:
         planned = side.planned_bytes()
         for link, moved in side.moved_bytes().items():
             self._row(f"{link}.moved", moved, "bytes", target=planned[link], ok=moved == planned[link])

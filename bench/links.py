@@ -94,13 +94,13 @@ class BlockSize:
         with ExitStack() as stack:
             sides = self._open_sides(stack)
             measured = self._measure(sides)
-            self._tell_tiers([side for side in sides if isinstance(side, TierSide)])
+            self._print_tiers([side for side in sides if isinstance(side, TierSide)])
         self._report.row(f"{self._size}.bytes_per_measurement", self._work.nbytes, "bytes")
         self._report.row(f"{self._size}.load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
         for (operation, side), samples in measured.items():
-            self._tell_side(f"{operation}.{self._size}.{side}", samples)
+            self._print_side(f"{operation}.{self._size}.{side}", samples)
         for operation in (READ, WRITE, MIXED):
-            self._tell_ratios(operation, measured)
+            self._print_ratios(operation, measured)
         for name, reason in self._skipped.items():
             self._report.row(f"{self._size}.{name}.skipped", reason, "reason")
 
@@ -157,26 +157,26 @@ class BlockSize:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _tell_tiers(self, tiers: Sequence[TierSide]) -> None:
+    def _print_tiers(self, tiers: Sequence[TierSide]) -> None:
         for side in tiers:
             name = f"{self._size}.{side.name}"
             self._report.row(f"{name}.wrong_blocks", side.num_wrong, "blocks", target=0, ok=side.num_wrong == 0)
             self._report.row(f"{name}.path", side.io_path, "way")
             self._report.row(f"{name}.huge_pages", side.huge_page_bytes, "bytes")
 
-    def _tell_side(self, name: str, samples: Samples) -> None:
+    def _print_side(self, name: str, samples: Samples) -> None:
         self._report.row(f"{name}.rate", statistics.median(samples.rates), "GB/s")
         self._report.row(f"{name}.rates", [round(rate, 4) for rate in samples.rates], "GB/s")
         self._report.row(f"{name}.cpu", statistics.median(samples.cpu_s_per_gb), "CPU-s/GB")
 
-    def _tell_ratios(self, operation: str, measured: Measured) -> None:
+    def _print_ratios(self, operation: str, measured: Measured) -> None:
         rates = {side: samples.rates for (kind, side), samples in measured.items() if kind == operation}
         fio = {side: each for side, each in rates.items() if side.startswith("fio_")}
         small_pages = {side: each for side, each in fio.items() if not side.endswith("_huge")}
-        self._tell_ratios_to("fio", fio, operation, rates, is_claimed=True)
-        self._tell_ratios_to("fio_small_pages", small_pages, operation, rates, is_claimed=False)
+        self._print_ratios_to("fio", fio, operation, rates, is_claimed=True)
+        self._print_ratios_to("fio_small_pages", small_pages, operation, rates, is_claimed=False)
 
-    def _tell_ratios_to(self, group: str, fio: Rates, operation: str, rates: Rates, *, is_claimed: bool) -> None:
+    def _print_ratios_to(self, group: str, fio: Rates, operation: str, rates: Rates, *, is_claimed: bool) -> None:
         """Compare the tier with fio's best variant: the one with the highest median here."""
         if not fio:
             return

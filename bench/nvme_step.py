@@ -65,7 +65,7 @@ def main() -> int:
             times.append((tokens, *Regime(model, arguments, shape, Path(scratch, f"drive{number}"), report).run()))
             all_ok &= report.all_ok
         if len({tokens for tokens, _, _ in times}) > 1:
-            tell_crossing(times, arguments)
+            print_crossing(times, arguments)
     return 0 if all_ok else 1
 
 
@@ -110,8 +110,8 @@ class Regime:
                 rounds.append((in_ram.steps(turn, LR), on_nvme.steps(turn, LR), drive.rate_bytes_per_s()))
             for side in (in_ram, on_nvme):
                 side.finish()
-            self._tell_bytes(on_nvme)
-        return self._tell_times(rounds, sum(traffic.values()))
+            self._print_bytes(on_nvme)
+        return self._print_times(rounds, sum(traffic.values()))
 
     def _nvme_config(self) -> RunConfig:
         ram = self._arguments.ram
@@ -133,7 +133,7 @@ class Regime:
         text = QUICKSTART / "loomings.txt"
         return run_config(self._model, text, self._shape, self._folder, tiers=tiers, placement=ON_NVME)
 
-    def _tell_times(self, rounds: Sequence[tuple[StepTimes, StepTimes, float]], num_bytes: int) -> tuple[float, float]:
+    def _print_times(self, rounds: Sequence[tuple[StepTimes, StepTimes, float]], num_bytes: int) -> tuple[float, float]:
         row, measured = self._report.row, rounds[1:]
         compute_s = statistics.median(ram.total_s for ram, _, _ in measured)
         drive_s = statistics.median(num_bytes / rate for _, _, rate in measured)
@@ -158,7 +158,7 @@ class Regime:
         row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
         return compute_s, drive_s
 
-    def _tell_bytes(self, side: Ours) -> None:
+    def _print_bytes(self, side: Ours) -> None:
         planned, num_parameters = side.planned_bytes(), side.plan.graph.num_parameters
         self._report.row("parameters", num_parameters, "1")
         for link, moved in side.moved_bytes().items():
@@ -233,7 +233,7 @@ def _in_step(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[list
         )
 
 
-def tell_crossing(times: Sequence[tuple[int, float, float]], arguments: argparse.Namespace) -> None:
+def print_crossing(times: Sequence[tuple[int, float, float]], arguments: argparse.Namespace) -> None:
     """Print the tokens per step at which compute alone takes as long as the drive: measured, and by the formula."""
     report = Report("nvme_step", as_json=arguments.json, tokens_per_step=None)
     (few, few_s, few_drive_s), (many, many_s, many_drive_s) = times[0], times[-1]

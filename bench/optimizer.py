@@ -58,7 +58,7 @@ def main() -> int:
     arguments = parse_arguments()
     report = Report("optimizer", as_json=arguments.json, tokens_per_step=None)
     clip.warm_up()
-    tell_bits(report)
+    print_bits(report)
     for size in sizes(arguments):
         num_blocks = -(-(QUICK_SAMPLE_PARAMETERS if arguments.quick else SAMPLE_PARAMETERS) // size)
         need = size * (num_blocks * MEMORY_BYTES + TEMPORARY_BYTES)
@@ -67,7 +67,7 @@ def main() -> int:
             continue
         blocks = make_blocks(size, num_blocks)
         for num_threads in arguments.threads:
-            tell_size(report, blocks, num_threads, arguments.rounds)
+            print_size(report, blocks, num_threads, arguments.rounds)
         del blocks
     return 0 if report.all_ok else 1
 
@@ -99,7 +99,7 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
     return [count * MILLION for count in millions]
 
 
-def tell_bits(report: Report) -> None:
+def print_bits(report: Report) -> None:
     """Print whether all formats of the master, cut anywhere, give the same bits, so that the rates are comparable."""
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +121,7 @@ def tell_bits(report: Report) -> None:
     report.row("bits.differ_by_format_and_threads", differing, "elements", target=0, ok=differing == 0)
 
 
-def tell_size(report: Report, blocks: Sequence[Block], num_threads: int, num_rounds: int) -> None:
+def print_size(report: Report, blocks: Sequence[Block], num_threads: int, num_rounds: int) -> None:
     """Measure one size with one number of threads and print its rows."""
     torch.set_num_threads(num_threads)
     threads = KernelThreads(num_threads)
@@ -139,13 +139,15 @@ def tell_size(report: Report, blocks: Sequence[Block], num_threads: int, num_rou
     claims = [*((side.name, side.ceiling, TARGET_CEILING) for side in sides if side.ceiling), *CLAIMS]
     for name, other, target in claims:
         if other in samples:
-            tell_ratio(report, f"{prefix}.ratio.{name}/{other}", samples[name], samples[other], target)
+            print_ratio(report, f"{prefix}.ratio.{name}/{other}", samples[name], samples[other], target)
     for other in ("torch.fused.fp32", "torch.foreach.fp32", "deepspeed.bf16"):
         if other in samples:
-            tell_ratio(report, f"{prefix}.ratio.ours.fp32/{other}", samples["ours.fp32"], samples[other], None)
+            print_ratio(report, f"{prefix}.ratio.ours.fp32/{other}", samples["ours.fp32"], samples[other], None)
 
 
-def tell_ratio(report: Report, name: str, mine: Sequence[float], theirs: Sequence[float], target: float | None) -> None:
+def print_ratio(
+    report: Report, name: str, mine: Sequence[float], theirs: Sequence[float], target: float | None
+) -> None:
     """Print the ratio of parameters per second: the median of the rounds' ratios, and all ratios."""
     ratios = [their / my for my, their in zip(mine, theirs, strict=True)]
     ratio = statistics.median(ratios)

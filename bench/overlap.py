@@ -136,7 +136,7 @@ class Bench:
                 self._report.row("sometimes.max_grad_norm", limits["sometimes"], "")
             first, *others = (outcomes[way, placement] for placement in placements)
             for placement, other in zip(placements[1:], others, strict=True):
-                self._tell_differences(f"{way}.{placement}/{placements[0]}", first, other)
+                self._print_differences(f"{way}.{placement}/{placements[0]}", first, other)
         self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
 
     def _compare(
@@ -155,10 +155,10 @@ class Bench:
                 turn = list(islice(data, self._arguments.steps))
                 rounds.append({name: side.steps(turn, LR) for name, side in sides.items()})
             outcomes = {name: (side.noting.results, side.digests()) for name, side in sides.items()}
-            self._tell_times(prefix, placement, rounds[1:])
-            self._tell_counters(prefix, sides)
-        self._tell_clipped(prefix, way, max_grad_norm, outcomes[OVERLAPPED][0])
-        self._tell_differences(f"{prefix}.{SERIAL}/{OVERLAPPED}", outcomes[OVERLAPPED], outcomes[SERIAL])
+            self._print_times(prefix, placement, rounds[1:])
+            self._print_counters(prefix, sides)
+        self._print_clipped(prefix, way, max_grad_norm, outcomes[OVERLAPPED][0])
+        self._print_differences(f"{prefix}.{SERIAL}/{OVERLAPPED}", outcomes[OVERLAPPED], outcomes[SERIAL])
         return outcomes[OVERLAPPED]
 
     def _ram_tier(self) -> str:
@@ -187,7 +187,7 @@ class Bench:
             tables = {**tables, "tiers": drive, "placement": ON_NVME}
         return run_config(self._model, TEXT, self._arguments.tokens, folder, **tables)
 
-    def _tell_times(self, prefix: str, placement: str, rounds: Sequence[Mapping[str, StepTimes]]) -> None:
+    def _print_times(self, prefix: str, placement: str, rounds: Sequence[Mapping[str, StepTimes]]) -> None:
         row = self._report.row
         for name in (OVERLAPPED, SERIAL):
             row(f"{prefix}.{name}.step", statistics.median(turn[name].total_s for turn in rounds), "s")
@@ -200,20 +200,20 @@ class Bench:
         row(f"{prefix}.ratio.{SERIAL}/{OVERLAPPED}", ratio, "x", target=target, ok=ok, timing=True)
         row(f"{prefix}.ratio.{SERIAL}/{OVERLAPPED}.each", [round(each, 3) for each in ratios], "x")
 
-    def _tell_counters(self, prefix: str, sides: Mapping[str, Side]) -> None:
+    def _print_counters(self, prefix: str, sides: Mapping[str, Side]) -> None:
         for name, side in sides.items():
             for link, moved in side.moved_bytes().items():
                 self._report.row(f"{prefix}.{name}.{link}.moved", moved // self._num_steps, "bytes/step")
             wasted = sum(window.prefetch_wasted for window in side.windows) / self._num_steps
             self._report.row(f"{prefix}.{name}.prefetch_wasted", wasted, "copies/step")
 
-    def _tell_clipped(self, prefix: str, way: str, limit: float, results: Sequence[StepResult]) -> None:
+    def _print_clipped(self, prefix: str, way: str, limit: float, results: Sequence[StepResult]) -> None:
         clipped = sum(0 < limit < result.grad_norm for result in results)
         wanted = {"never": clipped == 0, "always": clipped == len(results), "sometimes": 0 < clipped < len(results)}
         target = {"never": 0, "always": len(results), "sometimes": len(results) // 2}[way]
         self._report.row(f"{prefix}.clipped", clipped, "steps", target=target, ok=wanted[way])
 
-    def _tell_differences(
+    def _print_differences(
         self,
         prefix: str,
         left: tuple[Sequence[StepResult], Mapping[str, str]],

@@ -123,14 +123,14 @@ class Comparison:
         plan = command("plan", self._config, "--measure", "--json", *sets)
         real = self._real(self._overrides, "run")
         self._report.row(f"{self._name}.parameters", self._num_parameters(), "1")
-        ratios = [self._tell_time(self._name, plan["estimate"]["predicted_step_s"], real)]
+        ratios = [self._print_time(self._name, plan["estimate"]["predicted_step_s"], real)]
         by_rates = command("plan", self._config, "--json", *sets)["estimate"]
         for resource, seconds in by_rates["busy_s"].items():
             self._report.row(f"{self._name}.by_rates.{resource}", seconds, "s")
         if (predicted := by_rates["predicted_step_s"]) is not None:
             self.by_rates = predicted / real.step_s
         self._report.row(f"{self._name}.by_rates.ratio", self.by_rates, "x")
-        self._tell_bytes(self._name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
+        self._print_bytes(self._name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
         if self._case.changes:
             changes = [one.replace("TIGHT", self._tight) for one in self._case.changes]
             changes = [*self._overrides, *(one.replace("FOLDER", str(self._folder)) for one in changes)]
@@ -138,8 +138,8 @@ class Comparison:
             plan = command("plan", self._config, "--measure", "--json", *sets)
             real = self._real(changes, "changed")
             name = f"{self._name}.set.{','.join(self._case.changes)}"
-            ratios.append(self._tell_time(name, plan["estimate"]["predicted_step_s"], real))
-            self._tell_bytes(name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
+            ratios.append(self._print_time(name, plan["estimate"]["predicted_step_s"], real))
+            self._print_bytes(name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
         return ratios
 
     def _num_parameters(self) -> int:
@@ -164,7 +164,7 @@ class Comparison:
         assert len(steps) == self._num_steps, len(steps)
         return Reality(steps[WARM_STEPS:], end["link_bytes"], end["tier_peak_bytes"])
 
-    def _tell_time(self, name: str, predicted_s: float, real: Reality) -> float:
+    def _print_time(self, name: str, predicted_s: float, real: Reality) -> float:
         row, ratio = self._report.row, predicted_s / real.step_s
         row(f"{name}.predicted", predicted_s, "s")
         row(f"{name}.measured", real.step_s, "s")
@@ -172,7 +172,7 @@ class Comparison:
         row(f"{name}.ratio", ratio, "x", target=1.0, ok=abs(ratio - 1) <= TOLERANCE, timing=True)
         return ratio
 
-    def _tell_bytes(
+    def _print_bytes(
         self,
         name: str,
         moved: Mapping[str, int],

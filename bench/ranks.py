@@ -153,11 +153,11 @@ class Steps:
         load = round(os.getloadavg()[0], 2)
         for placement in self._arguments.placements.split(","):
             alone = self._world(placement, 1, 1)
-            self._tell(f"{placement}.1x1", alone)
+            self._print_results(f"{placement}.1x1", alone)
             for num_hosts, per_host in self._arguments.worlds:
                 name = f"{placement}.{num_hosts}x{per_host}"
                 ranks = self._world(placement, num_hosts, per_host)
-                self._tell(name, ranks)
+                self._print_results(name, ranks)
                 self._compare(name, ranks, alone[0])
         self._report.row("load_average.before", load, "threads, 1 minute")
         self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
@@ -193,7 +193,7 @@ class Steps:
     def _least_bytes(config: Any) -> int:
         return int(resolve(with_tight_ram(config)).tiers.table.ram.size.nbytes or 0)
 
-    def _tell(self, name: str, ranks: Sequence[RankSteps]) -> None:
+    def _print_results(self, name: str, ranks: Sequence[RankSteps]) -> None:
         row = self._report.row
         steps = [statistics.median(each.total_s for each in rank.times) for rank in ranks]
         row(f"{name}.step", max(steps), "s")
@@ -258,10 +258,10 @@ class Plans:
         planned = self._planned
         for tokens in planned.tokens_per_gpu:
             name = f"{self._prefix}.{tokens}"
-            step_s = self._tell(name, tokens, planned.size, planned.num_hosts)
+            step_s = self._print_results(name, tokens, planned.size, planned.num_hosts)
             if not planned.is_compared or step_s is None:
                 continue
-            one_s = self._tell(f"{name}.one_gpu", tokens, 1, 1)
+            one_s = self._print_results(f"{name}.one_gpu", tokens, 1, 1)
             if one_s is None:
                 continue
             is_claimed = tokens >= FROM_TOKENS
@@ -274,7 +274,7 @@ class Plans:
                 ok=ratio >= TARGET_EFFICIENCY if is_claimed else None,
             )
 
-    def _tell(self, name: str, tokens: int, size: int, num_hosts: int) -> float | None:
+    def _print_results(self, name: str, tokens: int, size: int, num_hosts: int) -> float | None:
         """Print the rows of a plan; return the seconds of a replayed step, or None if it does not fit."""
         row = self._report.row
         try:

@@ -138,12 +138,12 @@ class Bench:
                 micro_batches = next(data)
                 rounds.append({name: side.step(micro_batches, LR) for name, side in sides.items()})
             self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
-            self._tell_times(rounds[1:])
+            self._print_times(rounds[1:])
             for name, side in ours.items():
-                self._tell_plan(name, side)
-            self._tell_flops(ours)
-            self._tell_memory({name: side.plan for name, side in ours.items()})
-            self._tell_differences(rounds, {name: side.digests() for name, side in ours.items()})
+                self._print_plan(name, side)
+            self._print_flops(ours)
+            self._print_memory({name: side.plan for name, side in ours.items()})
+            self._print_differences(rounds, {name: side.digests() for name, side in ours.items()})
             for name, side in ours.items():
                 moved, planned = side.moved_bytes(), side.planned_bytes()
                 self._report.row(
@@ -178,7 +178,7 @@ class Bench:
         plan = without_dead_results(plan_run(resolve(config))) if name == WHOLE else None
         return Ours(config, 1 + self._arguments.rounds, plan=plan)
 
-    def _tell_times(self, rounds: Rounds) -> None:
+    def _print_times(self, rounds: Rounds) -> None:
         row = self._report.row
         for name in (*self._ours, *self._plain):
             row(f"{name}.step", statistics.median(turn[name].total_s for turn in rounds), "s")
@@ -193,7 +193,7 @@ class Bench:
             row(f"ratio.step.{name}/{base}", ratio, "x", target=target, ok=ok, timing=True)
             row(f"ratio.step.{name}/{base}.each", [round(each, 3) for each in ratios], "x")
 
-    def _tell_plan(self, name: str, side: Ours) -> None:
+    def _print_plan(self, name: str, side: Ours) -> None:
         plan, row = side.plan, self._report.row
         recompute = plan.program.recompute
         row(f"{name}.layers_kept", num_layers_kept(plan.graph, plan.trace, plan.program)[0], "layers")
@@ -202,7 +202,7 @@ class Bench:
         most = max(window.tiers["ram"].high_water_bytes for window in side.windows)
         row(f"{name}.ram", most, "bytes", target=total, ok=most <= total)
 
-    def _tell_flops(self, sides: Mapping[str, Ours]) -> None:
+    def _print_flops(self, sides: Mapping[str, Ours]) -> None:
         num_micro_batches, rows, length = self._arguments.tokens
         places = num_micro_batches * rows * length
         shape = {"num_places": places, "num_real_tokens": places, "num_trained_tokens": places}
@@ -220,7 +220,7 @@ class Bench:
         for name in {FULL, SELECTIVE, NONE}.intersection(found):
             self._report.row(f"ratio.flops.{name}/{WHOLE}", found[name].hardware / found[WHOLE].hardware, "x")
 
-    def _tell_memory(self, plans: Mapping[str, Plan]) -> None:
+    def _print_memory(self, plans: Mapping[str, Plan]) -> None:
         extra = {name: plan.totals["ram"] - plans[FULL].totals["ram"] for name, plan in plans.items()}
         for name in {SELECTIVE, NONE}.intersection(extra):
             self._report.row(f"{name}.extra_memory", extra[name], "bytes")
@@ -229,7 +229,7 @@ class Bench:
         share = extra[SELECTIVE] / extra[NONE]
         self._report.row("share.extra_memory", share, "x", target=MOST_EXTRA, ok=share <= MOST_EXTRA, timing=True)
 
-    def _tell_differences(self, rounds: Rounds, digests: Mapping[str, Mapping[str, str]]) -> None:
+    def _print_differences(self, rounds: Rounds, digests: Mapping[str, Mapping[str, str]]) -> None:
         for name in set(self._ours) - {FULL}:
             steps = sum(
                 (turn[name].loss, turn[name].grad_norm) != (turn[FULL].loss, turn[FULL].grad_norm) for turn in rounds

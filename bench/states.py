@@ -46,11 +46,11 @@ def main() -> int:
     report = Report("states", as_json=arguments.json, tokens_per_step=ROWS * LENGTH)
     num_steps = arguments.steps or (20 if arguments.quick else 300)
     report.row("steps", num_steps, "updates")
-    tell(report, 64 if arguments.quick else 128, num_steps)
+    print_results(report, 64 if arguments.quick else 128, num_steps)
     return 0 if report.all_ok else 1
 
 
-def tell(report: Report, width: int, num_steps: int) -> None:
+def print_results(report: Report, width: int, num_steps: int) -> None:
     """Train once with each optimizer, and print losses and distances of weights."""
     tail = max(1, num_steps // 10)
     runs: dict[str, tuple[list[float], Tensor]] = {}

@@ -144,14 +144,14 @@ class Bench:
             for side in ours.values():
                 side.finish()
         self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
-        self._tell_times(rounds[1:])
-        self._tell_parts(rounds[1:])
-        self._tell_usage(rounds[1:])
-        self._tell_losses(rounds)
+        self._print_times(rounds[1:])
+        self._print_parts(rounds[1:])
+        self._print_usage(rounds[1:])
+        self._print_losses(rounds)
         for name, side in ours.items():
-            self._tell_traffic(name, side)
+            self._print_traffic(name, side)
         if self._arguments.memory or not self._arguments.quick:
-            self._tell_memory({RAM: config, NVME: nvme_config, PLAIN: config, PLAIN_KEEPS: config})
+            self._print_memory({RAM: config, NVME: nvme_config, PLAIN: config, PLAIN_KEEPS: config})
 
     def _nvme_config(self) -> RunConfig:
         """Return the config whose RAM tier holds little more than the largest working set."""
@@ -166,7 +166,7 @@ class Bench:
         training = {"recompute": "auto"}
         return run_config(self._model, self._arguments.text, self._shape, self._folder, training=training, **tables)
 
-    def _tell_times(self, rounds: Rounds) -> None:
+    def _print_times(self, rounds: Rounds) -> None:
         for name in SIDES:
             seconds = [step[name].total_s for step in rounds]
             self._report.row(f"{name}.step", statistics.median(seconds), "s")
@@ -180,14 +180,14 @@ class Bench:
             self._report.row(f"ratio.{name}/{other}", ratio, "x", target=target, ok=ok, timing=True)
             self._report.row(f"ratio.{name}/{other}.each", [round(each, 4) for each in ratios], "x")
 
-    def _tell_parts(self, rounds: Rounds) -> None:
+    def _print_parts(self, rounds: Rounds) -> None:
         """Print the seconds of each part; our updates happen during the forward."""
         for name in SIDES:
             for part in rounds[0][name].parts_s:
                 seconds = statistics.median(step[name].parts_s[part] for step in rounds)
                 self._report.row(f"{name}.{part}", seconds, "s")
 
-    def _tell_usage(self, rounds: Rounds) -> None:
+    def _print_usage(self, rounds: Rounds) -> None:
         """Print processor time and page faults of a step of each side."""
         has_targets = (self._model.name, self._tokens, self._arguments.ram) == USAGE_CASE
         for name in SIDES:
@@ -197,7 +197,7 @@ class Bench:
                 ok = None if target is None else median <= target
                 self._report.row(f"{name}.{counter}", median, unit, target=target, ok=ok, timing=unit == "s")
 
-    def _tell_losses(self, rounds: Rounds) -> None:
+    def _print_losses(self, rounds: Rounds) -> None:
         differing = sum(
             (step[RAM].loss, step[RAM].grad_norm) != (step[NVME].loss, step[NVME].grad_norm) for step in rounds
         )
@@ -207,7 +207,7 @@ class Bench:
         self._report.row("loss.first", rounds[0][RAM].loss, "nats")
         self._report.row("loss.last", rounds[-1][RAM].loss, "nats")
 
-    def _tell_traffic(self, name: str, side: Ours) -> None:
+    def _print_traffic(self, name: str, side: Ours) -> None:
         num_steps, planned = 1 + self._num_steps, side.planned_bytes()
         for tier, stats in side.windows[-1].tiers.items():
             row = f"{name}.{tier}.high_water"
@@ -225,7 +225,7 @@ class Bench:
             total = sum(getattr(window, counter) for window in side.windows)
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
 
-    def _tell_memory(self, configs: Mapping[str, RunConfig]) -> None:
+    def _print_memory(self, configs: Mapping[str, RunConfig]) -> None:
         """Print the memory of a process that takes steps as one side: its peak, and before the model is made."""
         context = multiprocessing.get_context("spawn")
         for name, config in configs.items():

@@ -165,14 +165,14 @@ class Comparison:
                 try:
                     sides[name] = stack.enter_context(self._start(name))
                 except SideFailedError as error:
-                    self._tell_failure(name, error)
+                    self._print_failure(name, error)
             measured = self._take_turns(sides)
         self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
         for name, rounds in measured.items():
-            self._tell_side(name, sides[name].about, rounds)
+            self._print_side(name, sides[name].about, rounds)
         if OURS in measured:
-            self._tell_ratios(measured)
-            self._tell_losses(measured)
+            self._print_ratios(measured)
+            self._print_losses(measured)
 
     def _start(self, name: str) -> SideProcess:
         job = self._jobs[name]
@@ -192,19 +192,19 @@ class Comparison:
                 try:
                     rounds[name].append(sides[name].steps(STEPS_PER_ROUND))
                 except SideFailedError as error:
-                    self._tell_failure(name, error)
+                    self._print_failure(name, error)
                     del rounds[name]
         return rounds
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _tell_failure(self, name: str, error: SideFailedError) -> None:
+    def _print_failure(self, name: str, error: SideFailedError) -> None:
         """Print why a side is missing. A peer that fails is not our mistake, but must be reported."""
         self._report.row(f"{name}.failed", str(error), "reason")
         if self._jobs[name].side == "ours":
             self._report.row(f"{name}.runs", 0, "1", target=1, ok=False)
 
-    def _tell_side(self, name: str, about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
+    def _print_side(self, name: str, about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
         row, measured, num_parameters = self._report.row, rounds[1:], about["num_parameters"]
         row(f"{name}.parameters", num_parameters, "1")
         row(f"{name}.start", about["start_s"], "s")
@@ -220,7 +220,7 @@ class Comparison:
             row(f"{name}.nvme_{way}_per_parameter", moved / num_parameters, "bytes")
         row(f"{name}.losses", [round(one["loss"], 5) for one in rounds], "nats")
 
-    def _tell_ratios(self, measured: Rounds) -> None:
+    def _print_ratios(self, measured: Rounds) -> None:
         for peers, targets in COMPARED.items():
             theirs = [name for name in peers if name in measured]
             if not theirs:
@@ -238,7 +238,7 @@ class Comparison:
                 self._report.row(f"ratio.{label}/{name}", ratio, "x", target=target, ok=ok, timing=True)
                 self._report.row(f"ratio.{label}/{name}.each", [round(each, 4) for each in ratios], "x")
 
-    def _tell_losses(self, measured: Rounds) -> None:
+    def _print_losses(self, measured: Rounds) -> None:
         for name in measured:
             reference = OURS_UNCLIPPED if name in THEIRS_UNCLIPPED else OURS
             if name in (OURS, OURS_UNCLIPPED) or reference not in measured:

@@ -233,7 +233,7 @@ class Comparison:
                     begin = number % len(names)
                     for name in [*names[begin:], *names[:begin]]:
                         rounds[name].append(sides[name].ask(_line(turns[name]), TURN_TIMEOUT_S))
-                self._tell(task, rounds, rates)
+                self._print_results(task, rounds, rates)
         row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
 
     def _start(self, job: ForwardJob, name: str = "") -> SideProcess:
@@ -271,7 +271,7 @@ class Comparison:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _tell(self, task: str, rounds: Rounds, rates: Sequence[float]) -> None:
+    def _print_results(self, task: str, rounds: Rounds, rates: Sequence[float]) -> None:
         row = self._report.row
         for name, measured in rounds.items():
             seconds = [one["seconds"] for one in measured]
@@ -293,9 +293,9 @@ class Comparison:
             row(f"{task}.ours.{field}", sum(rounds[OURS][-1][field].values()), "bytes")
         is_planned = all(one["planned_bytes"] == one["moved_bytes"] for one in rounds[OURS])
         row(f"{task}.ours.moved_is_planned", int(is_planned), "1", target=1, ok=is_planned)
-        self._tell_scores(rounds) if task == "score" else self._tell_tokens(rounds)
+        self._print_scores(rounds) if task == "score" else self._print_tokens(rounds)
 
-    def _tell_scores(self, rounds: Rounds) -> None:
+    def _print_scores(self, rounds: Rounds) -> None:
         means = {name: [one["mean_log_prob"] for one in measured] for name, measured in rounds.items()}
         counts = {one["num_scored"] for measured in rounds.values() for one in measured}
         row = self._report.row
@@ -304,7 +304,7 @@ class Comparison:
         apart = max(abs(mean - means[OURS][0]) / abs(means[OURS][0]) for each in means.values() for mean in each)
         row("score.difference", apart, "relative", target=TARGET_DIFFERENCE, ok=apart <= TARGET_DIFFERENCE)
 
-    def _tell_tokens(self, rounds: Rounds) -> None:
+    def _print_tokens(self, rounds: Rounds) -> None:
         expected = rounds[ACCELERATE][0]["tokens"]
         others = [one["tokens"] for measured in rounds.values() for one in measured]
         same = all(tokens == expected for tokens in others)

@@ -62,13 +62,13 @@ def main() -> int:
                     try:
                         worlds[side, size] = stack.enter_context(_world(job, arguments.python, Path(scratch)))
                     except SideFailedError as error:
-                        _tell_failure(report, f"{side}.{size}", error)
+                        _print_failure(report, f"{side}.{size}", error)
             measured = _take_turns(worlds, arguments.rounds, report)
         report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
     for (side, size), rounds in measured.items():
-        _tell(report, f"{side}.{size}", rounds)
+        _print_results(report, f"{side}.{size}", rounds)
     for side in sides:
-        _tell_losses(report, side, [measured.get((side, size)) for size in SIZES])
+        _print_losses(report, side, [measured.get((side, size)) for size in SIZES])
     return 0 if report.all_ok else 1
 
 
@@ -145,7 +145,7 @@ def _take_turns(
                 with ThreadPoolExecutor(len(worlds[name])) as pool:
                     rounds[name].append(list(pool.map(lambda rank: rank.steps(STEPS_PER_ROUND), worlds[name])))
             except SideFailedError as error:
-                _tell_failure(report, f"{name[0]}.{name[1]}", error)
+                _print_failure(report, f"{name[0]}.{name[1]}", error)
                 del rounds[name]
     return dict(rounds)
 
@@ -153,13 +153,13 @@ def _take_turns(
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _tell_failure(report: Report, name: str, error: SideFailedError) -> None:
+def _print_failure(report: Report, name: str, error: SideFailedError) -> None:
     report.row(f"{name}.failed", str(error), "reason")
     if name.startswith("ours"):
         report.row(f"{name}.runs", 0, "1", target=1, ok=False)
 
 
-def _tell(report: Report, name: str, rounds: Rounds) -> None:
+def _print_results(report: Report, name: str, rounds: Rounds) -> None:
     measured = rounds[1:]
     steps = [max(rank["total_s"] for rank in ranks) for ranks in measured]
     report.row(f"{name}.step", statistics.median(steps), "s")
@@ -178,7 +178,7 @@ def _losses(rounds: Rounds) -> list[float]:
     return [statistics.fmean(rank["loss"] for rank in ranks) for ranks in rounds]
 
 
-def _tell_losses(report: Report, side: str, of_sizes: Sequence[Rounds | None]) -> None:
+def _print_losses(report: Report, side: str, of_sizes: Sequence[Rounds | None]) -> None:
     one, several = of_sizes
     if one is None or several is None:
         return

@@ -67,9 +67,9 @@ def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Pat
         path.write_text("".join(lines[number] + "\n" for number in order), encoding="utf-8")
     theirs = run_trl(python, text_config, chat, text, folder, num_steps)
     report.row("trl.version", theirs["version"], "version")
-    tell_first_loss(report, text_config, batches[0], ours.losses[0], theirs["losses"][0])
-    tell_masks(report, "text", in_order, theirs["text"], text_config)
-    tell_masks(report, "chat", [chat_documents[number] for number in order], theirs["chat"], text_config)
+    print_first_loss(report, text_config, batches[0], ours.losses[0], theirs["losses"][0])
+    print_masks(report, "text", in_order, theirs["text"], text_config)
+    print_masks(report, "chat", [chat_documents[number] for number in order], theirs["chat"], text_config)
     for name, mine, other, most in (
         ("loss", ours.losses, theirs["losses"], LOSS_TOLERANCE),
         ("grad_norm", ours.grad_norms, theirs["grad_norms"], NORM_TOLERANCE),
@@ -173,7 +173,7 @@ def find_order(documents: Rows, trained: Rows) -> list[int]:
     return [numbers[tuple(row["ids"])] for row in trained]
 
 
-def tell_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours: float, theirs: float) -> None:
+def print_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours: float, theirs: float) -> None:
     """Print the loss of the first step, and the loss of Hugging Face's model on that batch."""
     from transformers import AutoModelForCausalLM
 
@@ -189,7 +189,7 @@ def tell_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours:
     report.row("trl.first_loss.ours_from_plain", difference, "of plain", target=PLAIN_TOLERANCE, ok=ok)
 
 
-def tell_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
+def print_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
     """Print the number of different rows and labels, and the tokens that only one of the two trains."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     only: dict[str, list[str]] = {"ours": [], "trl": []}
