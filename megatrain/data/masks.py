@@ -38,6 +38,8 @@ _SENTINEL = "qzsentinel"
 #: Attribute of a tokenizer: the file of its chat template, if the template is not in the tokenizer's own files.
 TEMPLATE_FILE = "chat_template_file"
 _MOST_TRIED = 8  # kinds of conversations for which the first rendering is limited
+#: Role sequences that each template has rendered within limits. A try forks the process, so no renderer repeats it.
+_TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}
 #: Fields that link a result to its call. A template may omit them; they hold no text to train.
 _LINKS = ("id", "tool_call_id")
 
@@ -78,7 +80,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._shows: set[str] = set()  # fields that changed an earlier rendering
         probe: Messages = [{"role": "user", "content": "hello"}]
-        self._tried_roles: set[tuple[str, ...]] = set()  # role sequences that were rendered with limits
+        self._tried_roles = _TRIED_ROLES.setdefault(json.dumps([template, in_parts]), set())
         try:
             plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
         except RowError:
@@ -96,8 +98,8 @@ class ChatRenderer:
         """
         roles = tuple(str(message.get("role")) for message in messages)
         if len(self._tried_roles) < _MOST_TRIED and roles not in self._tried_roles:
-            self._tried_roles.add(roles)
             self._check_limits(messages, tools)
+            self._tried_roles.add(roles)
         try:
             text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template may raise any exception
