@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -152,14 +153,17 @@ def _master(program: StepProgram) -> str:
 
 def filling_bytes(program: StepProgram) -> int:
     """Return the RAM needed to load or save the weights of the largest layout, with their fp32 master."""
-    most = 0
+    most, elements = 0, Counter[str]()  # an export has the master of a layout, whatever parts and shards hold it
+    for block in program.blocks.values():
+        if block.kind == "weights":
+            elements[block.whole] += block.num_elements * program.sharding.shards.size
     for key, block in program.blocks.items():
         if block.kind == "weights":
             parts = [block.nbytes]
             if block.dtype.itemsize == 2:
                 low = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
                 parts += [
-                    4 * min(block.num_elements, MASTER_ELEMENTS),
+                    4 * min(elements[block.whole], MASTER_ELEMENTS),
                     max((program.blocks[part].nbytes for part in low), default=0),
                 ]
             averages = stored_keys(state_key(key.rsplit("/", 1)[0], EMA.name), program.blocks)

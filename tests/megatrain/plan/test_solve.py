@@ -24,6 +24,7 @@ from megatrain.plan.placement import (
     Traffic,
     fitting,
 )
+from megatrain.ranks.shards import RankShards
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
@@ -156,6 +157,19 @@ def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dt
         BlockPlan(state_key("layer", "low"), "optimizer", size, torch.int16),
     ]
     assert filling_bytes(StepProgram({block.key: block for block in blocks}, (), "gpu")) == nbytes * size
+
+
+def test_an_export_has_room_for_the_master_of_a_layout_whose_blocks_are_parts_and_shards() -> None:
+    """Each block has 2 bytes for an element, its low half 2 more; the master has 4 for all elements of the layout."""
+    size, name = PAGE_BYTES, weight_key("layer")
+    blocks = [
+        *(BlockPlan(f"{name}.{part}", "weights", size, torch.bfloat16, part_of=name) for part in range(3)),
+        BlockPlan(state_key("layer", "low"), "optimizer", size, torch.int16),
+    ]
+    program = StepProgram({block.key: block for block in blocks}, (), "gpu")
+    assert filling_bytes(program) == (2 + 3 * 4 + 2) * size
+    two_ranks = replace(program, sharding=replace(program.sharding, shards=RankShards(0, 2)))
+    assert filling_bytes(two_ranks) == (2 + 2 * 3 * 4 + 2) * size
 
 
 @settings(max_examples=60)
