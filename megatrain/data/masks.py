@@ -38,8 +38,7 @@ _SENTINEL = "qzsentinel"
 #: Attribute of a tokenizer: the file of its chat template, if the template is not in the tokenizer's own files.
 TEMPLATE_FILE = "chat_template_file"
 _MOST_TRIED = 8  # kinds of conversations for which the first rendering is limited
-#: Role sequences that each template has rendered within limits. A try forks the process, so no renderer repeats it.
-_TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}
+_TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}  # by template, for all renderers: a try forks the process
 #: Fields that link a result to its call. A template may omit them; they hold no text to train.
 _LINKS = ("id", "tool_call_id")
 
