@@ -103,9 +103,8 @@ class ChatRenderer:
             text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template may raise any exception
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise RowError(
-                where, f"the chat template refuses this conversation: {reason}", "Fix or remove the row"
-            ) from None
+            what = f"the chat template refuses this conversation: {reason}"
+            raise RowError(where, what, "Fix or remove the row") from None
         return text
 
     def _apply(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> str:
