@@ -10,7 +10,7 @@ from pathlib import Path
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.base.owner import living_owner
 from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, in_order
-from megatrain.checkpoint.scan import is_there, outside_notices, scan
+from megatrain.checkpoint.scan import is_listed, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError
 from tiered import BlockRecord, list_generations
 from tiered.errors import GenerationError, TieredError
@@ -136,7 +136,7 @@ def verify_checkpoints(
         find_checkpoint(run, step)  # raises an error that lists the available steps
     for each in checkpoints:
         problems = [each.problem] if each.problem is not None else _problems(each, on_block)
-        if not problems or is_there(each):
+        if not problems or is_listed(each):
             yield each, problems
 
 

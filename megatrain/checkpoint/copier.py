@@ -83,7 +83,7 @@ class CheckpointCopier:
         self._copies: WholeCopies | None = None
         self._job: _CopyJob | None = None  # in flight
         self._next: _CopyJob | None = None  # due next
-        self._said_slow = False
+        self._has_reported_slow = False
         self._hurry = threading.Event()
         self._cancelled = threading.Event()
 
@@ -194,8 +194,8 @@ class CheckpointCopier:
     def _skip_next(self) -> None:
         if self._next is None or self._job is None:
             return
-        if not self._said_slow:
-            self._said_slow = True
+        if not self._has_reported_slow:
+            self._has_reported_slow = True
             due, going = self._next.checkpoint.step, self._job.checkpoint.step
             self._on_message(
                 f"the checkpoint of step {due} is not copied: the copy of step {going} is still running, and a newer "

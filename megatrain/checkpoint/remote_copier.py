@@ -98,9 +98,9 @@ class RemoteCopier:
             if each is not None and each[0] is None:
                 raise CheckpointError(each[1])
         self._size = len(gathered)
-        (self.save_number, self._number, self._there, self._queue), _ = gathered[0]
+        (self.save_number, self._number, self._copied, self._queue), _ = gathered[0]
         self._job: _Job | None = None
-        self._said_waiting = False
+        self._has_reported_waiting = False
         self._hurry, self._cancelled = threading.Event(), threading.Event()
 
     def _read_remote(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
@@ -116,7 +116,7 @@ class RemoteCopier:
     def offer(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint, unless the URL has it already."""
         waiting = [identity(each) for each in self._waiting]
-        if identity(checkpoint) not in self._there and identity(checkpoint) not in waiting:
+        if identity(checkpoint) not in self._copied and identity(checkpoint) not in waiting:
             self._queue.append(checkpoint)
         self.poll()
 
@@ -145,7 +145,7 @@ class RemoteCopier:
             self._begin(job)
             return
         self._job = None
-        self._there.add(identity(job.checkpoint))
+        self._copied.add(identity(job.checkpoint))
         self._number = job.number
         size, seconds = format_size(sum(part.nbytes for part in job.parts)), time.perf_counter() - job.start_s
         self._on_message(
@@ -169,8 +169,8 @@ class RemoteCopier:
             if is_stopping and job is not None and job.num_failed:
                 self._give_up(going)
                 return
-            if not self._said_waiting:
-                self._said_waiting = True
+            if not self._has_reported_waiting:
+                self._has_reported_waiting = True
                 step = next(each.step for each in self._waiting if identity(each) in going)
                 self._on_message(
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "

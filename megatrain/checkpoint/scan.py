@@ -17,7 +17,7 @@ from megatrain.checkpoint.state import CheckpointError
 from tiered.errors import GenerationError
 from tiered.ext import DrivePlace
 
-__all__ = ["Lost", "is_there", "outside_notices", "saved_checkpoints", "scan", "usable_checkpoint"]
+__all__ = ["Lost", "is_listed", "outside_notices", "saved_checkpoints", "scan", "usable_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
         manifests = read_manifests(checkpoint) if checkpoint.manifest is None else [checkpoint.manifest]
         nbytes = sum(block.nbytes for block in whole_blocks(checkpoint, manifests).values())
     except GenerationError as error:
-        return replace(checkpoint, problem=str(error)) if is_there(checkpoint) else None
+        return replace(checkpoint, problem=str(error)) if is_listed(checkpoint) else None
     lost, outside = list[LostPart](), list[DrivePlace]()
     for rank, manifest in zip(checkpoint.ranks, manifests, strict=True):
         place = checkpoint.folder / rank.path, [path / rank.path for path in search]
@@ -149,7 +149,7 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
     return replace(checkpoint, nbytes=nbytes, lost=tuple(lost), outside=tuple(outside), problem=problem)
 
 
-def is_there(checkpoint: Checkpoint) -> bool:
+def is_listed(checkpoint: Checkpoint) -> bool:
     """Return whether the document still names this checkpoint: a live run removes old ones."""
     known = read_checkpoints(checkpoint.folder, on_damage=lambda error: None)
     return any(each.ranks == checkpoint.ranks for each in known)

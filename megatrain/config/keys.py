@@ -302,7 +302,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_TYPES[schema['type']]} {bounds}".rstrip()
 
 
-def what_to_write(key: str) -> str:
+def describe_allowed(key: str) -> str:
     """Return the advice for a value of a wrong kind: the allowed values, and the default if there is one.
 
     Args:

@@ -497,7 +497,7 @@ def salvage(
             _merge(tree, read_toml(file))
     except ConfigError:
         return None, []
-    said = {problem.message for problem in problems}
+    messages = {problem.message for problem in problems}
     wrong = [problem.key for problem in problems]
     further: list[Problem] = []
     taken: list[str] = []
@@ -515,7 +515,7 @@ def salvage(
             further += [
                 each
                 for each in _located(tree, bad)
-                if each.message not in said and not any(_follows_from(each, key) for key in taken)
+                if each.message not in messages and not any(_follows_from(each, key) for key in taken)
             ]
             wrong = [each.key for each in bad]
         if not any(removed) and not any(_is_there(tree.values, key) for key in wrong):

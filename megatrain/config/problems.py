@@ -24,6 +24,7 @@ from megatrain.config.keys import (
     KEYS,
     TABLES,
     allowed_values,
+    describe_allowed,
     dotted,
     first_required,
     header,
@@ -31,7 +32,6 @@ from megatrain.config.keys import (
     is_required,
     plain,
     used_if,
-    what_to_write,
 )
 from megatrain.config.retired import RETIRED_CHOICES
 from megatrain.config.schema import RunConfig
@@ -83,21 +83,21 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     Args:
         error: the error that ``tomllib`` raised.
     """
-    said = str(error)
-    match = _ERROR_LINE.search(said)
+    error_text = str(error)
+    match = _ERROR_LINE.search(error_text)
     lines = toml_lines(text)
     number = int(match[1]) if match and match[1] else len(lines) or None
-    if "end of document" in said:
+    if "end of document" in error_text:
         number = _line_left_open(lines) or number
-    message = _ERROR_LINE.sub("", said).strip().rstrip(".")
+    message = _ERROR_LINE.sub("", error_text).strip().rstrip(".")
     message = message[:1].lower() + message[1:]
     line = lines[number - 1] if number is not None and 0 < number <= len(lines) else ""
-    twice = _TWICE.search(said)
+    twice = _TWICE.search(error_text)
     if twice is not None:
         name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
         name = name or line.strip()
         return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one of the two", source, number)
-    return Problem("", f"this is not TOML: {message}", _remedy(said, line, lines), source, number)
+    return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, number)
 
 
 def _line_left_open(lines: list[str]) -> int | None:
@@ -109,7 +109,7 @@ def _line_left_open(lines: list[str]) -> int | None:
     return None
 
 
-def _remedy(said: str, line: str, lines: list[str]) -> str:
+def _remedy(error_text: str, line: str, lines: list[str]) -> str:
     invisible = next((sign for sign in line if not sign.isprintable() and sign != "\t"), "")
     if invisible:
         return f"Remove the invisible character {invisible!a}"
@@ -132,7 +132,7 @@ def _remedy(said: str, line: str, lines: list[str]) -> str:
         return "Write # before a comment"
     if line.startswith(("<<<<<<<", "=======", ">>>>>>>")):
         return "Remove the marks of the merge, and keep one of the versions between them"
-    return next((remedy for part, remedy in _REMEDIES if part in said.lower()), _ANY)
+    return next((remedy for part, remedy in _REMEDIES if part in error_text.lower()), _ANY)
 
 
 def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Problem:
@@ -209,10 +209,10 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
         text = f"{key} = {value!a} holds bytes that this process cannot read as text"
         return Problem(key, text, "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names")
     if kind == "finite_number":
-        return Problem(key, f"{shown} is not a finite number", what_to_write(name))
+        return Problem(key, f"{shown} is not a finite number", describe_allowed(name))
     if kind in _KINDS:
         return _explain_type(key, name, shown, value, _KINDS[kind])
-    return Problem(key, f"{shown}: {detail['msg']}", what_to_write(name) if name in KEYS else "")
+    return Problem(key, f"{shown}: {detail['msg']}", describe_allowed(name) if name in KEYS else "")
 
 
 def _explain_missing(key: str, name: str) -> Problem:
@@ -295,7 +295,7 @@ def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -
     items = KEYS[name].get("items", {})
     if wanted == "a list" and type(value) is {"string": str, "integer": int}.get(items.get("type")):
         return Problem(key, f"{shown} is not a list", f"Write [{format_value(value)}]")
-    return Problem(key, f"{shown} is not {wanted}", what_to_write(name))
+    return Problem(key, f"{shown} is not {wanted}", describe_allowed(name))
 
 
 # Values that contradict each other
@@ -432,27 +432,29 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_distillation(config: RunConfig) -> Iterator[Problem]:
-    table, said = config.distill, 'task = "distill"'
+    table, setting = config.distill, 'task = "distill"'
     if config.task != "distill":
         if table.scores is not None:
             text = f'distill.scores has no effect with task = "{config.task}"'
-            yield Problem("distill.scores", text, f"Write {said}, or leave [distill] out")
+            yield Problem("distill.scores", text, f"Write {setting}, or leave [distill] out")
         return
     if table.scores is None:
         yield Problem(
             "distill.scores",
-            f"{said} trains on the scores of a teacher, and distill.scores names none",
+            f"{setting} trains on the scores of a teacher, and distill.scores names none",
             'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
         )
     if config.training.label_smoothing_factor:
-        text = f"{said} ignores training.label_smoothing_factor: the teacher's scores replace it"
+        text = f"{setting} ignores training.label_smoothing_factor: the teacher's scores replace it"
         yield Problem("training.label_smoothing_factor", text, "Leave the key out")
     if config.training.z_loss:
-        yield Problem("training.z_loss", f"{said} has no z-loss in this release", "Leave training.z_loss out")
+        yield Problem("training.z_loss", f"{setting} has no z-loss in this release", "Leave training.z_loss out")
     uses_liger = config.model.use_liger_kernel is True
     for is_on, name in ((uses_liger, "use_liger_kernel"), (config.model.images != "off", "images")):
         if is_on:
-            yield Problem(f"model.{name}", f"{said} cannot be used with model.{name} by this release", "Leave it out")
+            yield Problem(
+                f"model.{name}", f"{setting} cannot be used with model.{name} by this release", "Leave it out"
+            )
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
@@ -489,15 +491,15 @@ def _check_images(config: RunConfig) -> Iterator[Problem]:
     images = config.model.images
     if images == "off":
         return
-    said = f'model.images = "{images}"'
+    setting = f'model.images = "{images}"'
     if config.task == "pretrain":
         yield Problem(
             "model.images",
-            f'{said} needs conversations, but task = "pretrain" trains plain text',
+            f'{setting} needs conversations, but task = "pretrain" trains plain text',
             'Leave the key out, or write task = "sft"',
         )
     if config.model.train_from_scratch:
-        text = f"{said} needs the weights of the image encoder, and model.train_from_scratch = true loads none"
+        text = f"{setting} needs the weights of the image encoder, and model.train_from_scratch = true loads none"
         yield Problem("model.images", text, "Leave one of them out")
 
 
@@ -567,19 +569,19 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
         yield Problem("reward", text, 'Write task = "reward", or leave the table out')
     if TASK_FACTS[config.task].has_lm_head:
         return
-    said = f'task = "{config.task}"'
+    setting = f'task = "{config.task}"'
     if config.data.packing:
-        text = f"data.packing = {_shown(config.data.packing)}, but with {said} each text has its own row"
+        text = f"data.packing = {_shown(config.data.packing)}, but with {setting} each text has its own row"
         yield Problem("data.packing", text, "Leave the key out, or write packing = false")
     for name in ("label_smoothing_factor", "z_loss"):
         if getattr(config.training, name):
-            text = f"training.{name} changes the cross entropy, which {said} does not train on"
+            text = f"training.{name} changes the cross entropy, which {setting} does not train on"
             yield Problem(f"training.{name}", text, "Leave it out")
     if config.model.images != "off":
-        text = f'model.images = "{config.model.images}", but {said} reads text alone'
+        text = f'model.images = "{config.model.images}", but {setting} reads text alone'
         yield Problem("model.images", text, "Leave the key out")
     if config.evaluation.predict_with_generate:
-        text = f"evaluation.predict_with_generate generates text, and with {said} the model cannot"
+        text = f"evaluation.predict_with_generate generates text, and with {setting} the model cannot"
         yield Problem("evaluation.predict_with_generate", text, "Leave it out")
     if config.training.train_batch_tokens is not None and config.rows_per_step % config.rows_per_example:
         text = (
@@ -712,11 +714,11 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
         "checkpoint.load_best_model_at_end = true": config.checkpoint.load_best_model_at_end,
         f"evaluation.early_stopping_patience = {table.early_stopping_patience}": table.early_stopping_patience > 0,
     }
-    for said, is_wanted in wants_best.items():
+    for condition, is_wanted in wants_best.items():
         if is_wanted and table.eval_strategy == "no":
             yield Problem(
-                said.split()[0],
-                f"{said} compares evaluations, and there are none",
+                condition.split()[0],
+                f"{condition} compares evaluations, and there are none",
                 'Write eval_strategy = "steps" in [evaluation], and rows to evaluate on',
             )
     if config.checkpoint.load_best_model_at_end and config.checkpoint.save_strategy == "no":

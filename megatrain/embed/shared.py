@@ -100,8 +100,8 @@ class ModuleRanks(WholeBlocks):
         texts = self._collectives.gather_objects((self._num_announced, what))
         other = next(rank for rank, each in enumerate(texts) if each != texts[0])
         raise RanksDifferError(
-            f"the ranks of an offloaded module do different things: rank 0 comes to {_said(texts[0])}, rank {other} to "
-            f"{_said(texts[other])}. Each rank must use the same modules in the same order, in forward and backward, "
+            f"the ranks of an offloaded module do different things: rank 0 comes to {_name(texts[0])}, rank {other} to "
+            f"{_name(texts[other])}. Each rank must use the same modules in the same order, in forward and backward, "
             "and call step(), state_dict() and gathered() as the others do: give a rank without data a batch without "
             "labels (loss * 0), and leave out modules on all ranks or on none"
         )
@@ -550,5 +550,5 @@ def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[Un
     check_same(ranks.gather_objects, "offloaded module", parts)
 
 
-def _said(announced: tuple[int, str]) -> str:
+def _name(announced: tuple[int, str]) -> str:
     return f"{announced[1]} as number {announced[0]}"

@@ -48,7 +48,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     line: LauncherLine
-    said: Failure | None = None
+    failure: Failure | None = None
     is_done: bool = False
     is_open: bool = True
 
@@ -145,8 +145,8 @@ class _Launcher:
             # In this order: messages that a rank sent before its end have arrived by now.
             ended = [rank for rank in self._ranks if rank.has_ended]
             self._listen(0.0 if len(ended) == self._size else _CHECK_S)
-            died = any(rank.said is None and not rank.is_done for rank in ended)
-            if died or self._is_forced() or any(rank.said is not None for rank in self._ranks):
+            died = any(rank.failure is None and not rank.is_done for rank in ended)
+            if died or self._is_forced() or any(rank.failure is not None for rank in self._ranks):
                 return self._end()
             if len(ended) == self._size:
                 return self._ranks[0].process.returncode
@@ -174,7 +174,7 @@ class _Launcher:
 
     def _take(self, rank: _Rank, message: Mapping[str, Any]) -> None:
         if "failed" in message:
-            rank.said = rank.said or Failure.from_json(message["failed"])
+            rank.failure = rank.failure or Failure.from_json(message["failed"])
         elif "done" in message:
             rank.is_done = True
         elif "port" in message:
@@ -204,19 +204,19 @@ class _Launcher:
     def _failure(self) -> Failure:
         """Return the reason for the end: a rank's own failure, else a process's exit, else reports on other ranks."""
         host = socket.gethostname()
-        own = {rank.number: rank.said for rank in self._ranks if rank.said and rank.said.rank == rank.number}
+        own = {rank.number: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.number}
         if own:
             return Failure.reported_of(own, self._size)
         if self._is_forced():
             return Failure(-1, host, 1, "interrupted")
         for rank in self._ranks:
             code = rank.process.poll()
-            if code is None or rank.said is not None or rank.is_done:
+            if code is None or rank.failure is not None or rank.is_done:
                 continue
             if self._was_interrupted and code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
                 return Failure(-1, host, 1, "interrupted")
             return Failure(rank.number, host, code if code > 0 else 1, describe_end(code))
-        return next(rank.said for rank in self._ranks if rank.said)
+        return next(rank.failure for rank in self._ranks if rank.failure)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

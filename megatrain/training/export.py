@@ -16,7 +16,7 @@ from megatrain.base.precision import decode, high_half
 from megatrain.checkpoint.catalog import find_checkpoint
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.checkpoint.scan import is_there
+from megatrain.checkpoint.scan import is_listed
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.converters.adapters import adapters_of, export_adapter
@@ -271,7 +271,7 @@ class _CheckpointWeights:
         try:
             yield
         except (TieredError, OSError) as error:
-            if not is_there(found):
+            if not is_listed(found):
                 raise CheckpointError(
                     f"{found} was removed while it was being exported: the run keeps checkpoint.save_total_limit of "
                     "them. Export again, or raise that number"

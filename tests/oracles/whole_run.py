@@ -17,7 +17,7 @@ from megatrain.training.trainer import Trainer
 from tiered.durable.manifest import read_manifest
 
 
-class Told(RunObserver):
+class RunRecorder(RunObserver):
     """Keeps a run's reports, and stops it as another process would.
 
     Args:
@@ -58,7 +58,7 @@ class WholeRun:
     folder: Path
     trainer: Trainer
     summary: RunSummary
-    told: Told
+    told: RunRecorder
 
     @property
     def plan(self) -> Plan:
@@ -121,7 +121,7 @@ def train_whole(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.toml"
     path.write_text(text)
-    told = Told(stop_after, stop_at)
+    told = RunRecorder(stop_after, stop_at)
     trainer = Trainer(load_config(path, overrides=overrides).config, observer=told, allow_config_change=allow)
     summary = trainer.train()
     assert summary.interrupted == (stop_after is not None)

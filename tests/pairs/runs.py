@@ -34,7 +34,7 @@ from megatrain.ranks.group import RankGroup
 from megatrain.tasks.evaluation import traffic_of_passes
 from megatrain.training.final import FinalExport
 from megatrain.training.trainer import Trainer
-from oracles.whole_run import Told
+from oracles.whole_run import RunRecorder
 from pairs.configs import AMPLE, LENGTH, OBJECTS_FOLDER, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row
 from pairs.places import Place
@@ -248,7 +248,7 @@ def new_compiler() -> Iterator[None]:
 
 
 def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankGroup | None) -> None:
-    told = Told(stop_after)
+    told = RunRecorder(stop_after)
     end.evaluations = told.evaluations
     end.interrupted = WatchedTrainer(config, observer=told, group=group, end=end).train().interrupted
     end.steps = {metrics.step: metrics for metrics in told.steps}

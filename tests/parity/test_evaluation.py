@@ -38,7 +38,7 @@ from oracles.huggingface import build_model, evaluate
 from oracles.memory_access import MemoryAccess
 from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text
-from oracles.whole_run import Told, WholeRun, train_whole
+from oracles.whole_run import RunRecorder, WholeRun, train_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -398,7 +398,7 @@ def test_evaluations_at_the_end_of_every_epoch(tiny_model: Path, tmp_path: Path)
     text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\npath = "{EXAMPLES / "quickstart/loomings.txt"}"\n'
     path = tmp_path / "run.toml"
     path.write_text(text + '[evaluation]\neval_strategy = "epoch"\n')
-    told = Told()
+    told = RunRecorder()
     trainer = Trainer(load_config(path).config, observer=told)
     assert trainer.make_loader().steps_per_epoch == 2
     trainer.train()
