@@ -138,11 +138,11 @@ CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
     "does not fit": (lambda run: None, {"ram": "1MiB"}, 3, "plan", "this run needs at least"),
     "no CUDA": (lambda run: None, {"device": "cuda"}, 2, "device", "no CUDA device"),
     "no output_dir": (lambda run: (run.folder / "out").write_text("x"), {}, 2, "config", "is a file"),
-    "somebody else's model": (
+    "another user's model": (
         lambda run: ((run.folder / "out/final").mkdir(parents=True), (run.folder / "out/final/x").touch()),
         {}, 2, "disk", "no export of this program",
     ),
-    "somebody else's checkpoints": (
+    "another user's checkpoints": (
         lambda run: ((run.folder / "out/checkpoints").mkdir(parents=True), (run.folder / "out/checkpoints/x").touch()),
         {}, 2, "disk", "was not made by tiered",
     ),

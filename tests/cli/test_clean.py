@@ -129,7 +129,7 @@ def test_generations_that_no_store_names_go_when_asked_to(tmp_path: Path, run: R
     forget_generation(tmp_path / "forgetful", 1)
     shutil.rmtree(tmp_path / "gone")
     snap = tmp_path / "drive/snap"
-    assert run(tmp_path, "--yes").exit_code == 0 and len(list(snap.glob("0*"))) == 2, "not without being asked"
+    assert run(tmp_path, "--yes").exit_code == 0 and len(list(snap.glob("0*"))) == 2, "only on request"
     listed = run(tmp_path, "--generations", "forgotten")
     assert listed.exit_code == 2 and "forgetful' does not name it" in listed.stdout, listed.output
     assert "gone' is gone: stays without --generations all" in listed.stdout
@@ -137,7 +137,7 @@ def test_generations_that_no_store_names_go_when_asked_to(tmp_path: Path, run: R
     report = json.loads(run(tmp_path, "--generations", "forgotten", "--yes", "--json").stdout)
     removed = {Path(each["path"]).parent.parent.name: each["removed"] for each in report["generations"]}
     assert [each["checkpoints_gone"] for each in report["generations"]].count(True) == 1
-    assert removed["forgetful"], "what the store itself has of it goes, too"
+    assert removed["forgetful"], "the store's own record is also removed"
     assert report["freed_bytes"] == before - allocated(tmp_path) == NUM_BYTES
     assert [path.name for path in snap.glob("0*")] == ["00000002"]
     assert run(tmp_path, "--generations", "all", "--yes").exit_code == 0 and not list(snap.glob("0*"))
@@ -243,6 +243,6 @@ sys.stdin.read()
     (text,) = notices
     assert "took over 2" in text and f"process {process.pid} on" in text
     NvmeTier([tmp_path / "copy"], 4 * MiB, on_notice=notices.append).close()
-    assert len(notices) == 1, "a run that ended well is no news"
+    assert len(notices) == 1, "a successful run is not reported"
     result = run(tmp_path / "a", "--yes")
     assert result.exit_code == 0 and allocated(tmp_path / "a") == 0

@@ -60,7 +60,7 @@ def test_save_and_go_on_then_stop(run: SavedRun, start: Start) -> None:
     saved = committed_step(run.out)
     assert saved is not None and saved >= before  # the request may arrive before the step that status shows has ended
     assert result.stdout == f"saved  checkpoint at step {saved}\n"
-    assert process.poll() is None, "it goes on"
+    assert process.poll() is None, "it continues"
     again = run.call("save", run.out, "--json")
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout) == {"saved_step": committed_step(run.out), "path": str(run.out / "checkpoints")}

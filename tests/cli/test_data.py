@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> Path:
 def test_preview_marks_what_is_trained(config: Path) -> None:
     result = call("preview", config)
     assert result.exit_code == 0, result.output
-    assert "\x1b" not in result.output, "what the data holds is shown, not obeyed"
+    assert "\x1b" not in result.output, "control characters of the data are shown, not executed"
     assert "<assistant>\n[[Ahab." in result.stdout
     assert "\\x1b[31m Ishmael" in result.stdout
     assert "dropped: no token of it would be trained" in result.stdout

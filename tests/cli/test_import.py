@@ -42,7 +42,7 @@ def test_a_file_is_written_once(source: Path, tmp_path: Path) -> None:
     result = call(source, "-o", out)
     assert result.exit_code == 0 and result.stdout == ""
     assert f"written to {out}" in result.stderr and f"next: megatrain-tier check {out}" in result.stderr
-    assert load_config(out).config.output_dir == tmp_path / "model-out", "relative to where the tool was started"
+    assert load_config(out).config.output_dir == tmp_path / "model-out", "relative to the tool's working directory"
     before = out.read_text()
     again = call(source, "-o", out)
     assert again.exit_code == 2 and "already exists" in again.stderr

@@ -49,7 +49,7 @@ def test_a_file_for_this_machine(here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == [SCHEMA_FILE_NAME, "run.toml"]
 
 
-@pytest.mark.skipif(not Path("/sys").is_dir(), reason="no folder here that even root cannot write in")
+@pytest.mark.skipif(not Path("/sys").is_dir(), reason="no folder here is unwritable for root")
 def test_a_folder_that_cannot_be_written_in_is_named(here: Path) -> None:
     result = call("init", "/sys")
     assert result.exit_code == 2 and SCHEMA_FILE_NAME not in result.stderr, result.output
@@ -221,7 +221,7 @@ def test_plain_text_is_pretrained_on(here: Path) -> None:
         assert call("init", f"{number}.toml", "--data", data).exit_code == 0
         assert load_config(f"{number}.toml").config.task == "pretrain"
     assert call("init", "own.toml", "--data", "texts", "--task", "sft").exit_code == 0
-    assert load_config("own.toml").config.task == "sft", "what is asked for counts more"
+    assert load_config("own.toml").config.task == "sft", "an explicit option has priority"
 
 
 def test_a_first_row_that_cannot_be_used_decides_nothing(here: Path) -> None:

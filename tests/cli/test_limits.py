@@ -39,7 +39,7 @@ def test_a_run_beyond_the_machine_is_refused(run: SavedRun, words: tuple[str, ..
     assert result.exit_code == 3
     assert "tiers.ram.size" in result.output and "free now" in result.output
     assert ("error: beyond this machine: tiers.ram.size" in result.stderr) == (not words)
-    assert result.output.count("free now") == 1, "it is said once"
+    assert result.output.count("free now") == 1, "it is printed once"
     assert not run.out.exists()
 
 
@@ -56,7 +56,7 @@ def test_check_shows_where_drives_lie(run: SavedRun) -> None:
     assert text.splitlines()[-1] == "no problem found, 1 warning"
 
 
-@pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is no tmpfs here")
+@pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is not a tmpfs here")
 def test_a_run_on_tmpfs_that_is_allowed(run: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = run.write_config(out="shm", more=NVME.replace("drive", f"{SHM}/megatrain-tier-{run.folder.parent.name}"))
     refused = run.call("run", path, "--max-steps", "1")

@@ -89,7 +89,7 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
     observer.close()
     observer.close()
     assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1
-    assert stream.getvalue().endswith("\x1b[2K"), "and no line of the view is left"
+    assert stream.getvalue().endswith("\x1b[2K"), "no line of the view is left"
 
 
 def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:

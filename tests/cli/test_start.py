@@ -120,7 +120,7 @@ def test_a_run_that_is_done_says_how_to_train_on(trained: SavedRun, tmp_path: Pa
     assert "plan   as `megatrain-tier plan" in on.stdout and "total MiB" not in on.stdout
     assert "(100.0% trained)" not in on.stdout, "the first start printed the figures of the data"
     checked = run.call("check", run.folder / "run.toml", "--skip-weights", *words, "--set", "max_steps=6")
-    assert "cache_dir" not in checked.output, "what check changes for itself is no change of the user's"
+    assert "cache_dir" not in checked.output, "check's internal changes are not the user's"
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(trained: SavedRun, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_ctrl_c_in_a_step_saves_and_leaves_a_whole_terminal(run: SavedRun) -> No
     (ended,) = [number for number, line in enumerate(lines) if line.startswith("stopped ")]
     view = lines[ended - 5 : ended]  # the last view, complete: figures, run, ram, speed
     assert any(re.match(rf"step {step}/100000  loss ", line) for line in view), lines
-    assert not any(line.startswith("now ") for line in lines), "nothing is done any more"
+    assert not any(line.startswith("now ") for line in lines), "no further work is done"
     status = read_status(run.out)
     assert status is not None and (status.state, status.exit_code) == ("stopped", 75)
 
@@ -295,7 +295,7 @@ def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
     with Terminal(follow) as terminal:
         terminal.wait_for("s/step")
         os.kill(owner.pid, signal.SIGTERM)
-        assert terminal.wait() == 75, "that of the run"
+        assert terminal.wait() == 75, "the exit code of the run"
     assert f"stopped at step {committed_step(run.out)}" in terminal.text
     assert "interrupted at step" in process.communicate(timeout=DEADLINE_S)[1].splitlines()[-1]
     late = run.call("status", "--follow", run.out)

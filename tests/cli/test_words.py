@@ -29,7 +29,7 @@ def test_a_plan_says_what_is_resident_and_what_is_streamed(run: SavedRun) -> Non
     assert re.search(r"about .*iB of RAM: .*iB in the tier \+ .*iB of Python and libraries", process)
     values = json.loads(run.call("plan", run.write_config(), "--json").stdout)
     beside_bytes = values["process_bytes"] - values["totals"]["ram"]
-    assert 50 << 20 < beside_bytes < 4 << 30, "Python and torch are in it"
+    assert 50 << 20 < beside_bytes < 4 << 30, "it includes Python and torch"
     assert 0.5 * values["totals"]["ram"] < values["process"]["tier_bytes"] <= values["totals"]["ram"], values["process"]
 
 

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 #: Mistake -> command, settings, exit code, and a part of the message.
 WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
-    "a loss nobody has": (
+    "an unknown loss": (
         "run",
         (*PREFERENCES, "preference.loss_type=bco"),
         2,
@@ -46,9 +46,9 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     ),
     "packed preferences": ("run", (*PREFERENCES[:2], "data.packing=true"), 2, "each answer has its own row"),
     "preferences with images": ("run", (*PREFERENCES, "model.images=frozen"), 2, "reads text alone in this release"),
-    "a reference nobody asks": ("run", (*PREFERENCES, "preference.loss_type=robust"), 2, "label_smoothing = 0"),
+    "an unused reference": ("run", (*PREFERENCES, "preference.loss_type=robust"), 2, "label_smoothing = 0"),
     "rows that are no preferences": ("run", ("task=dpo", "data.packing=false"), 4, "a .txt file has no preferences"),
-    "an optimizer nobody has": ("run", ("optimizer.optim=adamx",), 2, '"adamw", "lion", "sgd", "adafactor", "muon"'),
+    "an unknown optimizer": ("run", ("optimizer.optim=adamx",), 2, '"adamw", "lion", "sgd", "adafactor", "muon"'),
     "small states of another optimizer": (
         "check",
         ("optimizer.optim=adafactor", "optimizer.state_dtype=int8"),
@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "a teacher of random weights": ("score", ("model.train_from_scratch=true", "task=sft"), 2, "meaningless"),
     "adapters scored": ("score", (*LORA, "task=sft"), 2, "only whole models are scored"),
     "an adapter that is not there": ("run", ("lora.adapter_name_or_path=nowhere",), 2, "is not a folder"),
-    "a quantization nobody reads": (
+    "an unknown quantization": (
         "run",
         (*LORA, "model.model_name_or_path=gptq"),
         2,

@@ -169,6 +169,6 @@ def test_pages_deny_nothing_that_import_translates() -> None:
         text = (ROOT / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
         assert 'task = "dpo"' in text and "preferences.md" in text
         missing = [line for line in text.splitlines() if re.search(r"Not here:|not in `run`", line)]
-        assert missing, "the lists of what is not here are gone"
+        assert missing, "the lists of missing features are removed"
         for loss in ("dpo", *LOSSES, "distillation"):
             assert not any(re.search(rf"\b{loss}", line, re.IGNORECASE) for line in missing), (tool, loss)

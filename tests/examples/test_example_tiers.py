@@ -108,7 +108,7 @@ def test_promised_room_that_compression_does_not_give_costs_no_bytes() -> None:
         store.unregister("a")
         store.wait_idle()
         store.evict("b", "ram").wait(60)
-        assert torch.equal(get(store, "b"), noise.flip(0)), "now there is room"
+        assert torch.equal(get(store, "b"), noise.flip(0)), "now there is space"
 
 
 def test_objects_are_deleted_with_their_blocks_and_at_the_end(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_too_little_room_for_any_checkpoint_is_said_before_the_first_step(work: 
     result = work.run(
         **{"checkpoint.min_free_disk": "900TiB", "checkpoint.save_strategy": "no", "checkpoint.save_on_signal": False}
     )
-    assert result.exit_code == 0, "a run that never saves needs no such room"
+    assert result.exit_code == 0, "a run that never saves needs no such space"
 
 
 @pytest.fixture

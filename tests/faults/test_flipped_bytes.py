@@ -54,7 +54,7 @@ class Checkpoint:
                 reader.read(key, found[key])
         except TieredError as error:
             return [str(error)]
-        assert dict(reader.manifest.meta) == META and same(found, self.expected), "changed, and nobody noticed"
+        assert dict(reader.manifest.meta) == META and same(found, self.expected), "changed without an error"
         return []
 
     def open(self) -> str:
@@ -68,7 +68,7 @@ class Checkpoint:
         with store:
             if notices and not same(contents_of(store), self.expected):
                 return notices[0]
-            assert same(contents_of(store), self.expected), "changed, and nobody noticed"
+            assert same(contents_of(store), self.expected), "changed without an error"
             store.commit(META).wait(60)
         return ""
 

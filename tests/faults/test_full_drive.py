@@ -93,7 +93,7 @@ def test_a_drive_too_small_for_a_block_is_refused_when_it_is_registered(small_dr
         nvme = store.tier("nvme")
         assert isinstance(nvme, NvmeTier)
         assert nvme.usage().used_bytes == MiB, "the refused block charges nothing"
-        assert small_drive.free_bytes() + nvme.pool_bytes >= before - MiB // 4, "what was made of it is kept for reuse"
+        assert small_drive.free_bytes() + nvme.pool_bytes >= before - MiB // 4, "its finished files are kept for reuse"
         with store.acquire("fits", "ram") as lease:
             assert set(lease.tensor.tolist()) == {7}
 
@@ -121,7 +121,7 @@ def test_full_after_a_commit_pauses_and_goes_on_with_the_same_bits(small_drive, 
         nvme = store.tier("nvme")
         assert isinstance(nvme, NvmeTier)
         assert nvme.snapshots.nbytes == NUM_BLOCKS * nvme.slot_bytes(4 * NUM_ELEMENTS), (
-            "each file was replaced once, however often it was tried"
+            "each file was replaced once, whatever the number of tries"
         )
         store.commit({"round": 3}).wait(60)
     tiers = [RamTier(8 * MiB, pin_memory=False), NvmeTier([small_drive.store], 40 * MiB)]
@@ -252,7 +252,7 @@ def test_nobody_has_to_wait_for_room(small_drive, quick_retry) -> None:
         store.commit({}).wait(60)
         small_drive.fill()
         commit = store.commit({})
-        assert "at least 4.00 MiB" in notices.wait_for("paused"), "what both blocks take, and not the first alone"
+        assert "at least 4.00 MiB" in notices.wait_for("paused"), "the size of both blocks, not only of the first"
         store.give_up_waiting()
         with pytest.raises(TransferError, match="cannot be written: No space left"):
             commit.wait(60)

@@ -69,7 +69,7 @@ def test_the_limit_is_never_passed_and_nothing_is_lost(tmp_path: Path, limited: 
             write(store, 3)
         assert (caught.value.limit_bytes, caught.value.written_bytes) == (NUM_BYTES + 100, NUM_BYTES)
         assert caught.value.path == str(tmp_path / str(limited)) and caught.value.need_bytes == NUM_BYTES // 2
-        assert store.stats().written_bytes == before, "not a byte went to the other path either"
+        assert store.stats().written_bytes == before, "no byte was written to the other path"
         with pytest.raises(WearLimitError):
             store.wait_idle()
         with store.acquire("block", "ram") as lease:
@@ -172,7 +172,7 @@ def test_a_drive_that_cannot_keep_the_count_counts_nothing(tmp_path: Path, monke
     monkeypatch.setattr(os, "replace", refuse)
     counter.close()
     monkeypatch.undo()
-    assert WearCounter(tmp_path).written_bytes == 1100, "too high is right, too low is not"
+    assert WearCounter(tmp_path).written_bytes == 1100, "it may be too high, never too low"
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"written_bytes": -1}', '{"written_bytes": "many"}', "[]"])

@@ -95,7 +95,7 @@ def test_what_padding_and_labels_change() -> None:
     whole = all_of(trace)
     half = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS // 2, num_trained_tokens=TOKENS)
     assert half.hardware == whole.hardware
-    assert half.model == trace.head.flops + (whole.model - trace.head.flops) / 2, "labels are as many"
+    assert half.model == trace.head.flops + (whole.model - trace.head.flops) / 2, "the same number of labels"
     unlabelled = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS, num_trained_tokens=0)
     assert whole.model - unlabelled.model == trace.head.flops == 6 * TOKENS * 32 * VOCAB
     several = step_flops(trace, num_places=3 * TOKENS, num_real_tokens=3 * TOKENS, num_trained_tokens=3 * TOKENS)

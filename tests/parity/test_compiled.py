@@ -129,7 +129,7 @@ def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) ->
         access.finish()
         for nbytes, most in zip(taken, traced, strict=True):
             assert 0 < nbytes[0] <= most, family
-            assert len(nbytes) == 1, "nothing is run again"
+            assert len(nbytes) == 1, "nothing is recomputed"
 
 
 def saved_nbytes(bound: BoundUnit) -> list[int]:

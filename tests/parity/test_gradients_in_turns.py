@@ -217,7 +217,7 @@ def test_skip_by_layer_leaves_out_that_layer_alone(
             spoil(patch, "*")
             before = run.contents()
             assert run.step().skipped and not changed(before, run.contents())
-        assert run.engine.num_updates == 3, "a step of which nothing is used does not count"
+        assert run.engine.num_updates == 3, "a fully skipped step does not count"
 
 
 @pytest.mark.parametrize("optimizer", [NO_CLIPPING, PER_LAYER])

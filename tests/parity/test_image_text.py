@@ -77,7 +77,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
     if passthrough is not None:
         unaccounted = set(dict(model.named_parameters())) - set(loaded) - passthrough.names - set(graph.owner_of)
         assert not unaccounted
-        assert not passthrough.names & set(expected.gradients), "what is kept has no gradient"
+        assert not passthrough.names & set(expected.gradients), "untrained tensors have no gradient"
     access = MemoryAccess(graph, loaded, torch.float32)
     runner = layer_runner(graph, access, device="cpu")
     loss = runner.forward_backward(batches, seed=SEED)

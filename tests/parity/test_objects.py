@@ -58,7 +58,7 @@ def test_too_little_room_is_refused_and_a_replay_moves_what_is_planned(tiny_mode
     with objects_tier((tmp_path / NAME).as_uri(), 64 * MiB):
         plan = plan_run(resolve(config))
     assert simulate_step(plan, 384, SimulatedRates(2e9, 1e12, 1e9)).moved_bytes == plan.traffic
-    assert plan.estimate is not None and plan.estimate.step_s is None, "nobody measured its links"
+    assert plan.estimate is not None and plan.estimate.step_s is None, "its links are unmeasured"
     with objects_tier((tmp_path / NAME).as_uri(), MiB), pytest.raises(DoesNotFitError, match="tier 'objects'"):
         plan_run(resolve(config))
     assert not (tmp_path / NAME).exists()

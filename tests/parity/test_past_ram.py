@@ -87,7 +87,7 @@ def test_the_same_bits_and_what_was_planned(
     result.assert_as_planned()
     if placement:
         moved = bytes_by_link(result)
-        assert {"nvme->gpu", "gpu->nvme", "nvme->ram", "ram->nvme"} == set(moved), "RAM is for the updates alone"
+        assert {"nvme->gpu", "gpu->nvme", "nvme->ram", "ram->nvme"} == set(moved), "RAM is only for the updates"
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_less_passes_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -
 
 def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME, tiers=ON)
-    assert 0 < plan.traffic["gpu->nvme"] < plan.traffic["nvme->gpu"], "weights are read alone"
+    assert 0 < plan.traffic["gpu->nvme"] < plan.traffic["nvme->gpu"], "weights are only read"
     assert not plan.traffic["ram->gpu"] and not plan.traffic["gpu->ram"]
     assert "nvme->gpu, gpu->nvme: copies between drives and GPU memory bypass ram" in messages(plan)
     replayed = simulate_step(plan, 384, SimulatedRates(2e9, 1e12, 1e9))
     assert replayed.moved_bytes == plan.traffic
     usual = plan_of(tmp_path / "usual", tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME)
-    assert "nvme->gpu" not in usual.traffic, "in the place of a GPU only who asks for it gets it"
+    assert "nvme->gpu" not in usual.traffic, "the stand-in for a GPU gets it only on request"
 
 
 class TestProbe:
@@ -173,7 +173,7 @@ class TestProbe:
     def test_auto_does_what_was_proved(self) -> None:
         assert self._decide("")
         assert self._decide(ON)
-        assert self.asked == [self.folder], "asked once, in the nearest folder that exists"
+        assert self.asked == [self.folder], "probed once, in the nearest existing folder"
 
     def test_auto_goes_through_ram_where_it_was_not(self) -> None:
         self.reason = "kvikio moved the bytes through host memory"

@@ -285,7 +285,7 @@ def test_fewer_steps_than_were_saved_only_export(tiny_model: Path, tmp_path: Pat
     done = train(tmp_path / "w", tiny_model, IN_RAM, changes={f"max_steps = {NUM_STEPS}": "max_steps = 3"})
     assert done.summary.num_steps == 4 and len(done.losses) == 4
     assert done.weights
-    assert not done.told.checkpoints, "step 4 is saved already"
+    assert not done.told.checkpoints, "step 4 is already saved"
 
 
 def test_no_whole_checkpoint_is_an_error_that_names_them(tiny_model: Path, tmp_path: Path) -> None:

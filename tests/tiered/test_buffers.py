@@ -59,7 +59,7 @@ def test_fetches_keep_to_buffers_of_their_size(store: TieredStore, ram: Simulate
     run_steps(store, clock, 2)
     before = ram.num_drops
     run_steps(store, clock, 3)
-    assert ram.num_drops == before + 3 * 3, "six small buffers and the large one do not fit side by side"
+    assert ram.num_drops == before + 3 * 3, "six small buffers and the large one do not fit together"
     store.keep_buffers("ram", {SMALL: 3, LARGE: 1})
     before, stats = ram.num_drops, store.stats()
     run_steps(store, clock, 3)

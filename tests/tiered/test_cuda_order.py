@@ -268,7 +268,7 @@ def test_bytes_go_back_to_the_device_after_their_last_kernel(device: LazyDevice)
     device.launch(lambda: ran.append(1))
     gpu.record_use([slot])
     gpu.free(slot)
-    assert ran == [], "a slot that goes back to the pool keeps its work for the next one"
+    assert ran == [], "a slot in the pool keeps its pending work for the next user"
     larger = gpu.allocate(2 * NBYTES, name="larger", home=False)
     assert larger is not None and ran == [1] and gpu.num_drops == device.num_trims == 1
     gpu.free(larger)

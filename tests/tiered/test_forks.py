@@ -145,7 +145,7 @@ def check_store_of_child(folder: Path) -> None:
         store.commit().wait()
         found = in_child(work)
         assert found.startswith(f"{float(MiB)} TieredError: process"), found
-        assert float(store["a"].sum()) == MiB, "the parent's store works on"
+        assert float(store["a"].sum()) == MiB, "the parent's store continues to work"
 
 
 def test_memory_of_a_child_never_lies_where_a_slab_of_its_parent_is(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str
         assert sorted(f.name for f in (tmp_path / "run/snap").iterdir() if f.is_dir()) == ["00000004", "00000005"]
         for tier in store._movement.tiers.values():
             if isinstance(tier, NvmeTier):
-                assert tier.snapshots.nbytes == _frozen_only(tier), "the ledger is what the disk says"
+                assert tier.snapshots.nbytes == _frozen_only(tier), "the ledger equals the disk usage"
     with TieredStore.open(str(tmp_path / "run"), make_tiers(), generation=4) as store:
         assert value_of(store, KEYS[0]) == 13
 

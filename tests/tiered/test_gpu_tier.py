@@ -88,7 +88,7 @@ def test_a_reused_buffer_keeps_its_pending_work() -> None:
     assert again is not None and buffer_of(again).pending_events == {"compute": event}
     tier.free(again)
     assert tier.allocate(4096, name="c", home=False) is not None
-    assert event.is_done, "memory goes only after the work that uses it"
+    assert event.is_done, "memory is freed only after the work that uses it"
 
 
 def test_routes_between_neighbours_start_no_thread(tmp_path: Path) -> None:

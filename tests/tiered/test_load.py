@@ -147,9 +147,9 @@ def test_an_older_generation_can_be_loaded_after_damage(tmp_path: Path) -> None:
             store.load()
         store.load(1)
         check(store, 10)
-        assert list_generations(tmp_path / "generations") == [1, 2], "nothing goes before a commit needs it gone"
+        assert list_generations(tmp_path / "generations") == [1, 2], "removed only when a commit needs it"
         assert commit(store, 30) == 3
-        assert list_generations(tmp_path / "generations") == [1, 3], "the abandoned future goes before the past"
+        assert list_generations(tmp_path / "generations") == [1, 3], "the abandoned future before the past"
     with make_store(tmp_path, "mixed") as store:
         store.load()
         check(store, 30)

@@ -192,7 +192,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
         assert list(store) == []
         store.put("other", torch.ones(10))
         assert store.commit().generation == 2
-    assert list_generations(tmp_path / "drive") == [1, 2], "the older one goes when keep_generations newer ones exist"
+    assert list_generations(tmp_path / "drive") == [1, 2], "it goes when keep_generations newer ones exist"
     with pytest.raises(GenerationError, match="holds generation 2"):
         TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path / "drive"))
 

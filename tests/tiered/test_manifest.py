@@ -66,7 +66,7 @@ def test_candidates_for_opening_are_listed_whatever_is_damaged(tmp_path: Path) -
     forget_current(tmp_path)
     assert newest_first(tmp_path) == [12, 2, 1] and current_generation(tmp_path) is None
     (generation_folder(tmp_path, 12) / MANIFEST_NAME).write_text("{")
-    assert newest_first(tmp_path) == [12, 2, 1], "the one who opens it finds out"
+    assert newest_first(tmp_path) == [12, 2, 1], "the reader that opens it detects this"
 
 
 def test_manifests_of_the_first_version_have_no_paths(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_pool_reservations_share_the_ledger() -> None:
     assert buffer is not None
     pool.give(40, buffer)
     pool.reserve(80)
-    assert not recorder.alive, "a pooled buffer must make room for a reservation"
+    assert not recorder.alive, "a pooled buffer must be freed for a reservation"
     with pytest.raises(CapacityError):
         pool.reserve(21)
     assert pool.take(30) is None
@@ -239,7 +239,7 @@ def test_pool_never_exceeds_capacity_under_threads() -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert 667 < recorder.most_bytes <= 1000, "333 are refused only where fewer are free"
+    assert 667 < recorder.most_bytes <= 1000, "333 are refused only if fewer are free"
     assert ledger.used_bytes == 0
     assert sum(recorder.alive.values()) == pool.pooled_bytes
 
@@ -251,7 +251,7 @@ def test_kept_buffers_are_made_at_once_and_dropped_last() -> None:
     assert home is not None
     pool.keep({10: 3, 40: 1})  # one of 10 is in use
     assert sorted(recorder.alive.values()) == [10, 10, 10, 40] and recorder.num_made == 4
-    assert ledger.usage().high_water_bytes == 10, "what is kept is free"
+    assert ledger.usage().high_water_bytes == 10, "kept buffers count as free"
     others = [pool.take(15), pool.take(15)]
     for other in others:
         assert other is not None
@@ -262,7 +262,7 @@ def test_kept_buffers_are_made_at_once_and_dropped_last() -> None:
     assert sorted(recorder.alive.values()) == [10, 10, 10, 25, 40], "the unrequested ones are freed"
     pool.give(25, taken)
     pool.take(90)
-    assert sorted(recorder.alive.values()) == [10, 90], "kept or not: what fits the free bytes is given"
+    assert sorted(recorder.alive.values()) == [10, 90], "a buffer that fits the free bytes is given, kept or not"
 
 
 def test_kept_buffers_stop_where_there_is_no_room() -> None:
@@ -301,7 +301,7 @@ def test_a_slab_gets_the_pages_of_one_that_went() -> None:
     first.tensor.fill_(7)
     before = resident_bytes()
     first.close()
-    assert spare.nbytes == 4 * MiB and -2 * MiB <= resident_bytes() - before <= -MiB // 2, "the rest is no huge page"
+    assert spare.nbytes == 4 * MiB and -2 * MiB <= resident_bytes() - before <= -MiB // 2, "the rest is not a huge page"
     second = HostSlab(9 * MiB, spare=spare)
     assert (spare.nbytes, spare.moved_bytes) == (0, 4 * MiB)
     assert 3 * MiB <= resident_bytes() - before <= 5 * MiB

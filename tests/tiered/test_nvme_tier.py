@@ -49,7 +49,7 @@ def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path)
     assert 12288 <= file.path.stat().st_blocks * 512 <= 2 * 12288
     tier.free(slot)
     assert tier.usage().used_bytes == 0 and tier.usage().high_water_bytes == 12288
-    assert not (tmp_path / "live/layer.0").exists(), "groups without blocks go"
+    assert not (tmp_path / "live/layer.0").exists(), "groups without blocks are removed"
     with pytest.raises(AssertionError):
         tier.free(slot)
     tier.close()
@@ -185,7 +185,7 @@ def test_reservations_share_the_ledger(tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], 64 * KiB)
     tier.free(take(tier, 40 * KiB))
     tier.reserve(60 * KiB)
-    assert tier.pool_bytes == 0, "kept files must make room for a reservation"
+    assert tier.pool_bytes == 0, "kept files must be removed for a reservation"
     assert tier.allocate(8192, name="b", home=True) is None
     with pytest.raises(CapacityError):
         tier.reserve(5000)
@@ -257,7 +257,7 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
     assert bytes_on_disk(tmp_path) == 16384 + 8192
     tier.close()
     tier = NvmeTier([tmp_path], 20 * KiB)
-    assert tier.pool_bytes == 0, "kept files beyond a smaller capacity go"
+    assert tier.pool_bytes == 0, "kept files beyond a smaller capacity are removed"
     tier.close()
 
 

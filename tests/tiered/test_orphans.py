@@ -84,8 +84,8 @@ def test_living_stores_are_left_alone(drive: Path) -> None:
         commit(store, "a", "b")
         assert find_orphans(drive) == []
         remove_orphan(orphan)
-        assert orphan.path.exists(), "its store is at work and may be about to name it"
+        assert orphan.path.exists(), "its store is open and may name it next"
     assert [orphan.generation for orphan in find_orphans(drive)] == [9]
     (drive / "snap/00000009/OWNER.json").write_text("{}")
     (drive / "snap/00000010").mkdir()
-    assert find_orphans(drive) == [], "it is not known whose these are"
+    assert find_orphans(drive) == [], "their owner is unknown"

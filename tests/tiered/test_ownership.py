@@ -92,7 +92,7 @@ def test_stores_that_take_turns_lose_nothing_of_each_other(tmp_path: Path) -> No
     assert on_drives(tmp_path) == [2, 3, 5, 6]
     with make_store(tmp_path, "one") as store:
         store.load(2)
-        assert on_drives(tmp_path) == [2, 3, 5, 6], "what the other one left half-written is its own to remove"
+        assert on_drives(tmp_path) == [2, 3, 5, 6], "only the other store removes its half-written files"
         assert commit(store, 4) == 7
     assert contents(tmp_path, "one") == {7: 4, 2: 2} and contents(tmp_path, "two") == {5: 12}
     killed_commit(tmp_path, "one")

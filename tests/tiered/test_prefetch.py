@@ -144,7 +144,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
             assert walk.call_count == 1 and all(lease.is_released for lease in leases)
             with store.acquire_many(requests):
                 pass
-            assert walk.call_count == 1, "copies that came leave no room to others"
+            assert walk.call_count == 1, "arrived copies leave no space for others"
         store.acquire_many([]).release()
 
 
@@ -161,7 +161,7 @@ def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_lat
         assert store._movement.prefetcher._away.among(store._blocks).keys == {"away"}
         store.register("other", (8,), torch.float32, home="slow")
         away = store._movement.prefetcher._away
-        assert away.among(store._blocks).keys == {"away"}, "the schedule does not speak of it"
+        assert away.among(store._blocks).keys == {"away"}, "the schedule does not contain it"
         store.register("late", (8,), torch.float32, home="slow")
         assert store._movement.prefetcher._away.among(store._blocks).keys == {"away", "late"}
         store.set_schedule(Schedule([Access(0, "home", "fast")], 1))

@@ -340,7 +340,7 @@ def test_a_prefetch_is_a_hint(store: TieredStore) -> None:
     transfer = store.prefetch("a", "ram")
     transfer.wait(60)
     assert not transfer.skipped and store.where("a")["ram"] is CopyState.CLEAN
-    assert store.prefetch("a", "ram").skipped, "it is there"
+    assert store.prefetch("a", "ram").skipped, "it exists"
     store.register("never", SHAPE, torch.float32, home="nvme")
     assert store.prefetch("never", "ram").skipped
     held = [store.acquire(key, "ram") for key in "abcd"]
@@ -421,7 +421,7 @@ def test_a_recorded_trace_becomes_a_schedule(store: TieredStore) -> None:
     read(store, "a")
     read(store, "b")
     assert store.stats().schedule_misses == 1, "b belongs to the next tick"
-    assert len(trace.accesses) == 3, "what came later is not in the record"
+    assert len(trace.accesses) == 3, "later events are not in the record"
 
 
 def test_events_tell_every_movement(tmp_path: Path) -> None:

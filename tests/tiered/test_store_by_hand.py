@@ -52,7 +52,7 @@ class Hand:
                     link.complete()
             if not self.under_way():
                 return
-        raise AssertionError(f"what ends begins again for ever: {self.under_way()}")
+        raise AssertionError(f"transfers never stop: {self.under_way()}")
 
     def read(self, key: str, tier: str) -> int:
         """Return a block's value, with the moves that it needs."""
@@ -62,7 +62,7 @@ class Hand:
                     return int(lease.tensor)
             except TimeoutError:
                 self.move()
-        raise AssertionError(f"{key} does not come to {tier}")
+        raise AssertionError(f"{key} does not reach {tier}")
 
     def num_moved(self, before: StoreStats) -> dict[str, int]:
         window = self.store.stats() - before
@@ -104,7 +104,7 @@ class Caller:
 
     def join(self) -> Any:
         self._thread.join(TIMEOUT_S)
-        assert not self._thread.is_alive(), "a caller waits for ever"
+        assert not self._thread.is_alive(), "a caller never returns"
         return self.result
 
 
@@ -122,7 +122,7 @@ def test_who_waits_for_a_write_back_that_fails_is_told(make: Callable[..., Hand]
     assert caller.is_waiting()
     hand.links["ram", "disk"].fail()
     assert isinstance(caller.join(), TransferError)
-    assert hand.read("a", "ram") == 7, "the newest bytes are where they were"
+    assert hand.read("a", "ram") == 7, "the newest bytes did not move"
 
 
 def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
@@ -174,7 +174,7 @@ def test_an_eviction_that_waits_for_a_lease_comes_after_it_unless_the_copy_is_le
     store.evict("a", "ram")
     with store.acquire("a", "ram", timeout_s=0):
         first.release()
-    assert store.where("a")["ram"] is CopyState.CLEAN, "its last use was later than the wish to drop it"
+    assert store.where("a")["ram"] is CopyState.CLEAN, "its last use was after the request to drop it"
 
 
 def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
@@ -382,7 +382,7 @@ def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand])
         store.advance(0)
         assert hand.under_way() == []
         lease.tensor.fill_(2)
-    assert hand.under_way() == [("ram", "gpu")], "the fetch that the schedule asks for, now that it can be"
+    assert hand.under_way() == [("ram", "gpu")], "the scheduled fetch, now that it fits"
     hand.move()
     assert hand.read("a", "gpu") == 2
 
@@ -402,7 +402,7 @@ def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable
 # -- what the prefetcher counts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("taken_by", ["a home", "a reservation", "a pin", "a pin of what is not there"])
+@pytest.mark.parametrize("taken_by", ["a home", "a reservation", "a pin", "a pin of a missing block"])
 def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reservations_leave(
     taken_by: str, make: Callable[..., Hand]
 ) -> None:

@@ -255,7 +255,7 @@ class HoldsALock(HostLink):
         self._lock = threading.Lock()
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
-        assert self._lock.acquire(timeout=2), "else the test would leave threads that wait for ever"
+        assert self._lock.acquire(timeout=2), "otherwise the test would leave threads that never end"
         try:
             return super().submit(src_slot, dst_slot, nbytes)
         finally:

@@ -107,7 +107,7 @@ def test_every_flipped_bit_is_named_at_the_read(store: TieredStore) -> None:
             check_named(caught.value, key, path, offset)
             num_damaged += 1
         else:
-            assert torch.equal(read(store, key), expected[key]), "padding is nobody's contents"
+            assert torch.equal(read(store, key), expected[key]), "padding is not part of any contents"
             num_padding += 1
     assert (num_damaged, num_padding) == (103, 27)
     assert all(torch.equal(read(store, key), tensor) for key, tensor in expected.items())
@@ -173,7 +173,7 @@ def test_only_contents_at_rest_in_files_are_compared(tmp_path: Path) -> None:
             lease.tensor.add_(1)
             assert store.verify(["tiny", "in.ram", "never"]) == 0
         flip_bit(files(store, "tiny").files[0], 0)
-        assert store.verify() == sum(SIZES.values()) - 1, "newer bytes are in RAM: those on disk mean nothing"
+        assert store.verify() == sum(SIZES.values()) - 1, "newer bytes are in RAM, so the bytes on disk do not count"
         store.evict("tiny", "ram").wait(60)
         assert store.verify() == sum(SIZES.values())
         with pytest.raises(BlockNotFoundError):

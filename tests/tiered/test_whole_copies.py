@@ -66,7 +66,7 @@ def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
     write(store, 2)  # the run continues
     figures = copies.copy(reader)
     assert figures.generation == reader.generation == copies.newest
-    assert figures.linked_bytes == 8 * KiB, "what lay in the directory of generations is linked"
+    assert figures.linked_bytes == 8 * KiB, "files in the directory of generations are linked"
     assert figures.copied_bytes == 16 * KiB + 80 * KiB
     copies.close()
     for folder in ("drive", "second", "out/checkpoints"):

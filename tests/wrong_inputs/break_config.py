@@ -80,7 +80,7 @@ COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "interval without time": ({"checkpoint.save_strategy": '"epoch"', "checkpoint.save_interval": '"45min"'}, "checkpoint.save_interval", ("time",)),
     "tier twice": ({"placement.weights": '["ram", "ram"]'}, "placement.weights", ("twice",)),
     "tier of no GPU": ({"placement.weights": '["gpu"]'}, "placement.weights", ("cpu",)),
-    "emulated beside CUDA": ({"device": '"cuda"', "advanced.emulate_gpu": "true", "tiers.gpu.size": '"1GiB"'}, "advanced.emulate_gpu", ("cpu",)),
+    "emulated in addition to CUDA": ({"device": '"cuda"', "advanced.emulate_gpu": "true", "tiers.gpu.size": '"1GiB"'}, "advanced.emulate_gpu", ("cpu",)),
     "emulated without a size": ({"device": '"cpu"', "advanced.emulate_gpu": "true"}, "advanced.emulate_gpu", ("tiers.gpu",)),
     "direct without a GPU": ({"tiers.direct": '"on"'}, "tiers.direct", ("cpu",)),
     "margin auto": ({"tiers.safety_margin": '"auto"'}, "tiers.safety_margin", ("5%",)),

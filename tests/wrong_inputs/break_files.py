@@ -16,7 +16,7 @@ from wrong_inputs.workplace import ROWS, Workplace, WrongInput
 GOOD = json.dumps(ROWS[0])
 #: Name -> the second of three lines. Valid JSON that is not an object is a row that is dropped and counted.
 BROKEN_LINES = {
-    "cut off": GOOD[:30], "no JSON": "hello", "single quotes": GOOD.replace('"', "'"), "a comma too much": GOOD + ",",
+    "cut off": GOOD[:30], "no JSON": "hello", "single quotes": GOOD.replace('"', "'"), "an extra comma": GOOD + ",",
     "two objects": GOOD + GOOD,
     "a closing bracket": "]", "deeply nested": "[" * 100_000, "a number of 5000 digits": '{"text": ' + "7" * 5000 + "}",
     "no quotes": "{messages: []}", "a control character": '{"text": "\x01"}',
@@ -101,7 +101,7 @@ def _table(ending: str, columns: dict[str, Any]) -> bytes:
 def table_cases() -> Iterator[WrongInput]:
     """Yield Parquet and Arrow files: cut off and damaged anywhere, without rows, with other columns and types."""
     columns: dict[str, dict[str, Any]] = {
-        "columns that nobody knows": {"a": ["x"], "b": ["y"]},
+        "unknown columns": {"a": ["x"], "b": ["y"]},
         "numbers for text": {"text": [1, 2]},
         "nulls for text": {"text": [None, None]},
         "bytes for text": {"text": [b"x", b"y"]},

@@ -143,7 +143,7 @@ RIGHT: dict[str, Spoil] = {
     ),
     "an index next to one file of weights": harmless(model__model_dot_safetensors_dot_index_dot_json=b"{"),
     "a tokenizer without settings": harmless(model__tokenizer_config_dot_json=b"{}"),
-    "somebody's file in output_dir": harmless(out__notes_dot_txt=b"mine"),
+    "a foreign file in output_dir": harmless(out__notes_dot_txt=b"mine"),
 }  # fmt: skip
 
 

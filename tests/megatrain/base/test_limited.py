@@ -65,7 +65,7 @@ def test_a_child_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LimitError, match=r"does not end within 0\.2 s"):
         run_limited(lambda: time.sleep(3600))
     (pid,) = killed
-    assert not Path("/proc", str(pid)).exists(), "it was waited for"
+    assert not Path("/proc", str(pid)).exists(), "the process was reaped"
 
 
 def test_threads_of_the_caller_are_no_obstacle() -> None:

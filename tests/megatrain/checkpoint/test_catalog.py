@@ -202,7 +202,7 @@ def test_removed(run: SavedRun) -> None:
     assert steps(list_checkpoints(run.out)) == [4, 6]
     assert not generation_folder(run.out / "checkpoints", 1).exists()
     remove(run, 3)
-    assert [(info.step, info.is_newest) for info in list_checkpoints(run.out)] == [(4, True)], "the one before counts"
+    assert [(info.step, info.is_newest) for info in list_checkpoints(run.out)] == [(4, True)], "the previous one counts"
     with pytest.raises(CheckpointError, match="step 4 is the only one"):
         remove(run, 2)
     assert steps(list_checkpoints(run.out)) == [4]

@@ -196,7 +196,7 @@ def test_a_run_that_is_done_can_be_copied_afterwards(run: SavedRun) -> None:
         result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
         assert result.exit_code == 0 and "nothing to do" in result.stdout, result.output
         assert copied_steps(run) == [6]
-    assert "copied checkpoint" not in result.stdout, "it is there already"
+    assert "copied checkpoint" not in result.stdout, "it already exists"
 
 
 # -- the checkpoint that a run resumes ---------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_a_lost_drive_without_copies_is_said_in_one_message(run: SavedRun) -> No
     assert verified.exit_code == 1 and "ckpt rm" not in verified.output, verified.output
     after = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
     assert {path for path in before if before[path] != after.get(path)} <= {run.out / "LOCK", run.out / "status.json"}
-    assert not drive.exists(), "nothing is made where a drive may be mounted again"
+    assert not drive.exists(), "nothing is created in the mount point of a drive"
 
     status = run.call("status", run.out)
     assert "continue from" not in status.stdout and "steps 2, 4 are gone" in status.stdout, status.stdout
@@ -408,7 +408,7 @@ def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:
     drive = run.folder / "drive"
     nbytes = bytes_on_drives(run.out)[drive]
     files = {path.lstat().st_ino: path.lstat().st_size for path in drive.glob("snap/*/**/c/*")}
-    assert nbytes == sum(files.values()) > 0, "each file once, however many checkpoints link it"
+    assert nbytes == sum(files.values()) > 0, "each file once, whatever the number of links"
     text = (drive / "README.txt").read_text()
     for part in (str(run.out), "IT HOLDS CHECKPOINTS", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
         assert part in text, text

@@ -82,7 +82,7 @@ def test_a_checkpoint_of_ranks_with_muon_continues_with_one_process(tmp_path: Pa
         export_checkpoint(each.out, out, step=2, model_folder=each.folder / "model")
     continued = finished(run, four_steps)
     if len({(each / "model.safetensors").read_bytes() for each in before}) > 1:
-        pytest.skip("this processor rounds the first two steps in another way than the one that wrote the checkpoint")
+        pytest.skip("this processor rounds the first two steps differently from the one that wrote the checkpoint")
     assert continued == go_on(fresh)
 
 

@@ -66,7 +66,7 @@ def test_a_run_whose_checkpoints_are_all_incomplete_does_not_start_anew(run: Sav
     for command, code in (("run", 1), ("check", 2)):
         result = run.call(command, run.folder / "run.toml")
         assert result.exit_code == code and text in " ".join(result.output.split()), result.output
-        assert "no generation is there" in " ".join(result.output.split())
+        assert "no generation exists" in " ".join(result.output.split())
     assert sorted(folder.rglob("*")) == files, "nothing was removed"
     assert text in " ".join(run.call("ckpt", "ls", run.out).output.split())
 

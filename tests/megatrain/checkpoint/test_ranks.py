@@ -266,7 +266,7 @@ def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
     sizes = [(status.st_nlink, status.st_blocks * 512) for status in map(os.fstat, files)]
     for file in files:
         os.close(file)
-    assert {links for links, _ in sizes} == {0, 1}, "all files of step 2 went; copies keep theirs"
+    assert {links for links, _ in sizes} == {0, 1}, "all files of step 2 were removed; copies keep theirs"
     assert left == [1] and stops and free == 10 + sum(nbytes for links, nbytes in sizes if not links) > 10
     assert read_checkpoints(tmp_path / "checkpoints")[0] == one
     one, three = read_checkpoints(tmp_path / "checkpoints")
@@ -421,4 +421,4 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
         said = int(acknowledged.read_text()) if acknowledged.exists() else 0
         assert (known[-1].meta["step"] if known else 0) >= max(said, newest)
         newest = known[-1].meta["step"] if known else 0
-    assert newest > 0, "no process came as far as a checkpoint"
+    assert newest > 0, "no process reached a checkpoint"

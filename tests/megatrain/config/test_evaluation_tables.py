@@ -37,7 +37,7 @@ def test_a_batch_of_evaluations_counts_examples(task: str, rows_of_one: int, tmp
     assert resolve_evaluation(config).rows == rows_of_one
     assert resolve_evaluation(load_config(path, (), ["per_device_eval_batch_size=3"]).config).rows == 3 * rows_of_one
     path.write_text(path.read_text().replace("per_device_eval_batch_size = 1\n", ""))
-    assert resolve_evaluation(load_config(path).config).rows is None, "as many as in training"
+    assert resolve_evaluation(load_config(path).config).rows is None, "the same number as in training"
 
 
 def test_sets_are_sources_with_a_name(tmp_path: Path) -> None:

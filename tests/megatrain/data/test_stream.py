@@ -295,7 +295,7 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
     again = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2, position=position)
     next(again)
     again._makes.result()
-    assert 1 <= len(set(counted.opened)) <= 5, "what was used is not read again"
+    assert 1 <= len(set(counted.opened)) <= 5, "used rows are not read again"
 
 
 def test_a_server_that_fails_is_asked_again(tokenizer: Any, counted: type[CountingFiles]) -> None:

@@ -182,7 +182,7 @@ def test_the_same_bits_for_a_language_model(store: TieredStore, tmp_path: Path) 
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     before = stats.offloaded_bytes
     assert_same_bits(gradients(parameters, step, activations), expected)
-    assert 0 < activations.stats().offloaded_bytes - before < before / 4, "inputs of the layers alone"
+    assert 0 < activations.stats().offloaded_bytes - before < before / 4, "only inputs of the layers"
 
 
 class Saved(torch.autograd.Function):
@@ -736,7 +736,7 @@ def test_a_forward_that_nobody_goes_back_from_gives_its_blocks_back(store: Tiere
     written = store.stats().links["ram->nvme"].num_bytes
     del loss
     assert activations.stats().in_use_bytes == 0
-    assert store.stats().links["ram->nvme"].num_bytes == written, "what is dead is not written"
+    assert store.stats().links["ram->nvme"].num_bytes == written, "dead tensors are not written"
 
 
 def test_saved_outputs_make_no_cycle(store: TieredStore) -> None:
@@ -770,7 +770,7 @@ def test_hooks_around_get_what_is_not_taken(store: TieredStore) -> None:
     with around, offload_activations(store, min_bytes=KiB) as activations:
         y = (x @ first) @ weight
         loss = (y[0, :4] * 1).exp().sum()
-    assert (64, 64) in got and (4,) in got, "the weight is left to the hooks around"
+    assert (64, 64) in got and (4,) in got, "the outer hooks handle the weight"
     assert activations.stats().offloaded_bytes == 2 * x.nbytes
     loss.backward()
     assert weight.grad is not None and first.grad is not None

@@ -67,7 +67,7 @@ def test_freed_tensors_leave_the_process() -> None:
     """128 MiB of tensors, and 1 MiB that stays."""
     assert run("given")[-1] < 8 < 64 < run("by default")[-1]
     little, once_more, after = run("kept", room=64)
-    assert little < 8 < 64 < once_more, "more than there is room for, as the next op finds"
+    assert little < 8 < 64 < once_more, "more than the limit, as the next op finds"
     assert after < 8
     all_of_it, _, after = run("kept", room=256)
     assert after < 8 < 64 < all_of_it

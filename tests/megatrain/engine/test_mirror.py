@@ -36,7 +36,7 @@ ANSWERED: dict[str, Look] = {
 NOT_ANSWERED: dict[str, Look] = {
     "computed from floats": lambda positions, mask: bool((positions.float() * 0.3).sum() > 1),
     "of random numbers": lambda positions, mask: int(torch.randint_like(positions, 5).sum()),
-    "mixed with what is not known": lambda positions, mask: bool((positions + torch.ones(5, dtype=torch.long)).any()),
+    "mixed with an unknown tensor": lambda positions, mask: bool((positions + torch.ones(5, dtype=torch.long)).any()),
     "another operation": lambda positions, mask: int(positions.prod()),
     "larger than any input": lambda positions, mask: bool((positions[:, None] >= positions[:, :, None]).all()),
 }

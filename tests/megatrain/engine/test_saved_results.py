@@ -90,7 +90,7 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 @pytest.mark.parametrize("with_products", [False, True])
 def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str) -> None:
     again, side = compare(tiny_config(family, tied=False), padded_batches(), with_products=with_products)
-    assert 2 * side.num_forwards == again.num_forwards, "none is computed again"
+    assert 2 * side.num_forwards == again.num_forwards, "none is recomputed"
     # A backward has twice the products of a forward; without recomputed products, two of three are left.
     if with_products:
         assert 0.6 * again.num_products < side.num_products < again.num_products

@@ -59,7 +59,7 @@ def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -
     assert not last.pinned
     by_key = {use.key: use for use in last.ops[0].uses}
     assert by_key["g"].was_pinned and by_key["g"].release is Release.DISCARD
-    assert by_key["w"].release is Release.EVICT, "no forward follows for which it could stay"
+    assert by_key["w"].release is Release.EVICT, "no later forward could use it"
 
 
 def test_what_is_at_home_moves_nothing_and_stays() -> None:
@@ -80,7 +80,7 @@ def test_parts_of_an_update_are_leased_together_where_none_waits_for_room(away: 
     first, second = compile_step(program, homes, {}).ops
     assert [use.key for use in first.uses] == ["w", "m", "g", "a"] and len(first.passing) == num_groups
     assert len(first.held) == (1 if away else 4)
-    assert len(second.passing) == 2, "a model leases its own parts one after the other, wherever they are"
+    assert len(second.passing) == 2, "a model leases its parts one after the other, wherever they are"
 
 
 @given(

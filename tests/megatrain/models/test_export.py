@@ -70,7 +70,7 @@ def test_transformers_opens_the_same_bits(
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     theirs, ours = tensors_in(path), tensors_in(out)
-    assert ours.keys() == theirs.keys(), "the same names as transformers writes"
+    assert ours.keys() == theirs.keys(), "transformers writes these names"
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (out / "model.safetensors").exists() == (max_shard_nbytes == 10**9)
     assert weights.most_open == 1
@@ -121,7 +121,7 @@ def test_bfloat16_is_what_transformers_makes_of_the_master(name: str, tmp_path: 
     kept = {key for key, value in expected.items() if key in parameters and value.dtype == torch.float32}
     assert bool(kept) == (name in KEEPS_FP32)
     assert all(any(part in key for part in KEEPS_FP32[name]) for key in kept)
-    assert all(any(part in key for key in kept) for part in KEEPS_FP32.get(name, ())), "each part is of some parameter"
+    assert all(any(part in key for key in kept) for part in KEEPS_FP32.get(name, ())), "each belongs to a parameter"
     assert not any(torch.equal(expected[key], expected[key].bfloat16().float()) for key in kept)
     assert len(kept) < len(parameters)
     in_file = {value.dtype for key, value in tensors_in(out).items() if key in parameters and key not in kept}

@@ -121,4 +121,4 @@ def test_a_run_may_use_the_room_of_its_own_checkpoints_again(tmp_path: Path) -> 
             store.evict("block", "ram")
             store.commit({}).wait()
     assert own_drive_bytes(path, checkpoints) == 2 * MiB
-    assert own_drive_bytes(path, tmp_path / "another run") == MiB, "the live block alone"
+    assert own_drive_bytes(path, tmp_path / "another run") == MiB, "only the live block"

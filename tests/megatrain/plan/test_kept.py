@@ -58,7 +58,7 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         assert kept == list(range(6))[6 - len(kept) :]
         one = kept_bytes(plan, [5])
         room_bytes = plan.budgets["ram"] - plan.totals["ram"]
-        assert 0 <= room_bytes < everything.kept_bytes / 4, "the graph of another layer has no room"
+        assert 0 <= room_bytes < everything.kept_bytes / 4, "the graph of another layer does not fit"
         # At the peak, some graphs do not exist yet or any more, and one is part of the workspace of its visit.
         assert kept_bytes(plan, kept) - one <= plan.kept_bytes < kept_bytes(plan, kept) + PAGE_BYTES
         assert plan.placement.workspace_bytes["ram"] == none.placement.workspace_bytes["ram"] + plan.kept_bytes
@@ -173,7 +173,7 @@ def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> N
         plan = make_plan(tmp_path, ram=f"{size}B")
         recompute = plan.program.recompute
         assert 0 <= plan.budgets["ram"] - plan.totals["ram"] < most.kept_bytes / 4, (
-            "the graph of another layer has no room"
+            "the graph of another layer does not fit"
         )
         assert not recompute.kept_graphs & recompute.saving
         assert not recompute.saved_attention & recompute.saved_results

@@ -169,7 +169,7 @@ def test_a_drive_of_windows_under_wsl_is_told_with_the_way_out(
     assert note.kind == "note" and f"{kind} is a drive of Windows" in note.text and "disk of WSL" in note.text
 
 
-@pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is no tmpfs here")
+@pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is not a tmpfs here")
 def test_tmpfs_is_refused_unless_allowed(write: Write) -> None:
     path = '[[tiers.nvme]]\npath = "/dev/shm/megatrain-tier-test"\n'
     refused = find_objections(tiers_of(write(path)), CPU)

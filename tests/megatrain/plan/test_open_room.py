@@ -94,7 +94,7 @@ def test_results_are_saved_where_blocks_move_if_that_is_faster(
     assert not on_drive.program.recompute.saved_results
     beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', training='recompute = "none:1"')
     assert beside.program.recompute.kept_graphs == {4, 5} and any(beside.traffic.values())
-    assert not beside.program.recompute.saving, "other layers are run again whole where a number is written"
+    assert not beside.program.recompute.saving, "with an explicit number, other layers are recomputed whole"
 
 
 @pytest.mark.parametrize(("ram", "num_layers"), [("14MiB", 1), ("18MiB", 3)])

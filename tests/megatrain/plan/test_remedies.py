@@ -85,7 +85,7 @@ def test_only_what_helps_is_named(path: Path) -> None:
     assert changes[1:] == ['optimizer.clip_scope = "layer"', "a [[tiers.nvme]]"]
     one_after_the_other = (ONE_AT_A_TIME, "training.gradient_accumulation_steps=3")
     changes = [remedy.change for remedy in refused(path, *one_after_the_other).remedies]
-    assert changes == ["a [[tiers.nvme]]"], "gradients are summed where they lie, micro-batch after micro-batch"
+    assert changes == ["a [[tiers.nvme]]"], "gradients are summed in place, micro-batch after micro-batch"
 
 
 def test_the_command_names_them(path: Path) -> None:
@@ -187,4 +187,4 @@ def test_micro_batches_one_after_the_other_are_a_way(path: Path) -> None:
     less = f"tiers.ram.size={remedy.need_bytes - 4096}B"
     assert refused(path, several, ONE_AT_A_TIME, less).need_bytes == remedy.need_bytes
     for change in ("training.gradient_lanes=2", BF16_GRADIENTS, ONE_AT_A_TIME):
-        assert "micro_batch_order" not in str(refused(path, several, change)), "other bits, or it is so already"
+        assert "micro_batch_order" not in str(refused(path, several, change)), "other bits, or already set"

@@ -67,7 +67,7 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         assert owner is not None and owner.pid == os.getpid() and f"process {os.getpid()} on" in owner.text
         with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"), RunFolder(path):
             pass
-        assert living_owner(path) == owner, "who was refused leaves the lock alone"
+        assert living_owner(path) == owner, "a refused run does not change the lock"
         (path / "config.resolved.toml").touch()
     assert living_owner(path) is None
     with RunFolder(path) as folder:
@@ -102,7 +102,7 @@ def test_a_folder_of_a_run_that_never_began_goes(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with RunFolder(tmp_path / "mine"):
         pass
-    assert (tmp_path / "mine").is_dir(), "it was there before"
+    assert (tmp_path / "mine").is_dir(), "it existed before"
     with RunFolder(tmp_path / "b/c") as folder:
         (folder.path / "metrics.jsonl").touch()
     assert sorted(os.listdir(tmp_path / "b/c")) == ["LOCK", "metrics.jsonl"]
@@ -196,7 +196,7 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
     is_paused = False
     with RunFolder(tmp_path) as folder:
         writer = StatusWriter(folder.path, run_name="r", is_paused=lambda: is_paused)
-        assert read_status(tmp_path) is None, "untouched until the run is known to start"
+        assert read_status(tmp_path) is None, "unchanged until the run starts"
         writer.say("starting")
         assert (status().state, status().run_name, status().checkpoint_step) == ("starting", "r", None)
         writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
@@ -220,7 +220,7 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         writer.on_evaluation(EvaluationMetrics(9, 9, "held_out", math.nan, 10, 0.1))
         assert status().evaluations == {"held_out": {"step": 9, "loss": "nan", "perplexity": "nan"}}
         writer.on_end(replace(SUMMARY, interrupted=True, num_steps=8))
-        assert (status().state, status().step) == ("stopped", 8), "the step before was too soon to be written"
+        assert (status().state, status().step) == ("stopped", 8), "the previous step was not due"
         writer.on_end(replace(SUMMARY, evaluations={"book": EvaluationMetrics(9, 9, "book", 0.0, 10, 0.1)}))
         assert status().state == "done"
         assert status().evaluations["book"] == {"step": 9, "loss": 0.0, "perplexity": 1.0}

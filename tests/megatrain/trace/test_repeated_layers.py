@@ -184,7 +184,7 @@ def test_a_layer_that_differs_is_run() -> None:
         layer.mlp = GivenMLP(layer.mlp, forward)
     trace, whole, num = traced(graph)
     assert trace == whole
-    assert num == 1, "the first layer, as the last one"
+    assert num == 1, "the first layer equals the last one"
 
 
 def test_launches_of_kernels_are_compared_as_operators_are() -> None:

@@ -163,7 +163,7 @@ def test_rows_of_several_lengths_in_one() -> None:
     hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
     assert found.hidden_nbytes(CUDA, is_deterministic=True) == hidden
     least = 2 * 1000 * 8 * 64 * 4
-    assert least <= found.hidden_nbytes(CUDA, is_deterministic=False) < 2 * least, "of as many as a call may have"
+    assert least <= found.hidden_nbytes(CUDA, is_deterministic=False) < 2 * least, "the maximum of a call"
 
 
 def test_it_is_in_the_plan_of_a_layer() -> None:

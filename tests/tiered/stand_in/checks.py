@@ -205,7 +205,7 @@ def test_checksums_are_taken_and_compared(tmp_path: Path) -> None:
             damaged.seek(1000)
             damaged.write(b"\x55")
         with pytest.raises(Exception, match="damaged") as caught, store.acquire("block", "ram"):
-            raise AssertionError("a damaged block was handed out")
+            raise AssertionError("a damaged block was leased")
         assert type(caught.value).__name__ == "CorruptBlockError"
 
 

@@ -86,7 +86,7 @@ def test_averages_leave_out_what_is_not_finite() -> None:
 def test_what_stays_zero_is_not_drawn() -> None:
     zero = [(1.0, 0.0), (2.0, 0.0)]
     assert lay_out(Chart("t", lines=[Curve("", zero)], starts_at_zero=True)) is None
-    assert lay_out(Chart("a loss", lines=[Curve("", zero)])) is not None, "a figure may be 0; a count of 0 is nothing"
+    assert lay_out(Chart("a loss", lines=[Curve("", zero)])) is not None, "a figure may be 0; a count of 0 is omitted"
     lines = [Curve("a", zero), Curve("b", [(1.0, 0.0), (2.0, 3.0)])]
     assert lay_out(Chart("t", lines=lines, starts_at_zero=True)) is not None
 
