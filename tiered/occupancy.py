@@ -28,8 +28,8 @@ class Occupancy:
 
     def __init__(self, tiers: Sequence[Tier], blocks: Mapping[str, Block]) -> None:
         """
-        blocks: registered blocks by key; the store's own mapping, which changes.
-            blocks: those that are registered, by key; the store's own mapping, which changes.
+        Args:
+            blocks: registered blocks by key; the store's own mapping, which changes.
         """
         self._tiers, self._blocks = {tier.name: tier for tier in tiers}, blocks
         # Optional protocols are checked once: isinstance with a protocol takes longer than most calls.

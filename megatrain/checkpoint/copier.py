@@ -179,7 +179,7 @@ class CheckpointCopier:
     # -- one copy ----------------------------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Return whether ``copy_every`` checkpoints were saved since the newest copy. Copies keep their number."""
+        """Return whether ``copy_every`` checkpoints were saved since the newest copy, by their numbers."""
         if self._every is None:
             return False
         newest = self._newest()

@@ -7,7 +7,7 @@
     s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder; rank 0 sends them
 
 A run of one process has no rank folder. The layout equals ``output_dir/checkpoints``, so ``GenerationReader`` can read
-a copy that any tool has downloaded. Of the file system that fsspec opens, this file uses only ``ls``, ``open``,
+a copy that any tool has downloaded. This file uses only these methods of fsspec's file system: ``ls``, ``open``,
 ``pipe_file``, ``cat_file``, ``rm_file``, ``rm`` and ``makedirs``.
 """
 

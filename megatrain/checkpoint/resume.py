@@ -291,7 +291,7 @@ def already_done(
     """Return the summary of a finished run: all steps are done and their model is written. Otherwise return None.
 
     Args:
-        num_steps: Total steps in the config.
+        num_steps: Total steps of the run.
         dtype: dtype of the export; "auto": the compute dtype.
         rule: the rule for the best evaluation.
     """

@@ -25,8 +25,8 @@ __all__ = [
 #: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
 CHECKPOINT_FORMAT = 1
 #: Version of the order of additions: another version changes the last bits of a step. 2: the head works in pieces of
-#: 2,048 rows and parts of the vocabulary, and adds products to weight gradients in fp32. 3: no part of the vocabulary
-#: spans two blocks of the weight gradient.
+#: 2,048 rows and parts of the vocabulary, and weight gradients are sums of products in fp32. 3: such a part never spans
+#: two blocks of the weight gradient.
 ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps at either end of a run.

@@ -34,7 +34,7 @@ Gather = Callable[[Any], Sequence[Any]]
 class CheckpointFolder:
     """A folder of checkpoints or copies, in the same state on all ranks. Rank 0 changes it and informs the others.
 
-    All ranks call the same methods in the same order; a single rank may call them alone.
+    All ranks call the same methods in the same order.
 
     Args:
         gather: All-gathers one object per rank; a collective.

@@ -96,7 +96,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Builder of containers for one run. A class, because closures that call each other form a cycle of references."""
+    """Builder of containers for one run. Not closures: a cycle of closures that call each other keeps tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents

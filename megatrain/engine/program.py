@@ -120,7 +120,7 @@ class TracedVisit:
             loss does not depend on it: the visit is then announced without a lease of weights.
         saved: `(shape, dtype)` of every activation that is offloaded until the backward.
         reused: Input index -> (visit, index) of an earlier visit's activation that is the same tensor, in one block.
-        chance_of_no_token: Probability that no token is routed to these experts, assuming uniform routing.
+        chance_of_no_token: Probability that one token is not routed to these experts, assuming uniform routing.
         backward: Work of recompute and backward, as executed. Visits of the head have no work here.
         by_part: Owner's names of the parameters whose weight and gradient the visit can take part by part.
         attention: Results of its attention kernels that may be saved for the recompute.
@@ -800,7 +800,7 @@ class ProgramBuilder:
     Args:
         trace: Visits of one forward, and the tensors that each saves for its backward.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        optimizer: Source of the kinds of state; None if nothing is trained.
+        optimizer: Source of the kinds of state; None if nothing is trained or updated.
         grad_dtype: Dtype of stored gradients.
         updates: Time and tier of updates. The builder adds their traffic outside of blocks.
         frozen: Sources of weights that are not trained.

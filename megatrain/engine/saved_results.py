@@ -2,8 +2,8 @@
 
 A recompute repeats its forward exactly, so a kernel would give the same results for the same inputs. A forward saves
 the results of kernels: for attention, the output, the logarithms of sums that its backward needs, and its random state;
-for a product with a bound weight, the product. Other operations run again. The backward is the backward of the kernel
-or product.
+for a product with a bound weight, the product. Other operations run again. Gradients come from the backward of
+the kernel or product.
 
 Calls are matched by their order and arguments. A call that differs, or was not saved, is computed. Only kernels that
 keep their scores out of memory are saved. All others are recomputed: eager attention, the math kernel, and any dropout,

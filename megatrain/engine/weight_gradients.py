@@ -379,7 +379,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor |
     target = target_of(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
-    flat = rows.reshape(-1, rows.shape[-1])  # outside of the function: the model cannot change a view from inside
+    flat = rows.reshape(-1, rows.shape[-1])  # out here: autograd refuses in-place changes of views made in `_Linear`
     out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
     return out.view(*rows.shape[:-1], out.shape[-1])
 

@@ -54,7 +54,7 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_that_fits(self) -> KeptGraphs | Shortfall:
-        """Return the first program that fits, with its placement, else the smallest shortfall of the last tier."""
+        """Return the first program that fits, placed; else the smallest shortfall in the tier that failed last."""
         found: list[Shortfall] = []
         for program in self.programs():
             placed = self.place(program)

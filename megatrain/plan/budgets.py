@@ -111,7 +111,7 @@ def teacher_bytes(run: RunSpec) -> int:
 
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
-    """Return the budgets with ``nbytes`` more workspace in RAM, and as much again in the compute tier for a copy."""
+    """Return the budgets with ``nbytes`` more workspace in RAM, and in the compute tier, which gets a copy."""
     found = dict(budgets)
     for tier in dict.fromkeys(("ram", compute_tier)):
         found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))

@@ -612,7 +612,7 @@ def _days(days: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """Length and traffic of a whole run, without evaluations.
+    """Length and traffic of a whole run, without evaluations; only ``saved_bytes`` counts saves.
 
     Attributes:
         num_steps: Steps, or None if only the data determines them.

@@ -435,7 +435,7 @@ class Plan:
         kept_bytes: Bytes of the compute tier's workspace for graphs that wait for their backward.
         objections: Reasons against running it on this machine.
         library_memory: A sentence on the GPU memory left to libraries, or "" without a GPU.
-        passthrough_tensors: Description of untrained tensors in the model's folder; "" if none were found.
+        passthrough_tensors: Description of untrained tensors in the model's folder; "" without them or a search.
     """
 
     run: RunSpec
@@ -550,7 +550,7 @@ class Plan:
 
     @property
     def checkpoint_traffic(self) -> Mapping[str, int]:
-        """Bytes that a checkpoint moves by link: from tiers that neither compute nor keep checkpoints to RAM."""
+        """Bytes by link that a checkpoint moves to RAM, from tiers that are neither addressable nor durable."""
         moved = Counter[str]()
         for key, home in self.placement.homes.items():
             budget, block = self.budgets_by_tier[home], self.program.blocks[key]

@@ -91,7 +91,7 @@ def plan_run(
 
 
 def _planned(attempts: Attempts) -> Plan | Shortfall:
-    """Return the first attempt that fits, with a shortened step, else the shortfall of the smallest attempt."""
+    """Return the first attempt that fits, with a shortened step, else the smallest shortfall."""
     placed, profile = attempts.first_that_fits(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
@@ -176,7 +176,7 @@ def _moves_by_drives(plan: Plan) -> bool:
 def _is_shorter(plan: Plan, other: Plan) -> bool:
     """Return whether a step with one micro-batch at a time takes less time than another.
 
-    It compares the estimates. Without rates, it compares FLOPs if the first step moves no more bytes.
+    It compares the estimates. Without rates, ``plan`` must compute less and move no more bytes than ``other``.
     """
     step_s, other_s = _step_s(plan), _step_s(other)
     if math.inf in (step_s, other_s):
@@ -289,7 +289,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
     examples = batch.num_rows // together
     message = (
         f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, but a step "
-        "has no more"
+        "has only that many"
     )
     # Prefer a step of the same rows in smaller micro-batches, else a larger step.
     finer = (n for n in range(enough, examples + 1) if examples % n == 0 and _has_work_for_all(size, lanes, n))

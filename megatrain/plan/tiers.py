@@ -197,7 +197,7 @@ def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 @contextmanager
 def room_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
-    """Lend the memory that only the steps of a plan need to the passes of another plan, and restore it on exit.
+    """Lend the memory that only the steps of a plan need to the passes of another plan, and take it back afterwards.
 
     Both plans have the same blocks of weights and state. Call it between two steps with no update pending, when the
     lent memory holds nothing. The store has no schedule of steps within the context, nor after it.

@@ -103,8 +103,8 @@ def has_products(function: Callable[..., Any]) -> bool:
 def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     """Return a kernel's accesses to the memory behind each argument: 1 for reading or writing it, 2 for both.
 
-    Pointers are followed through sums and assignments in the kernel itself. If it passes them to another function, or
-    without source, the result has no entry.
+    Pointers are followed through sums and assignments in the kernel itself. Accesses by functions that it calls do not
+    count. Without source, the result is empty.
     """
     tree = _tree_of(function)
     if tree is None:

@@ -1,4 +1,4 @@
-"""kvikio for a tier's files: NVIDIA's I/O library, tuned, and its fallbacks."""
+"""kvikio for a tier's files: NVIDIA's I/O library, tuned, and used only after checks of what it can do."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class GpuTier:
                 buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all remembered users of the slot, and of earlier slots there."""
+        """Make later work of ``stream`` wait for all remembered users of the slot's buffer, in any slot."""
         if self._is_cuda:
             buffer_of(slot).order_before(stream)
 
