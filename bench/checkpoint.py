@@ -9,8 +9,8 @@ number). All blocks are at home on NVMe, or a tenth or all of them in RAM, or al
 and not written back. Each state is committed as it is, and again after every block on NVMe was rewritten. Then the real
 trainer runs, and steps during the write of a checkpoint are compared with other steps of the same run.
 
-Claims: a commit writes the bytes whose home is RAM and links the rest. The largest state on NVMe takes at most 1.5
-times as long as the smallest one.
+Claims: a commit writes the bytes whose home is RAM and links the rest. Committed as it is, the largest state on NVMe
+takes at most 1.5 times as long as the smallest one.
 """
 
 from __future__ import annotations

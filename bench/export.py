@@ -1,4 +1,4 @@
-"""Train, save and export in one process, load with transformers in another: equal logits, and the RAM of the export.
+"""Train and save; export, and load with transformers, in separate processes: equal logits, and the RAM of the export.
 
     python bench/export.py --json                       # the real SmolLM2-135M, 10 steps; a few minutes
     python bench/export.py --quick                      # the 0.82 M model of the repository
@@ -98,7 +98,7 @@ finally:
 
 
 def main() -> int:
-    """Run the bench; 1 if a claim does not hold."""
+    """Run the bench; return 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="the 0.82 M model of the repository")

@@ -6,10 +6,10 @@
 
 Claims, on one H200 with the defaults of a run: 12,000 tokens/s at 7 B and T = 64k, with hardware FLOP/s of 0.6 of the
 rate of matrix products in the same process. With equal work at 7 B: 1.5 times the tokens/s of the reference at T = 64k
-and 2.5 times at 4k, with an fp32 master that it lacks. At the largest size that fits, no less than plain PyTorch with
-everything on the GPU, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The sides do not fit
-into one machine together, so each runs in a separate process, one after the other, from the same weights and on the
-same tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates.
+and 2.5 times at 4k, with an fp32 master that it lacks. Also no less than plain PyTorch with everything on the GPU, at
+the largest size that fits it, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The sides do
+not fit into one machine together, so each runs in a separate process, one after the other, from the same weights and on
+the same tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates.
 `--minutes` is for the whole call; parts without time are reported.
 """
 
@@ -58,7 +58,7 @@ class TerminatedError(Exception):
 
 
 def main() -> int:
-    """Run the parts; return 1 if a row that is not about time is not ok. SIGTERM ends the running side."""
+    """Run the parts; return 1 if a row not about time is not ok. SIGTERM ends the running side and keeps its rows."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, _terminate)
     deadline_s = time.monotonic() + 60 * arguments.minutes

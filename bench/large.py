@@ -5,7 +5,7 @@
     python bench/large.py --only moe --ram 2GiB --tokens 1x1x128
 
 Claim: three steps move exactly the planned bytes, and the ledger of RAM stays within the tier (2 GiB, or the least that
-the plan takes). The loss of the first step equals plain transformers on the same weights and rows, run layer by layer.
+the plan takes). The loss of the first step matches plain transformers on the same weights and rows, run layer by layer.
 The weights come from a Hugging Face folder that is made here, larger than the tier. A start takes less than twice the
 time that its bytes take on the drive.
 """

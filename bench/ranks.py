@@ -12,7 +12,7 @@ times the processor time of one process with the same tokens.
 
 `plans`: steps of large models on absent machines, planned like `plan --processes N --hosts H --machine NAME`, and
 replayed with the planner's simulator at the rates of the machine file. These rows are not measured. Claim: 70 B
-parameters on 8 GPUs of one host reach 0.9 of the speed of one GPU per GPU, from 16,384 tokens per GPU on.
+parameters on 8 GPUs of one host reach 0.9 of one GPU's speed per GPU, at equal tokens per GPU from 16,384 on.
 """
 
 from __future__ import annotations

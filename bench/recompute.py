@@ -210,7 +210,7 @@ class Bench:
             name: step_flops(side.plan.trace, **shape, recompute=side.plan.program.recompute)
             for name, side in sides.items()
         }
-        # The trace of the side that leaves nothing out has the products that other sides skip in the backward.
+        # No trace counts unneeded products in the backward: add them for the side that runs them.
         visits = sides[FULL].plan.trace.visits
         left_out = sum(visit.unneeded.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
         found[WHOLE] = replace(found[WHOLE], hardware=found[FULL].hardware + left_out)

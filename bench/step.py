@@ -97,7 +97,7 @@ def model_folder(arguments: argparse.Namespace) -> Path:
 
 
 def with_random_weights(model: Path, folder: Path) -> Path:
-    """Write a copy of a folder with random weights, because all sides must start from the same weights."""
+    """Copy a folder without weights and add random ones, because all sides must start from the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)

@@ -201,7 +201,7 @@ def chains(blocks: Sequence[Block]) -> Iterator[Side]:
     adam = torch_adamw(blocks, "fused")
 
     def scale_update_round() -> None:
-        for block in blocks:  # clip coefficient; 1.0 leaves the gradient to the other sides
+        for block in blocks:  # clip coefficient; 1.0 keeps the gradient for the other sides
             block.grad.mul_(1.0)
         adam.step()
         for block in blocks:

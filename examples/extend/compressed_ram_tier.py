@@ -6,9 +6,9 @@ weights resemble each other, and compressed by zlib. A store uses it as any othe
     tiered.TieredStore([tiered.RamTier(64 * tiered.MiB), CompressedRamTier(1 * tiered.GiB)])
 
 A slot's size must be known before its contents. So the ledger counts contents as if nothing could be compressed, which
-is the worst case: contents that do not compress are stored as they are. ``stored_bytes`` is the memory really taken. To
-gain room from compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. It promises 1 GiB and takes at
-most 700 MiB. A block that does not fit any more stays in the faster tier, whole and readable, and the caller that
+is the worst case: contents that do not compress are stored as they are. ``stored_bytes`` is the memory actually used.
+To gain room from compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. It promises 1 GiB and takes
+at most 700 MiB. A block that does not fit any more stays in the faster tier, whole and readable, and the caller that
 waits for its write gets an error, as with a full drive.
 """
 
@@ -97,7 +97,7 @@ class CompressedRamTier:
     # -- what only some tiers have -----------------------------------------------------------------------------------
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Note the contents of a home slot; the store calls it once, before the first contents."""
+        """Record what a home slot will hold; the store calls it once, before the first contents."""
         packed_of(slot).item_bytes = dtype.itemsize
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:

@@ -1,7 +1,7 @@
 """A KV cache that outgrows its memory while a small decoder generates: 512 KiB of keys and values in 128 KiB of RAM.
 
 Blocks that do not fit are in files and come back one by one, the next one while one is computed with. Logits and
-tokens equal a cache in memory, bit for bit. ``python examples/python/kv_cache.py`` runs it.
+tokens match a cache in memory, bit for bit. ``python examples/python/kv_cache.py`` runs it.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""TRL's GKDTrainer, distillation on the student's own text: both models out of 8 MiB of RAM and a folder of the drive.
+"""TRL's GKDTrainer, distillation on text that the student writes: both models out of 8 MiB of RAM and a drive.
 
 Without the marked lines it is an ordinary program that keeps 16 MB in memory. The student writes answers, and learns
 the teacher's probabilities of each of their tokens (``lmbda``: how often; else it reads the answers of the data).
