@@ -151,7 +151,7 @@ def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
 
 
 def _border(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
-    """Return the end of a part: the last row start in the second half before `limit`, or `limit` if there is none.
+    """Return the end of a part: the last row start in the second half of `start` to `limit`, or else `limit`.
 
     Parts of whole rows are matrices, so a gradient need not be made contiguous to be split.
     """

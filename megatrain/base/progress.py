@@ -69,7 +69,7 @@ class Activity:
         is_watched: whether a live view shows ``notice`` soon after it is set.
         notice: see ``Moment``; set by ``RunSignals``.
         micro_batch: see ``Moment``; set by the engine.
-        saving: the newest checkpoint, set by the saver.
+        saving: the newest checkpoint that was begun; set by the saver.
     """
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ def starter_toml(
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",
-        "# Made by `megatrain-tier init` for this machine. For a key: `megatrain-tier config explain KEY`.",
+        "# Made by `megatrain-tier init` for this machine. Meaning of a key: `megatrain-tier config explain KEY`.",
         "#   megatrain-tier check FILE    find every mistake",
         "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",
         "#   megatrain-tier run FILE      train; the same command continues after a stop",

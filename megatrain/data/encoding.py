@@ -98,7 +98,7 @@ class EncodingOptions:
         max_length: maximum tokens of a document.
         overlong: treatment of longer conversations. Longer plain text is cut into pieces.
         bad_rows: "drop" to count rows that cannot be trained; "error" to stop at the first one.
-        joins_texts: whether texts are joined and cut into pieces of exactly ``max_length``; the last may be shorter.
+        joins_texts: whether texts are joined and cut into pieces of ``max_length``; only a source's last is shorter.
     """
 
     max_length: int

@@ -183,7 +183,7 @@ class ImageProcessor:
     Args:
         folder: folder of the processor's files.
         tokenizer: The model's tokenizer, with its image tokens.
-        max_length: tokens of a row. It limits the pixels of a row.
+        max_length: tokens of a row. A row may have at most the pixels of such a row full of images.
 
     Raises:
         DataError: the folder has no image processor, or a required package is missing.

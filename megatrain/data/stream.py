@@ -1,10 +1,10 @@
 """Training rows that are read during the run: no first pass, no cache, a cursor in each checkpoint.
 
-Rows are drawn from the sources one by one, by weight, and collected in windows of up to 4096 rows. A window is
-encoded, packed and shuffled like a whole data set (`dataset.py`, `packing.py`), and its rows are used step by step.
-So the batches are a function of the shards, the seed and the cursor: the position of each source at the start of the
-window, and the number of rows used since. A checkpoint stores nothing else. Every rank draws the same rows, for any
-number of ranks.
+Rows are drawn from the sources one by one, by weight, and collected in windows, limited by `WINDOW_ROWS` and
+`WINDOW_CHARACTERS`. A window is encoded, packed and shuffled like a whole data set (`dataset.py`, `packing.py`). Its
+rows are used step by step. So the batches are a function of the shards, the seed and the cursor: the position of each
+source at the start of the window, and the number of rows used since. A checkpoint stores nothing else. Every rank draws
+the same rows, for any number of ranks.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class offload_activations:
         tier: Home of the blocks. Defaults to the slowest tier with space, but never the tier of the tensor itself.
         model: Modules whose parameters and buffers stay in memory.
         min_bytes: Size below which a tensor stays, because moving it costs more time than it saves memory.
-        max_bytes: Limit of the bytes of activation blocks in this store. Defaults to the free space of the tiers.
+        max_bytes: Limit of the bytes of activation blocks in this store. Without it, the tiers' space is the limit.
         lookahead_bytes: Bytes of the staging tier for the tensors that were saved last or are needed next. Defaults to
             a quarter of its capacity, at most 1 GiB.
         keep: Function that returns True for a tensor that must stay in memory. It must not keep a reference to it.

@@ -57,7 +57,7 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Order all later copies of a device after the current work of the calling thread's stream."""
+        """Order all later copies of a device after the work queued so far on the calling thread's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
@@ -357,7 +357,7 @@ class OffloadedGroup(StateGroup):
         return self.segment(entry, settings, entry.offset)
 
     def weights_changed(self, names: frozenset[str]) -> None:
-        """Zero the lower half of masters whose weights were replaced."""
+        """Zero the low half of masters whose weights were replaced."""
         if "low" not in self.keys:
             return
         with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
@@ -369,7 +369,7 @@ class OffloadedGroup(StateGroup):
 class OrdinaryGroup(StateGroup):
     """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
 
-    A parameter in RAM is the upper half of its master, so nothing is stored twice. For a parameter on a device the
+    A parameter in RAM is the high half of its master, so nothing is stored twice. For a parameter on a device the
     store has the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``) the layout has this
     rank's part, which is updated without other ranks.
 
@@ -571,7 +571,7 @@ class OrdinaryGroup(StateGroup):
 
 
 def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
-    """Copy a replaced parameter into its master; unchanged elements keep their lower half."""
+    """Copy a replaced parameter into its master; unchanged elements keep their low half."""
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != values, 0)
     blocks["weight"].copy_(values)
@@ -605,8 +605,8 @@ def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
 class _Batch:
     """Parameters that one kernel call can update: the lists have one entry per parameter.
 
-    split_master: whether masters have a lower half.
-        split_master: masters have a lower half.
+    Attributes:
+        split_master: Whether masters have a low half.
     """
 
     settings: Settings

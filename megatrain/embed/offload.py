@@ -501,7 +501,7 @@ def _loading(module: nn.Module) -> Callable[..., None]:
                 held.append(block)
             same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
             load(state_dict, prefix, local_metadata, *rest)
-            for parameter, block in same:  # keeps the lower half of a master in the store
+            for parameter, block in same:  # keeps the low half of a master in the store
                 block.is_unchanged(parameter)
             is_failing = False
         finally:

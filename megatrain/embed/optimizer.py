@@ -119,7 +119,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
 
     Takes parameters of offloaded modules, ordinary parameters, or both. The arithmetic equals ``megatrain-tier run``:
-    an fp32 master (a bf16 parameter keeps its lower half in the store) and the same bits for any placement. ``step``
+    an fp32 master (a bf16 parameter keeps its low half in the store) and the same bits for any placement. ``step``
     clips by the exact global norm and updates ordinary parameters. An offloaded unit is updated right before its next
     use, while the next unit's blocks are fetched; reading its weights earlier applies the update first. Parameter
     groups, LR schedulers and closures work as in torch; a parameter without a gradient is skipped.

@@ -101,8 +101,8 @@ def parts_around(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
 def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[UnitPart]:
     """Return the units of a module, in definition order; together they contain all its parameters.
 
-    Items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that contain modules are units. Each other
-    module that owns parameters directly is also one. A parameter belongs to the first unit that has it.
+    Items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that contain modules are units. Outside of
+    these items, each module that directly owns parameters is a unit. A parameter belongs to the first unit that has it.
 
     Args:
         name: name of the module in the store.

@@ -35,7 +35,7 @@ __all__ = ["SavedState"]
 _FORMAT = 1
 #: Key of random text in the record of a generation, which distinguishes it from another one of the same number.
 _MARK = "mark"
-#: Name of the fp32 master in the tensors of a state; for bf16 parameters, which are its upper halves.
+#: Name of the fp32 master in the tensors of a state; for bf16 parameters, which are its high halves.
 _MASTER = "master"
 
 
@@ -152,7 +152,7 @@ class SavedState:
         """Return copies of the state of one parameter, under torch's names; zeros if it was never updated.
 
         Args:
-            with_master: also return the whole master of a parameter that is its upper half.
+            with_master: also return the whole master of a parameter that is its high half.
         """
         group, name = self.group_of(parameter)
         _check_not_shared(group)
@@ -241,7 +241,7 @@ class SavedState:
         return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
 
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
-        """Replace the lower half of a master, and the upper half if the store has it. ``values`` is flat."""
+        """Replace the low half of a master, and the high half if the store has it. ``values`` is flat."""
         bits = values.view(torch.int32)
         with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
             group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # the lower 16 bits

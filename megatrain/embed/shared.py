@@ -1,4 +1,4 @@
-"""Offloaded modules of several ranks: each stores a shard of every block; weights and gradients are collectives.
+"""Offloaded modules of several ranks: each stores a shard of every block; collectives move weights and gradients.
 
 The rule of shards, the order of additions and the collectives are the same as in a run of several processes
 (``megatrain.ranks``). There a program defines the next collective. Here the user's code does, so every collective is

@@ -143,6 +143,7 @@ def generate(
         seed: Seed of sampling: micro-batch m draws like transformers after ``torch.manual_seed(seed + m)``.
         system: system message before each prompt.
         observer: receives messages.
+
     Returns:
         A completion for each prompt, in order.
 

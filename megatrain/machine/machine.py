@@ -113,8 +113,8 @@ class MachineProfile(_Record):
             ones on a GPU.
         attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting the work of a causal kernel. Empty if
             not measured.
-        elementwise_bytes_per_s: Same keys -> bytes read and written by other layer operators. Empty if not measured.
-        launches_per_s: Operators that one thread calls on the CPU, with the Python code around. None if not measured.
+        elementwise_bytes_per_s: Same keys -> bytes/s of other layer operators, reads and writes. Empty if not measured.
+        launches_per_s: Operator calls per second of a CPU thread, with a step's Python code. None if not measured.
         drives: Device of a file system -> its rates.
     """
 

@@ -74,8 +74,8 @@ def small_model(
         config: configuration of the whole model.
         attn_implementation: as in transformers, or "auto".
         seed: seed that the weights are drawn with.
-            num_layers: minimum number of layers, if the model has that many.
-            needs_head: False: the layers suffice, e.g. for a text part without a causal language model class.
+        num_layers: minimum number of layers, if the model has that many.
+        needs_head: False if the layers suffice, e.g. for a text part without a causal language model class.
 
     Raises:
         UnsupportedModelError: no small copy can be built and run.

@@ -312,7 +312,7 @@ def build_segments(
         exclude: Globs of parameter names without decay; see `decays`.
         groups: Settings by name; the first group that matches a parameter counts.
         kinds: Kinds of the optimizer; required if one has `elements_of`.
-        learning_rate: Peak of the run, which scales the absolute rates of groups.
+        learning_rate: Peak of the run; a group's own rate becomes a factor relative to it.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []

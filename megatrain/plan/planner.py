@@ -68,14 +68,14 @@ def plan_run(
         most_ahead: Largest number of visits by which several ranks gather weights ahead.
         passes_parts: Whether parts of the vocabulary pass one by one if possible. None lets the planner choose.
 
-        Raises:
-            DoesNotFitError: A tier is too small; the error names a sufficient size.
-            ModelFolderError: The model cannot be trained.
-            UnsupportedModelError: The model cannot be trained.
-            FreezeError: The model cannot be trained.
-            AdapterError: The model has no modules for these adapters.
-            OptimizerError: A parameter group matches no parameter, or a custom optimizer cannot be created.
-            ConfigError: Several ranks cannot run this config.
+    Raises:
+        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        ModelFolderError: The model cannot be trained.
+        UnsupportedModelError: The model cannot be trained.
+        FreezeError: The model cannot be trained.
+        AdapterError: The model has no modules for these adapters.
+        OptimizerError: A parameter group matches no parameter, or a custom optimizer cannot be created.
+        ConfigError: Several ranks cannot run this config.
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)

@@ -105,7 +105,7 @@ def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
 def _write(path: Path, values: Mapping[str, Any]) -> Path:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)  # a reader sees the old record or the new one, never a mixture
+    os.replace(partial, path)  # a reader sees the whole old record or the whole new one
     return path
 
 

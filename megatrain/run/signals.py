@@ -26,7 +26,7 @@ class RunSignals:
 
     SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step, SIGUSR1 a checkpoint after it.
     A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread. A
-    second SIGHUP does not, because closing a terminal is no request to lose work. SIGHUP stays ignored if it already
+    second SIGHUP does not, because closing a terminal is no request to discard work. SIGHUP stays ignored if it already
     is (``nohup``).
 
     Args:

@@ -41,7 +41,7 @@ __all__ = [
 STATUS_NAME = "status.json"
 _INTERVAL_S = 1.0
 _READ_ATTEMPTS, _READ_RETRY_S = 3, 0.02
-#: Seconds without an update after which a run counts as broken. A living run writes every second.
+#: Seconds without an update after which something is wrong, because a living run writes every second.
 SILENT_S = 15.0
 
 State = Literal["starting", "training", "paused", "exporting", "done", "stopped", "failed"]
@@ -62,7 +62,7 @@ class RunStatus(StoredRecord):
         checkpoint_at: Time at which that checkpoint was finished.
         evaluations: Set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and ``preferences``
             for sets of preferences.
-        activity: Present operation of the run, see ``Moment``.
+        activity: Activity of the run at that time, see ``Moment``.
         exit_code: Exit code of the process; None while it runs.
         updated_at: Time of writing.
         message: Last message for the user; for a failed run, the reason.
@@ -130,7 +130,7 @@ class StatusWriter(RunObserver):
     """Observer that keeps ``status.json`` current. Nothing is written before the first event.
 
     A context manager, entered inside the context of the run's folder. From the start of training, a thread writes the
-    present operation once a second. An exception that leaves the context is written as the end of the run.
+    current activity once a second. An exception that leaves the context is written as the end of the run.
 
     Args:
         path: The run's folder, locked. Until the first event, the status of the last run stays, up to the checkpoint

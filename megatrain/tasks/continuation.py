@@ -74,7 +74,7 @@ class Continuation:
         """Return the new tokens of prompts, including the end of text.
 
         Args:
-            prompts: Tokens of each prompt, for at most all rows of the plan. May be empty on some ranks.
+            prompts: Tokens of each prompt; at most one prompt per row of the plan. May be empty on some ranks.
             first_micro_batch: Number of the first micro-batch, which seeds its random numbers.
 
         Raises:

@@ -27,7 +27,7 @@ class TeacherRows:
     """A teacher's scores of rows, at the temperature of the distillation.
 
     Attributes:
-        ids: Distinct token ids, [rows, k].
+        ids: Token ids, distinct within a row, [rows, k].
         log_probs: Log-probabilities of these tokens, [rows, k], fp32.
         rest_log_probs: Log of the total probability of all other tokens, [rows], fp32.
     """
@@ -142,12 +142,12 @@ class DistillTask(TextTask):
 
 
 class RunningDistillation:
-    """The loss of a student against a teacher's likeliest tokens, part by part of the logits, as ``RunningSoftmax``.
+    """The loss of a student against a teacher's likeliest tokens, in parts of the logits; used like ``RunningSoftmax``.
 
     Everything is computed in fp32. See ``Distillation`` for the loss.
 
     Args:
-        labels: Token ids, [rows].
+        labels: Token ids, [rows]; every row has a label.
         vocab_size: Size of the vocabulary over all parts.
         num_items: Divisor of the sum over the rows.
     """
@@ -216,6 +216,6 @@ class RunningDistillation:
 
 
 def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
-    """Return ``exp(log_p) * values``, and 0 if the probability is 0."""
+    """Return ``exp(log_p) * values``; 0 where the probability is 0, whatever the value, even infinity."""
     p = log_p.exp()
     return torch.where(p > 0, p * values, 0)

@@ -150,7 +150,7 @@ def load_evaluation_sets(
 
     Args:
         on_message: Called with reports on the rows.
-        training: Result of ``load_dataset`` before ``data.val_size`` splits it. If None, it is loaded if needed.
+        training: Result of ``load_dataset``, with the rows that ``data.val_size`` holds out. Loaded if None and needed.
         on_warning: Called with a warning for each set that lost many rows or tokens.
 
     Raises:

@@ -149,7 +149,7 @@ def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
 
 
 def plan_one_rank(config: RunConfig) -> Plan:
-    """Return the plan of a run; with several processes, the plan of the busiest one, without starting any."""
+    """Return the plan of a run; with several processes, the plan of the rank with the most tokens. Starts none."""
     run, size = with_kept_rules(resolve(config)), config.distributed.processes
     return plan_run(run if size == 1 else run.as_fullest_rank(size))
 

@@ -264,7 +264,7 @@ SAVED = (*BATCH, "training.gradient_lanes=4")
 
 
 def go_on(run: SavedRun, size: int, steps: int, *keys: str) -> None:
-    """Resume the run, from its current state, with the given number of processes for each step."""
+    """Resume the run from its current state, with ``size`` processes, until it has done ``steps`` steps."""
     ended = launch(size, run.write_config(steps=steps), *options(*SAVED, *keys))
     assert ended.codes == [0], ended.err
 

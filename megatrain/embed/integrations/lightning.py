@@ -262,7 +262,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._loads_late
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. If optimizer state follows, load them after it, because its generation contains weights.
+        """Load weights. If optimizer state follows, load them after it: its generation also has the master weights.
 
         Weights that a hook changed in ``checkpoint`` take precedence over the generation's.
         """

@@ -44,8 +44,8 @@ class LayerRates:
 class LayerShape:
     """A model of Llama's family and a micro-batch in which one kind of work dominates the time.
 
-    inner: Width of the MLP.
-        inner: Width inside of the MLP.
+    Attributes:
+        inner: Width of the MLP.
         num_rows: Rows of the micro-batch.
     """
 
