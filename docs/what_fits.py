@@ -114,7 +114,7 @@ class Row:
     """One model on one machine.
 
     Attributes:
-        missing: Description of the missing memory; "" if the model fits.
+        missing: Tier that is too small, with needed and available bytes; "" if the model fits.
         totals: Required bytes by tier.
         step_s: Predicted seconds per step.
         bound_by: Resource that limits the step.
