@@ -370,9 +370,8 @@ class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
 
     Deferred ``update`` ticks finish the previous step. Clipping needs the global norm, which is known only after the
-    whole
-    backward. So the next step updates each group just before the forward that first reads its weights. The first step
-    lacks these ticks; after the last step only they remain. Updates that are not deferred follow the backward that
+    whole backward. So the next step updates each group just before the forward that first reads its weights. The first
+    step lacks these ticks; after the last step only they remain. Updates that are not deferred follow the backward that
     completes their gradient.
 
     Attributes:
@@ -556,8 +555,7 @@ class WeightAccess(Protocol):
         """Advance to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
 
         A visit that the loss does not depend on is announced like the others. Its planned leases are taken unused, so
-        that
-        the order of ticks and the traffic depend on the model alone, never on data.
+        that the order of ticks and the traffic depend on the model alone, never on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:

@@ -1,8 +1,8 @@
 """Choice of the layers that save results if blocks move: as many as make a step shorter.
 
-If nothing moves, results use memory that is otherwise free (kept.py). Else each byte of results displaces a block,
-which then moves, or moves itself. Results are admitted from the last layer on, in the order of operations saved per
-byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
+If nothing moves, results use memory that is otherwise free (kept.py). Otherwise each byte of results either moves,
+or displaces a block, which then moves. Results are admitted from the last layer on, in the order of operations saved
+per byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     Args:
         run: The run with the model and the allowed homes of its blocks.
         rows: Prompts of a micro-batch, at most ``num_prompts``.
-        num_prompts: Smallest number of prompts per batch. The last micro-batch may have room for more.
+        num_prompts: Prompts per batch, which is rounded up to whole micro-batches.
         max_length: Tokens of a prompt and its completion.
     """
     num_rows = -(-num_prompts // rows) * rows

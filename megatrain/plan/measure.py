@@ -51,7 +51,7 @@ class _Ring(NamedTuple):
 class SharedMemoryTier:
     """RAM in which blocks of one kind and size alias a few slabs, limited by ``kind_bytes``.
 
-    If a kind fits, its blocks share no memory. Weights hold small random numbers; all
+    If a kind fits, its blocks share no memory. Slabs are made as in ``RamTier``. Weights hold small random numbers; all
     other blocks start as zeros. Every lease is a view of existing memory, so a step costs the same as with homes in
     RAM.
 

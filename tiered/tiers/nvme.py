@@ -223,7 +223,7 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
-        # Under the lock: while another part replaces the file, the snapshot's file may be the one with one link only.
+        # Under the lock: while another part replaces the file, the snapshot's file may have only one link.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
