@@ -56,7 +56,7 @@ class OptimizerSuite:
 
     # -- updates -------------------------------------------------------------------------------------------------
 
-    def test_it_learns_and_leaves_alone_what_is_not_its_own(self) -> None:
+    def test_update_learns_and_leaves_padding_unchanged(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
         blocks, before = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         gradient = self._gradient(layout, 1)
@@ -95,7 +95,7 @@ class OptimizerSuite:
         decode(split["weight"], split["low"], master)
         assert torch.equal(master, whole["weight"]), "a split master ended with other bits than an fp32 one"
 
-    def test_bf16_gradients_are_what_they_stand_for(self) -> None:
+    def test_bf16_gradients_match_their_fp32_values(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
         narrow, wide = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         gradient = self._gradient(layout, 1).bfloat16()

@@ -205,7 +205,7 @@ def test_bad_input(work: Work, case: str) -> None:
     assert work.tree() == before
 
 
-def test_a_config_that_is_not_there(work: Work) -> None:
+def test_missing_config_is_reported(work: Work) -> None:
     result = CliRunner().invoke(work.group, ["run", str(work.folder / "nowhere.toml")])  # type: ignore[arg-type]
     check_failure(result, 2, "there is no such file")
 

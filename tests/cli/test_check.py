@@ -101,7 +101,7 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
     assert result.stdout.splitlines()[-1] == "5 problems"
 
 
-def test_the_exit_code_is_that_of_the_first_kind(run: SavedRun) -> None:
+def test_exit_code_follows_the_order_of_kinds(run: SavedRun) -> None:
     """The order is 2, 3, 4, 1, whatever is checked first: one mistake of each kind, fixed one after the other."""
     mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
     run.out.mkdir()
@@ -224,7 +224,7 @@ def test_checkpoints(run: SavedRun) -> None:
     assert refused.exit_code == 2
 
 
-def test_a_config_that_is_none(tmp_path: Path, untrained: SavedRun) -> None:
+def test_missing_and_invalid_configs_are_reported(tmp_path: Path, untrained: SavedRun) -> None:
     missing = untrained.call("check", tmp_path / "nowhere.toml")
     assert missing.exit_code == 2 and "there is no such file" in missing.stdout
     (tmp_path / "x.toml").write_text("x = = 1")

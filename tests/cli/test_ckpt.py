@@ -42,7 +42,7 @@ def test_ls(run: SavedRun) -> None:
     ]  # fmt: skip
 
 
-def test_ls_beside_a_living_run(run: SavedRun) -> None:
+def test_ls_works_during_a_run(run: SavedRun) -> None:
     with RunFolder(run.out):
         assert run.call("ckpt", "ls", run.out).exit_code == 0
 
@@ -81,7 +81,7 @@ def test_rm(run: SavedRun) -> None:
     assert run.call("ckpt", "rm", run.out, "--all", "--yes").stdout == f"no checkpoint in '{run.out}'\n"
 
 
-def test_rm_of_one_whose_manifest_is_damaged(run: SavedRun) -> None:
+def test_rm_removes_a_checkpoint_with_a_damaged_manifest(run: SavedRun) -> None:
     (run.out / "checkpoints/snap/00000002/MANIFEST.json").write_text("{")
     assert "MANIFEST.json" in run.call("ckpt", "ls", run.out).stdout
     result = run.call("ckpt", "rm", run.out, "--generation", 2, "--yes")
@@ -98,7 +98,7 @@ def test_rm_asks_on_a_terminal(run: SavedRun, cli_module: CliModule, monkeypatch
     assert generations(run) == [2, 3]
 
 
-def test_rm_all_of_a_run_that_can_start_anew(run: SavedRun) -> None:
+def test_rm_all_lets_the_run_start_again(run: SavedRun) -> None:
     refused = run.run("--resume", "no")
     assert refused.exit_code == 1 and "ckpt rm" in refused.stderr
     assert run.call("ckpt", "rm", run.out, "--all", "--yes").exit_code == 0

@@ -219,7 +219,7 @@ def test_a_drive_that_refuses(tmp_path: Path, run: Run, monkeypatch: pytest.Monk
     assert run(tmp_path, "--yes").exit_code == 0
 
 
-def test_a_killed_run_is_told_to_the_next_and_cleaned(tmp_path: Path, run: Run) -> None:
+def test_next_run_reports_a_killed_run_and_clean_removes_it(tmp_path: Path, run: Run) -> None:
     script = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]

@@ -130,7 +130,7 @@ def test_usage(words: tuple[str, ...], code: int, message: str) -> None:
         ),
     ],
 )
-def test_messages_name_what_was_meant(tmp_path: Path, lines: str, message: str) -> None:
+def test_messages_suggest_the_intended_key(tmp_path: Path, lines: str, message: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(lines + "\n")
     result = CliRunner().invoke(command_group(), ["check", str(path)])

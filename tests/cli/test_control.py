@@ -51,7 +51,7 @@ def step_of(run: SavedRun) -> int:
     return status.step
 
 
-def test_save_and_go_on_then_stop(run: SavedRun, start: Start) -> None:
+def test_save_continues_and_stop_ends_the_run(run: SavedRun, start: Start) -> None:
     process = start(checkpoint=NO_STRATEGY)
     before = step_of(run)
     result = run.call("save", run.out)
@@ -93,7 +93,7 @@ def test_a_living_run_locks_its_folder_again_after_the_lock_was_removed(run: Sav
     assert process.wait(60) == 75
 
 
-def test_a_run_whose_folder_was_removed_says_so(run: SavedRun, start: Start) -> None:
+def test_removed_run_folder_is_reported(run: SavedRun, start: Start) -> None:
     process = start(checkpoint=NO_STRATEGY)
     run.out.rename(run.folder / "removed")
     assert process.wait(60) == 1

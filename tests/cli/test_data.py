@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_preview_marks_what_is_trained(config: Path) -> None:
+def test_preview_marks_trained_tokens(config: Path) -> None:
     result = call("preview", config)
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.output, "control characters of the data are shown, not executed"

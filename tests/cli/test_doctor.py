@@ -105,7 +105,7 @@ def test_ctrl_c_leaves_nothing(call: Call, drive: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_said(call: Call, drive: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(call: Call, drive: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     result = call("--quick", drive)
     assert result.exit_code == 0

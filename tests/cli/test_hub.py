@@ -111,7 +111,7 @@ def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None
 
 
 @pytest.mark.slow
-def test_what_is_told_before_it_is_fetched_and_when_it_cannot_be_sent(machine: Machine) -> None:
+def test_hub_downloads_and_failed_uploads_are_reported(machine: Machine) -> None:
     config, out = machine.config(), machine.run.folder / "sent"
     checked = machine.call("check", config)
     assert checked.returncode == 0 and "`run` fetches" in checked.stdout and "in 3 files" in checked.stdout, checked
@@ -133,7 +133,7 @@ def test_what_is_told_before_it_is_fetched_and_when_it_cannot_be_sent(machine: M
         (ID, "", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
     ],
 )
-def test_what_cannot_be_fetched(
+def test_failed_fetches_are_reported(
     machine: Machine, name: str, line: str, environment: dict[str, str], message: str
 ) -> None:
     result = machine.call("run", machine.config(name, line), **environment)

@@ -57,7 +57,7 @@ def test_json(source: Path) -> None:
     assert "learning_rate = 0.0001" in values["toml"]
 
 
-def test_what_is_to_be_filled_in(tmp_path: Path) -> None:
+def test_import_lists_the_values_to_fill_in(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
     result = call(path)
@@ -159,7 +159,7 @@ def test_a_command_line(
         assert "torchrun --nnodes 2 --nproc-per-node 1 ... -m megatrain run CONFIG" in result.stderr
 
 
-def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_number_of_processes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = call("--", "accelerate", "launch", "sft.py", "--model_name_or_path", "org/m")
     assert result.exit_code == 0

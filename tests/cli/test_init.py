@@ -154,7 +154,7 @@ def test_facts_of_a_model() -> None:
     assert model_facts("x", None) == model_facts("x", QUICKSTART) == ModelFacts("x")
 
 
-def test_drives_that_are_none() -> None:
+def test_unsuitable_file_systems_are_rejected() -> None:
     tmpfs, nfs, ext4 = (FileSystem("0:1", kind, "source", "/mnt") for kind in ("tmpfs", "nfs4", "ext4"))
     assert "RAM" in facts._objection(tmpfs, 99 * GiB)
     assert "doctor" in facts._objection(nfs, 99 * GiB)
@@ -187,7 +187,7 @@ def test_columns_of_the_data_are_seen(here: Path, row: dict[str, object], format
     assert "Hi" in str(found) or "text" in str(found)
 
 
-def test_data_that_cannot_be_used_is_said_at_once(here: Path) -> None:
+def test_init_reports_unusable_data_at_once(here: Path) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     result = call("init", "--task", "sft", "--data", "rows.jsonl")
     assert result.exit_code == 0 and "this is preference data" in result.stdout
@@ -306,7 +306,7 @@ def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monke
 
 
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
-def test_what_is_written_runs_as_it_is(here: Path, task: str) -> None:
+def test_generated_config_runs_unedited(here: Path, task: str) -> None:
     """The file runs unedited, from `init` to generated text, and with two processes."""
     make_run(here)
     Path("rows.jsonl").write_text('{"prompt": "Who?", "completion": " Ishmael."}\n' * 9)

@@ -45,7 +45,7 @@ def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
     return trained.copy(tmp_path / "w")
 
 
-def test_the_export_is_what_the_folder_was(trained: SavedRun) -> None:
+def test_export_keeps_the_tensors_of_the_model_folder(trained: SavedRun) -> None:
     source, final = trained.folder / "model", trained.out / "final"
     before, after = load_file(source / "model.safetensors"), load_file(final / "model.safetensors")
     assert before.keys() == after.keys()
@@ -61,7 +61,7 @@ def test_the_export_is_what_the_folder_was(trained: SavedRun) -> None:
     assert model.model.visual is not None
 
 
-def test_check_and_plan_tell_of_them(run: SavedRun) -> None:
+def test_check_and_plan_report_kept_tensors(run: SavedRun) -> None:
     config = run.write_config(out="other")
     for command in ("check", "plan"):
         result = run.call(command, config, *APART)
@@ -71,7 +71,7 @@ def test_check_and_plan_tell_of_them(run: SavedRun) -> None:
     assert f"{num_kept} tensors (" in result.stdout
 
 
-def test_without_the_folder_it_is_said_early_that_an_export_needs_it(trained: SavedRun, tmp_path: Path) -> None:
+def test_missing_model_folder_is_reported_before_the_export(trained: SavedRun, tmp_path: Path) -> None:
     assert "note:" not in trained.call("ckpt", "verify", trained.out).stdout
     (trained.folder / "model").rename(tmp_path / "moved")
     try:
@@ -102,7 +102,7 @@ def test_a_copy_of_the_folder_will_do_and_another_model_will_not(run: SavedRun, 
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_run_does_not_go_on_with_other_kept_tensors(run: SavedRun) -> None:
+def test_changed_kept_tensors_refuse_a_resume(run: SavedRun) -> None:
     tensors = load_file(run.folder / "model/model.safetensors")
     name = next(name for name in tensors if "visual" in name)
     tensors[name] = tensors[name] + 1

@@ -43,7 +43,7 @@ def test_a_run_beyond_the_machine_is_refused(run: SavedRun, words: tuple[str, ..
     assert not run.out.exists()
 
 
-def test_check_shows_where_drives_lie(run: SavedRun) -> None:
+def test_check_shows_the_locations_of_drives(run: SavedRun) -> None:
     path = run.write_config(more=NVME + NVME.replace("drive", "other"))
     found = json.loads(run.call("check", path, "--json").stdout)["findings"]
     drives = [each for each in found if each["subject"] == "drive"]

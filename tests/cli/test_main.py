@@ -250,7 +250,7 @@ def test_interrupted_run(call: Callable[..., Result], config: Path, trainer: dic
     assert "interrupted at step 2, saved: run the same command again to continue" in result.stderr
 
 
-def test_a_run_that_is_ended_at_once_names_what_it_saved_before(
+def test_interrupted_start_names_the_earlier_checkpoint(
     call: Callable[..., Result], config: Path, trainer: dict[str, Any], tmp_path: Path
 ) -> None:
     trainer["error"] = KeyboardInterrupt()

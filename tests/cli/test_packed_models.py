@@ -48,7 +48,7 @@ def words_of(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_the_default_is_off_where_documents_would_mix(scan: SavedRun) -> None:
+def test_packing_defaults_to_off_if_documents_would_mix(scan: SavedRun) -> None:
     path = scan.folder / "rows.jsonl"
     words = (scan.folder / "data.txt").read_text().split()
     path.write_text("".join(json.dumps({"text": " ".join(words[at : at + 5])}) + "\n" for at in range(0, 60, 5)))
@@ -82,7 +82,7 @@ def test_packing_that_was_asked_for_is_refused(values: dict[str, Any], tmp_path:
     assert not run.out.exists()
 
 
-def test_plan_check_and_stats_tell_of_it(scan: SavedRun) -> None:
+def test_plan_check_and_stats_report_disabled_packing(scan: SavedRun) -> None:
     config = scan.write_config(out="none")
     for words in (("plan", config), ("check", config), ("data", "stats", config)):
         result = scan.call(*words)
@@ -97,7 +97,7 @@ def test_joined_texts_may_see_each_other(scan: SavedRun) -> None:
     assert result.exit_code == 0 and OFF not in words_of(result.output), result.output
 
 
-def test_it_stays_on_where_documents_are_kept_apart(tmp_path: Path) -> None:
+def test_packing_stays_on_if_documents_are_separated(tmp_path: Path) -> None:
     run = make_run(tmp_path / "w")
     for options in ((), ("--set", "data.packing=true")):
         result = run.call("plan", run.write_config(), *options)

@@ -131,7 +131,7 @@ def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -
     assert made.call(*words, "2").exit_code == 0
 
 
-def test_errors_of_all_ranks_are_told_once(made: SavedRun) -> None:
+def test_errors_of_all_ranks_are_reported_once(made: SavedRun) -> None:
     ended = launch(2, made.write_config(), *OPTIONS, "--set", "tiers.ram.size=1MiB")
     assert ended.codes == [3] and len(ended.errors) == 1, ended.err
     assert ended.errors[0].startswith("error: does not fit: tier 'ram'")
@@ -139,7 +139,7 @@ def test_errors_of_all_ranks_are_told_once(made: SavedRun) -> None:
     assert in_all == 2 * need  # the config's size is the machine's
 
 
-def test_processes_that_others_started(made: SavedRun) -> None:
+def test_externally_started_ranks_must_match_the_config(made: SavedRun) -> None:
     ended = run_ranks([made.write_config()] * 2, "--processes", "3")
     assert ended.codes == [2, 2], ended.err
     (told,) = ended.errors
@@ -243,7 +243,7 @@ def test_preferences_have_the_bits_of_one_process(made: SavedRun, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_samples_and_averages_in_the_log_are_those_of_one_process(made: SavedRun, tmp_path: Path) -> None:
+def test_logged_samples_and_averages_match_one_process(made: SavedRun, tmp_path: Path) -> None:
     (made.folder / "held_out.jsonl").write_text("".join(f'{{"text": "Call me Ishmael {n}."}}\n' for n in range(5)))
     keys = [f"data.eval.0.path={made.folder / 'held_out.jsonl'}", "predict_with_generate=true", "max_new_tokens=3"]
     keys += ["evaluation.weights=both", "optimizer.ema_decay=0.5", "gradient_lanes=4", "eval_steps=2"]
@@ -303,7 +303,7 @@ def children(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["ram", "nvme"])
-def test_what_is_damaged_on_one_rank_is_passed_over_by_all(home: str, made: SavedRun, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_checkpoint_damaged_on_one(home: str, made: SavedRun, tmp_path: Path) -> None:
     run = made.copy(tmp_path / "run")
     places = () if home == "ram" else (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive")
     go_on(run, 2, 4, *places)
@@ -383,7 +383,7 @@ def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["signal", pytest.param("commands", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(way: str, made: SavedRun, tmp_path: Path) -> None:
+def test_stopped_run_resumes_with_another_world_size(way: str, made: SavedRun, tmp_path: Path) -> None:
     """2 -> 1 -> 2 processes, the first stopped by SIGTERM or ``stop``: losses, norms and model of an unbroken run."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = (*SAVED, *(["checkpoint.save_steps=1000"] if way == "commands" else []))
@@ -426,7 +426,7 @@ def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [(0, 1), (1,)], ids=["all, as torchrun does", "one"])
-def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path, stopped: Sequence[int]) -> None:
+def test_externally_started_ranks_stop_together(made: SavedRun, tmp_path: Path, stopped: Sequence[int]) -> None:
     run = made.copy(tmp_path / "run")
     ranks = start_runs([run.write_config(steps=400)] * 2, *options(*SAVED))
     try:
@@ -446,7 +446,7 @@ def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 3, 2, 1)])
-def test_ranks_go_on_from_whole_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
+def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
     """After every start all drives are lost; the next start, with another number of ranks, resumes from the copy."""
     run, drive, step = made.copy(tmp_path / "run"), tmp_path / "run/drive", 0
     for size in worlds:

@@ -158,7 +158,7 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
     assert not activity.is_watched and "layers" not in last.rpartition("\x1b[2K")[2]
 
 
-def test_a_terminal_that_takes_nothing_holds_nobody_up(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_terminal_does_not_block_training(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-S, or on a dead connection, a write does not return. The training thread still continues and ends."""
     render, released, entered = cli_module("render"), threading.Event(), threading.Event()
     monkeypatch.setattr(render, "_CLOSE_TIMEOUT_S", 0.05)

@@ -81,7 +81,7 @@ def test_a_refusal_lists_data_that_is_not_compared(trained: SavedRun) -> None:
         assert line in result.stderr and "data.train.0: " not in result.stderr, result.stderr
 
 
-def test_a_state_of_another_format_is_not_offered_what_is_refused(trained: SavedRun, tmp_path: Path) -> None:
+def test_advice_for_another_state_format_is_accepted(trained: SavedRun, tmp_path: Path) -> None:
     run = trained.copy(tmp_path / "w")
     words = ("--set", "optimizer.state_dtype=bfloat16", "--set", "lr_scheduler_type=cosine")
     result = run.run(*words, steps=4)
@@ -92,7 +92,7 @@ def test_a_state_of_another_format_is_not_offered_what_is_refused(trained: Saved
     assert "checkpoint" in forced.stderr and "continuing after" not in forced.stdout, forced.output
 
 
-def test_a_path_that_is_not_there_is_placed(trained: SavedRun) -> None:
+def test_missing_path_error_names_the_config_line(trained: SavedRun) -> None:
     """The file that `init` wrote still has its placeholders; the message names the line to fill in."""
     path = trained.write_config(out="other", steps=4)
     path.write_text(path.read_text().replace('"model"', '"path/to/model"').replace("data.txt", "chats.txt"))
@@ -123,7 +123,7 @@ def test_a_run_that_is_done_says_how_to_train_on(trained: SavedRun, tmp_path: Pa
     assert "cache_dir" not in checked.output, "check's internal changes are not the user's"
 
 
-def test_a_dry_run_refuses_what_a_run_refuses(trained: SavedRun, tmp_path: Path) -> None:
+def test_dry_run_refuses_the_same_configs_as_a_run(trained: SavedRun, tmp_path: Path) -> None:
     """The drive is too small: the exit code is the same, and nothing is written."""
     run = trained.copy(tmp_path / "w")
     config = run.write_config(out="new", more=NVME, checkpoint="").read_text().replace('"1MiB"', '"900TiB"')

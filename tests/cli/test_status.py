@@ -132,7 +132,7 @@ def test_each_rank_of_a_living_run(tmp_path: Path, call: Callable[..., Result]) 
     assert f"  rank 1   {said}  wait fill 1.5s  process 3.00 MiB  waits for room on a drive" in lines
 
 
-def test_what_a_living_run_saved(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_status_shows_the_checkpoint_of_a_live_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     leave(tmp_path, STATUS, saved_step=400)
     with RunFolder(tmp_path) as folder:
         at = (datetime.now(UTC) - timedelta(minutes=12)).isoformat(timespec="seconds")
@@ -169,7 +169,7 @@ def test_runs_that_ended(
     assert (seen["running"], seen["owner"], seen["saved_step"]) == (False, None, saved_step)
 
 
-def test_a_run_whose_drive_holds_other_files_is_not_said_to_go_on(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_status_offers_no_resume_if_the_drive_has_other_files(tmp_path: Path, call: Callable[..., Result]) -> None:
     """`run` and `check` refuse it by the same rule, with the same words."""
     leave(tmp_path / "out", replace(STATUS, state="stopped"), saved_step=412)
     drive = tmp_path / "drive"
@@ -211,7 +211,7 @@ def test_following_no_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     assert result.exit_code == 2 and "is not the folder of a run" in result.stderr
 
 
-def test_the_status_of_the_run_before_is_not_that_of_a_new_one(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_starting_run_does_not_show_the_previous_status(tmp_path: Path, call: Callable[..., Result]) -> None:
     leave(tmp_path / "out", replace(STATUS, pid=1))
     with RunFolder(tmp_path / "out"):
         lines = call(tmp_path / "out").stdout.splitlines()

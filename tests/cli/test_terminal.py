@@ -136,7 +136,7 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "check"])
-def test_a_line_is_there_before_anything_heavy_is_imported(command: str, cli_package: str) -> None:
+def test_first_line_appears_before_heavy_imports(command: str, cli_package: str) -> None:
     words = python_words(
         cli_package, [command, "examples/01_tiny.toml"], AT_TORCH.replace("DO", "import os; os._exit(7)")
     )
@@ -189,7 +189,7 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
-def test_output_goes_on_in_the_log(kind: str, cli_package: str, tmp_path: Path) -> None:
+def test_output_continues_in_the_log(kind: str, cli_package: str, tmp_path: Path) -> None:
     """A terminal gives EIO, a pipe EPIPE; the log also has the output between the loss and the switch."""
     log = tmp_path / "run.log"
     code = OUTPUT.format(package=cli_package, log=str(log))
@@ -240,7 +240,7 @@ def test_ctrl_c_in_a_step_saves_and_leaves_a_whole_terminal(run: SavedRun) -> No
     assert status is not None and (status.state, status.exit_code) == ("stopped", 75)
 
 
-def test_a_closed_terminal_saves_and_the_output_goes_on_in_the_log(run: SavedRun) -> None:
+def test_closed_terminal_saves_and_output_continues_in_the_log(run: SavedRun) -> None:
     with Terminal(words_of(run, steps=MANY, checkpoint='save_strategy = "no"')) as terminal:
         terminal.wait_for(r"step .{0,40}2/100000")
         terminal.close()

@@ -17,7 +17,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     return make_run(tmp_path_factory.mktemp("words") / "w")
 
 
-def test_a_plan_says_what_is_resident_and_what_is_streamed(run: SavedRun) -> None:
+def test_plan_lists_resident_and_streamed_blocks(run: SavedRun) -> None:
     lines = run.call("plan", run.write_config()).stdout.splitlines()
     assert any(re.match(r"weights .*float32; resident", line) for line in lines), lines
     assert "every block is resident in ram: nothing is streamed" in lines

@@ -16,7 +16,7 @@ def test_every_result_is_on_the_page() -> None:
     assert {path.name for path in FOLDER.iterdir()} - {"README.md"} <= named
 
 
-def test_lines_are_those_of_the_files() -> None:
+def test_quoted_rows_match_the_result_files() -> None:
     rows: list[dict[str, object]] = []
     quoted = 0
     for line in PAGE.splitlines():
@@ -29,7 +29,7 @@ def test_lines_are_those_of_the_files() -> None:
     assert quoted >= len(list(FOLDER.glob("*.jsonl")))
 
 
-def test_commands_are_those_of_benches() -> None:
+def test_quoted_bench_commands_exist() -> None:
     commands = re.findall(r"^ {4}(?:python|make) (\S+)", PAGE, flags=re.MULTILINE)
     assert len(commands) >= 15
     assert all((ROOT / command).is_file() for command in commands if command.startswith("bench/"))

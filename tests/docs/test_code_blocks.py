@@ -259,7 +259,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("page", NAMES)
-def test_every_block_says_what_it_is(page: str) -> None:
+def test_every_code_block_has_a_known_language(page: str) -> None:
     assert [str(block) for block in BLOCKS[page] if block.language not in LANGUAGES] == []
     assert sum(bool(block.reason) for block in BLOCKS[page]) == NOT_EXECUTED.get(page, 0)
 
@@ -282,7 +282,7 @@ def test_blocks_are_executed(reader: Reader) -> None:
     assert followed == len(BLOCKS[reader.page]) - NOT_EXECUTED.get(reader.page, 0)
 
 
-def test_what_is_only_parsed_is_on_the_pages() -> None:
+def test_parse_only_commands_appear_on_the_pages() -> None:
     """Every command in the table is on a page."""
     given = {
         command.words[1]

@@ -113,7 +113,7 @@ def module_of(name: str) -> Any:
     return module
 
 
-def test_pictures_are_what_their_text_draws() -> None:
+def test_pictures_match_their_source_text() -> None:
     """``python docs/draw.py`` writes the pictures again."""
     draw, drawn = module_of("draw"), 0
     for source in sorted((ROOT / "docs/pictures").glob("*.txt")):

@@ -76,7 +76,7 @@ def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("command", "printed"), examples(), ids=lambda block: f"line{block.line}")
 @pytest.mark.usefixtures("folder", "planned_gpu")
-def test_a_plan_is_that_of_the_planner(command: Block, printed: Block) -> None:
+def test_quoted_plans_match_the_planner(command: Block, printed: Block) -> None:
     (given,) = commands_of(command)
     assert given.words[:3] == ("megatrain-tier", "plan", "sizing.toml")
     result = CliRunner().invoke(command_group(), list(given.words[1:]))
@@ -88,7 +88,7 @@ def test_a_plan_is_that_of_the_planner(command: Block, printed: Block) -> None:
     assert missing == [], f"{command}\n{result.output}"
 
 
-def test_the_three_machines_are_there() -> None:
+def test_all_machines_have_an_example() -> None:
     given = [str(next(commands_of(command))) for command, _ in examples()]
     assert len(given) == 4
     assert sum("device=cuda" in words for words in given) == 2

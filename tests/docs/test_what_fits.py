@@ -26,7 +26,7 @@ def test_the_config_to_copy_is_accepted(task: str, tmp_path: Path) -> None:
     assert len(loaded.config.tiers.nvme) == 2 and loaded.config.model.split_experts
 
 
-def test_every_row_is_of_a_known_machine_task_and_model_and_fits_or_says_what_it_lacks() -> None:
+def test_rows_are_known_and_fit_or_state_the_missing_memory() -> None:
     rows = VALUES["rows"]
     assert {row["task"] for row in rows} == set(VALUES["tasks"])
     models = {path.name for path in (ROOT / "examples/models").iterdir()}

@@ -77,7 +77,7 @@ def num_parameters() -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_losses_are_those_of_the_plain_program(name: str) -> None:
+def test_losses_match_the_plain_program(name: str) -> None:
     runs = runs_of(name)
     plain, tiered = ([float(loss) for loss in runs.losses(which)] for which in ("plain", "unbroken"))
     assert len(plain) >= 8
@@ -91,14 +91,14 @@ def test_losses_and_weights_are_the_same_bits_as_with_everything_in_ram(name: st
     assert_same_bits(runs.weights["unbroken"], runs.weights["in_ram"])
 
 
-def test_a_stopped_run_goes_on_with_the_same_bits(name: str) -> None:
+def test_stopped_example_resumes_bitwise_equal(name: str) -> None:
     runs = runs_of(name)
     assert len(runs.losses("stopped")) == len(runs.losses("unbroken")) // 2
     assert runs.losses("stopped") + runs.losses("resumed") == runs.losses("unbroken")
     assert_same_bits(runs.weights["broken"], runs.weights["unbroken"])
 
 
-def test_the_memory_is_too_small_for_the_plain_program(name: str) -> None:
+def test_plain_program_exceeds_the_memory(name: str) -> None:
     runs = runs_of(name)
     for which in ("unbroken", "stopped", "resumed"):
         run = runs.by_name[which]

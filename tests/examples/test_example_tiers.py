@@ -85,7 +85,7 @@ def test_weights_take_less_than_their_size_and_come_back(dtype: torch.dtype, at_
         assert tier.stored_bytes == tier.usage().used_bytes == 0
 
 
-def test_what_does_not_compress_takes_its_size() -> None:
+def test_incompressible_data_takes_its_full_size() -> None:
     noise = torch.randint(0, 256, (1_500_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tier = compressed.CompressedRamTier(2 * tiered.MiB)
     with tiered.TieredStore([tiered.RamTier(2 * tiered.MiB), tier]) as store:

@@ -196,7 +196,7 @@ def test_a_full_drive_pauses_the_run(
     assert on_drive.steps() == [1, 2, 3, 4]
 
 
-def test_too_little_room_for_any_checkpoint_is_said_before_the_first_step(work: Work) -> None:
+def test_missing_checkpoint_space_is_reported_before_the_first_step(work: Work) -> None:
     """Otherwise the run would train to its first save and wait there for ever."""
     result = work.run(**{"checkpoint.min_free_disk": "900TiB"})
     check_failure(
@@ -251,7 +251,7 @@ def test_a_stop_in_the_pause_saves_into_the_space_that_stays_free(
     assert work.weights() == work.weights("without_faults")
 
 
-def test_a_stop_in_the_pause_without_any_room_says_what_is_left(
+def test_stop_without_space_reports_the_last_checkpoint(
     work: Work, stop_in_the_pause: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_in_the_pause(MiB // 8)
@@ -442,7 +442,7 @@ def test_a_newer_file_that_names_the_current_generation_hides_nothing(saved: Wor
         assert saved.weights() == saved.weights("without_faults")
 
 
-def test_damaged_manifests_of_all_checkpoints_do_not_start_the_run_anew(saved: Work) -> None:
+def test_damaged_manifests_do_not_restart_the_run(saved: Work) -> None:
     for path in manifests(saved):
         path.write_text(re.sub(r'"step": \d', '"step": 7', path.read_text()))
     before = saved.files()

@@ -79,7 +79,7 @@ def test_eio_on_a_write_loses_nothing_and_the_next_try_works(make_rig) -> None:
     assert rig.get(1) == {77} and rig.store.verify() == 3 * NUM_BYTES
 
 
-def test_a_failed_write_back_reaches_whoever_needs_its_room(make_rig) -> None:
+def test_failed_write_back_is_raised_to_the_waiting_caller(make_rig) -> None:
     rig = make_rig(Fault("error", "write", errno.EIO))
     rig.put(0, 100)
     with pytest.raises(TransferError, match="EIO"):
@@ -89,7 +89,7 @@ def test_a_failed_write_back_reaches_whoever_needs_its_room(make_rig) -> None:
     assert rig.get(0) == {100}
 
 
-def test_a_failed_write_back_that_nobody_waits_for_is_raised_at_the_end(make_rig) -> None:
+def test_unawaited_failed_write_back_is_raised_on_close(make_rig) -> None:
     rig = make_rig(Fault("error", "write", errno.EIO))
     rig.put(0, 100)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_a_failed_write_back_that_nobody_waits_for_is_raised_at_the_end(make_rig
     rig.store.reserve("ram", -MiB // 2)
 
 
-def test_a_pinned_copy_whose_write_back_failed_is_written_and_stays(make_rig) -> None:
+def test_pinned_copy_is_written_again_after_a_failed_write_back(make_rig) -> None:
     rig = make_rig(Fault("error", "write", errno.EIO, times=1))
     rig.put(0, 100)
     rig.store.pin("block.0", "ram")
@@ -146,7 +146,7 @@ def test_a_part_that_is_cut_off_torn_or_flipped_in_silence_is_found(make_rig, on
         assert rig.get(1) == {1}, "the bytes on disk are whole: a second read is right"
 
 
-def test_without_a_comparison_the_same_flip_goes_unseen_until_somebody_asks(make_rig) -> None:
+def test_unverified_flip_is_found_only_by_verify(make_rig) -> None:
     rig = make_rig(Fault("flip", "write", path="block.1/", times=1), verify="resume")
     rig.put(1, 50)
     assert len(rig.get(1)) == 2

@@ -98,7 +98,7 @@ def test_a_drive_too_small_for_a_block_is_refused_when_it_is_registered(small_dr
             assert set(lease.tensor.tolist()) == {7}
 
 
-def test_full_after_a_commit_pauses_and_goes_on_with_the_same_bits(small_drive, quick_retry, tmp_path: Path) -> None:
+def test_full_drive_after_a_commit_pauses_and_resumes_bitwise_equal(small_drive, quick_retry, tmp_path: Path) -> None:
     """After a commit every write needs a new file, and another program took the space."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
@@ -150,7 +150,7 @@ def test_full_after_a_commit_can_be_an_error_and_the_commit_stays(small_drive, t
         assert same(contents(store), expected(tmp_path, 1))
 
 
-def test_after_an_error_the_work_can_go_on_once_there_is_room(small_drive, tmp_path: Path) -> None:
+def test_failed_write_back_is_retried_once_space_is_free(small_drive, tmp_path: Path) -> None:
     """A write-back that failed keeps its bytes in memory and is retried."""
     notices = Notices()
     with open_store(small_drive.store, "error", notices) as store:
@@ -184,7 +184,7 @@ def test_a_full_drive_does_not_hold_up_a_run_that_is_interrupted(small_drive, qu
     assert current_generation(small_drive.store) == 1
 
 
-def test_a_commit_of_blocks_in_memory_waits_for_room_too(small_drive, quick_retry) -> None:
+def test_commit_of_blocks_in_memory_waits_for_space(small_drive, quick_retry) -> None:
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         store.register("block", (4 * MiB,), torch.uint8, home="ram")
@@ -216,7 +216,7 @@ def write_memory(store: TieredStore, value: int) -> None:
             lease.tensor.fill_(value)
 
 
-def test_a_directory_of_generations_waits_for_room_too(small_drive, quick_retry) -> None:
+def test_generation_directory_waits_for_space(small_drive, quick_retry) -> None:
     notices = Notices()
     with memory_store(small_drive.store, "pause", notices) as store:
         store.commit({}).wait(60)
@@ -231,7 +231,7 @@ def test_a_directory_of_generations_waits_for_room_too(small_drive, quick_retry)
     assert list(GenerationReader(small_drive.store, 2).problems()) == []
 
 
-def test_the_first_commit_waits_where_not_even_a_document_can_be_written(small_drive, quick_retry) -> None:
+def test_first_commit_waits_on_a_completely_full_drive(small_drive, quick_retry) -> None:
     notices = Notices()
     with memory_store(small_drive.path / "run/out", "pause", notices) as store:
         (small_drive.path / "run/out").mkdir(parents=True)
@@ -246,7 +246,7 @@ def test_the_first_commit_waits_where_not_even_a_document_can_be_written(small_d
     assert list(GenerationReader(small_drive.path / "run/out").problems()) == []
 
 
-def test_nobody_has_to_wait_for_room(small_drive, quick_retry) -> None:
+def test_wait_for_space_can_be_aborted(small_drive, quick_retry) -> None:
     notices = Notices()
     with memory_store(small_drive.store, "pause", notices) as store:
         store.commit({}).wait(60)
@@ -294,7 +294,7 @@ def fill_to_the_last_byte(drive) -> None:
     assert drive.free_bytes() < 4096
 
 
-def test_links_wait_for_room_too(small_drive, quick_retry) -> None:
+def test_hard_links_wait_for_space(small_drive, quick_retry) -> None:
     """Links need folders, and folders need space."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
@@ -314,7 +314,7 @@ def test_links_wait_for_room_too(small_drive, quick_retry) -> None:
     assert list(GenerationReader(small_drive.store).problems()) == []
 
 
-def test_what_it_asks_for_lasts_until_the_end(small_drive, quick_retry) -> None:
+def test_requested_space_suffices_for_the_whole_run(small_drive, quick_retry) -> None:
     """The first failure is a document of 4 KiB; the step after it needs new files for all blocks."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:

@@ -224,7 +224,7 @@ def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], No
 
 
 @pytest.mark.fault
-def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
+def test_next_run_reports_a_killed_run(work: Work) -> None:
     """SIGKILL hits the middle of the third step; the next run reports what it took over and continues undisturbed."""
     script = f"""
 import os, sys

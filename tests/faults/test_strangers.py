@@ -113,9 +113,7 @@ def test_ranks_lie_in_no_other_folder(path: str, run: SavedRun, done: SavedRun, 
     assert contents(mine.folder) == before
 
 
-def test_through_a_link_only_what_the_document_is_sealed_with_is_removed(
-    run: SavedRun, done: SavedRun, tmp_path: Path
-) -> None:
+def test_removal_through_a_link_is_limited_to_sealed_files(run: SavedRun, done: SavedRun, tmp_path: Path) -> None:
     mine, folder = done.copy(tmp_path / "mine").out / "checkpoints", run.out / "checkpoints"
     generation = list_generations(mine)[0]
     (folder / "rank00000").symlink_to(mine, target_is_directory=True)
@@ -291,7 +289,7 @@ def test_images_are_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", "bomb.parquet"])
-def test_a_row_that_unpacks_to_too_much(name: str, tmp_path: Path, small_rows: None) -> None:
+def test_decompression_bomb_in_a_row_is_refused(name: str, tmp_path: Path, small_rows: None) -> None:
     path, text = tmp_path / name, "x" * (1 << 20)
     if name == "bomb.parquet":
         import pyarrow
@@ -317,7 +315,7 @@ def test_one_text_of_many_rows_is_read_row_by_row(tmp_path: Path, small_rows: No
 
 
 @pytest.mark.parametrize("rows", ["texts", "messages", "a struct", "a map", "numbers", "plain texts"])
-def test_a_list_in_a_column_that_unpacks_to_too_much(rows: str, tmp_path: Path, small_rows: None) -> None:
+def test_decompression_bomb_in_a_list_column_is_refused(rows: str, tmp_path: Path, small_rows: None) -> None:
     """Two rows are read, and the third is refused before it is materialized."""
     import pyarrow
     import pyarrow.parquet
@@ -380,7 +378,7 @@ EVIL = f"evil{CLEAR}{TITLE}{CLIPBOARD}\x9b2J\x08\r\u202e"
 
 
 @given(st.text(alphabet=st.sampled_from([*"a[]2Jm;8H\\", "\x1b", "\r", "\n", "\x07", "\x9b", "\u202e"]), max_size=40))
-def test_what_is_shown_obeys_nothing(text: str) -> None:
+def test_shown_text_has_no_control_sequences(text: str) -> None:
     harmless = re.sub(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\x1b\]8;[^\x00-\x1f]*\x1b\\", "", shown(f"a{text}"))
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]|\r(?!\n)", harmless)
 

@@ -36,7 +36,7 @@ def count(folder: Path, path: int = 0) -> int:
     return int(json.loads((folder / str(path) / WEAR_NAME).read_text())["written_bytes"])
 
 
-def test_the_count_goes_on_from_run_to_run(tmp_path: Path) -> None:
+def test_write_count_continues_across_runs(tmp_path: Path) -> None:
     for number in range(3):
         with open_store(tmp_path, 2) as store:
             store.register("block", (NUM_BYTES,), torch.uint8, home="nvme")
@@ -119,7 +119,7 @@ def write_in_ram(store: TieredStore, value: int) -> None:
 
 
 @pytest.mark.fault
-def test_a_killed_run_never_leaves_the_count_too_low(tmp_path: Path) -> None:
+def test_killed_run_never_underestimates_the_write_count(tmp_path: Path) -> None:
     script = f"""
 import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]

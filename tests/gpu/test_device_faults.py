@@ -105,7 +105,7 @@ def test_the_device_fails_in_the_middle(
     goes_on(run, expected)
 
 
-def test_lists_of_tensors_become_tensors_while_the_device_is_there_and_when_it_is_gone() -> None:
+def test_lists_of_tensors_convert_during_and_after_the_device() -> None:
     """Code of models does this; a replaced ``Tensor.__getitem__`` would break it for the rest of the process."""
     with virtual_gpu():
         there = torch.arange(3, device="cuda")

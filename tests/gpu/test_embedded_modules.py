@@ -63,7 +63,7 @@ def tiered(
         return losses, found, {name: link.num_bytes for name, link in stats.links.items()}
 
 
-def test_losses_are_those_of_the_plain_model(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+def test_embedded_losses_match_the_plain_model(virtual: VirtualCuda | None, tmp_path: Path) -> None:
     plain = make_model(torch.float32).to("cuda")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
 

@@ -84,14 +84,14 @@ def test_bits_are_the_same_wherever_the_state_is(
         assert all(map(torch.equal, other_weights, weights)), name
 
 
-def test_losses_are_those_of_torchs_optimizer(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+def test_losses_match_the_torch_optimizer(virtual: VirtualCuda | None, tmp_path: Path) -> None:
     model = make_model(torch.float32)
     expected = train(model, torch.optim.AdamW(model.parameters(), foreach=False, **KERNELS))
     losses, _ = tiered(tmp_path, torch.float32, ["ram"])
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_muons_products_are_made_where_the_parameters_are(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, tmp_path: Path) -> None:
     """torch's do the same, wherever the state is; a later matrix also gets space."""
 
     def run(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[list[float], Tensor]:

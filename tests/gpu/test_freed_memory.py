@@ -56,7 +56,7 @@ def test_memory_that_was_waited_for_is_handed_on(between: Change) -> None:
     read_beside(between)
 
 
-def test_who_waits_before_asking_gets_it() -> None:
+def test_stream_that_waits_before_allocating_gets_the_memory() -> None:
     read_beside(lambda *_: None, lambda product, main, side: main.wait_stream(side))
 
 
@@ -69,7 +69,7 @@ def test_waiting_is_passed_on() -> None:
     read_beside(by_way_of_a_third)
 
 
-def test_another_stream_waits_for_those_who_had_the_memory() -> None:
+def test_another_stream_waits_for_previous_users_of_memory() -> None:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     torch.ones(SIZE, device="cuda").mul_(2)
     reused = torch.empty(SIZE, device="cuda")

@@ -62,7 +62,7 @@ def assert_same_in_one_memory(model: Path, folder: Path, **tables: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_runs_are_those_of_a_gpu_with_memory_of_its_own(case: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_shared_memory_runs_match_a_discrete_gpu(case: str, tiny_model: Path, tmp_path: Path) -> None:
     assert_same_in_one_memory(tiny_model, tmp_path, **CASES[case])
 
 
@@ -71,7 +71,7 @@ def test_updates_without_a_kernel_of_the_gpu_are_made_by_the_host_in_place(tiny_
 
 
 @pytest.mark.usefixtures("integrated")
-def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
+def test_command_trains_stops_and_resumes(tmp_path: Path) -> None:
     """The run trains adapters over a base that is read from the model's folder into the shared memory."""
     run = make_run(tmp_path / "run")
     lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
@@ -113,7 +113,7 @@ def two_ranks(folder: Path, text: str) -> list[tuple[float, float | None]]:
 
 
 @pytest.mark.slow
-def test_ranks_have_the_losses_of_those_with_memory_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+def test_shared_memory_ranks_match_discrete_gpu_losses(tiny_model: Path, tmp_path: Path) -> None:
     with virtual_gpu():
         two = two_ranks(tmp_path / "two", gpu_config_text(tmp_path / "two", tiny_model, nvme=0))
     with virtual_gpu(is_integrated=True):

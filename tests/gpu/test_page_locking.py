@@ -19,7 +19,7 @@ def test_a_refusal_is_not_left_for_the_next_kernel_to_report(virtual: VirtualCud
     slab.close()
 
 
-def test_a_slab_whose_lock_is_gone_closes(virtual: VirtualCuda | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_slab_with_a_lost_page_lock_closes(virtual: VirtualCuda | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     slab = HostSlab(MiB, pin=True)
     assert int(torch.cuda.cudart().cudaHostUnregister(slab.address)) == 0  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_loss_and_gradients_are_those_of_hugging_face(family: str, batches: str, virtual: VirtualCuda | None) -> None:
+def test_gpu_loss_and_gradients_match_hugging_face(family: str, batches: str, virtual: VirtualCuda | None) -> None:
     """fp32 without TF32. Loss within 1e-5, each gradient within 1e-4 of its largest element.
 
     The arithmetic is the same, but kernels for other shapes add in another order: the head runs in pieces, a recompute

@@ -54,7 +54,7 @@ def test_device_memory_and_files_exchange_bytes_without_ram(store: TieredStore) 
     assert store.stats().links["gpu->nvme"].num_bytes == 4 * 4 * N
 
 
-def test_what_the_device_wrote_ram_reads(store: TieredStore) -> None:
+def test_ram_reads_data_written_by_the_device(store: TieredStore) -> None:
     with store.acquire("block", "gpu", "w") as lease:
         lease.tensor.fill_(7.0)
     store.evict("block", "gpu").wait(60)

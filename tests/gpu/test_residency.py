@@ -141,7 +141,7 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
 
 
 @pytest.mark.parametrize(("params_per_s", "bus", "shares"), [(1e6, 1e12, True), (1e12, 1e6, False)])
-def test_updates_are_shared_where_rates_say_that_it_is_faster(
+def test_updates_are_shared_if_the_rates_favor_it(
     params_per_s: float, bus: float, shares: bool, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
     """A slow processor with a fast bus shares updates, and the reverse does not; without rates nothing is shared."""

@@ -98,7 +98,7 @@ def test_nothing_grows_over_fifty_steps(
 
 
 @pytest.mark.parametrize(("gpu_bytes", "is_tight"), [(5 * MiB, True), (12 * MiB, False)])
-def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
+def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
     gpu_bytes: int, is_tight: bool, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The largest tick needs 4.1 MiB, on a GPU 5.2. If all sizes fit side by side, steps reuse existing buffers."""

@@ -33,7 +33,7 @@ def steps(run: Steps) -> tuple[list[tuple[float, float, bool]], dict[str, str]]:
 
 
 @pytest.mark.parametrize("optimizer", ["max_grad_norm = 0.05", "max_grad_norm = 100", "optim = 'lion'"])
-def test_bits_are_those_of_updates_that_the_host_decides_about(
+def test_updates_ahead_match_host_decided_updates_bitwise(
     optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that is not finite leaves weights, state and the count of updates unchanged."""

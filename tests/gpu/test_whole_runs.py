@@ -81,9 +81,7 @@ def test_losses_and_weights_are_the_same_at_every_size(
     assert all(int(tier in used) <= peaks[tier] <= most for tier, most in capacities.items()), summary
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
-    model: SavedRun, tmp_path: Path, results: dict[str, Any]
-) -> None:
+def test_stopped_run_matches_an_uninterrupted_run(model: SavedRun, tmp_path: Path, results: dict[str, Any]) -> None:
     size = "a part streams"
     for other in (size, "all that there is"):
         if other not in results:
@@ -147,7 +145,7 @@ def test_averages_are_evaluated_alike_at_every_size(model: SavedRun, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_killed_process_goes_on_where_it_was(
+def test_killed_process_resumes_from_its_checkpoint(
     model: SavedRun, tmp_path: Path, virtual: Any, results: dict[str, Any]
 ) -> None:
     size = "state on a drive"

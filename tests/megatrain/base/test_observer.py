@@ -18,7 +18,7 @@ STEP = StepMetrics(
 )  # fmt: skip
 
 
-def test_step_line_is_that_of_the_design() -> None:
+def test_step_line_has_the_documented_format() -> None:
     assert format_step(STEP) == (
         "step  412/1230 33.5% | loss 1.2841 | gnorm 0.83 | lr 9.1e-06 | 1,348 tok/s (trained 999)"
         " | gpu 21.3/22.0 GiB nvme 71.00 GiB | wait io 0.4s cpu 9.3s | eta 11h01m"
@@ -36,7 +36,7 @@ def test_log_is_flushed_line_by_line(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[1])["loss"] == "nan"
 
 
-def test_a_log_goes_on_where_the_run_does(tmp_path: Path) -> None:
+def test_metrics_log_continues_at_the_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         for step in (1, 2, 3):
@@ -63,7 +63,7 @@ def test_a_line_that_lacks_its_end_does_not_spoil_the_next(tmp_path: Path) -> No
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
 
 
-def test_observers_are_told_in_order(tmp_path: Path) -> None:
+def test_observers_are_called_in_order(tmp_path: Path) -> None:
     seen: list[str] = []
 
     class Noting:

@@ -52,7 +52,7 @@ def test_every_name_of_another_tool_is_answered() -> None:
          {"logging.report_to": ["jsonl", "tensorboard", "wandb"], "logging.project": "p"}),
     ],
 )  # fmt: skip
-def test_what_is_advised_is_also_imported(
+def test_advised_keys_match_the_import(
     tmp_path: Path, tool: Tool, values: dict[str, object], ours: dict[str, object]
 ) -> None:
     path = tmp_path / "theirs.json"

@@ -74,7 +74,7 @@ def test_the_high_half_is_the_nearest_bf16_with_ties_away_from_zero() -> None:
     assert high[:2].tolist() == [1.0078125, -1.0078125]  # to even would give 1.0
 
 
-def test_what_the_high_half_shows_at_the_edges_of_the_range() -> None:
+def test_high_half_is_correct_at_the_range_limits() -> None:
     patterns = [0x7F7F7FFF, 0x7F7F8000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0x80000000]
     high, _, decoded = round_trip(masters(np.array(patterns, dtype=np.uint64)))
     assert [int(bits) for bits in high.view(torch.uint16).tolist()] == [

@@ -39,7 +39,7 @@ class Recorded(Activity):
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
-def test_the_engine_tells_every_tick_and_micro_batch(order: str, tmp_path: Path) -> None:
+def test_engine_reports_every_tick_and_micro_batch(order: str, tmp_path: Path) -> None:
     text = config_text(tmp_path, EXAMPLES / "quickstart/model", nvme=0, advanced=f'micro_batch_order = "{order}"')
     (tmp_path / "run.toml").write_text(text.replace("[model]\n", "[model]\ntrain_from_scratch = true\n"))
     config = load_config(tmp_path / "run.toml").config
@@ -131,7 +131,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     return make_run(tmp_path_factory.mktemp("run") / "w")
 
 
-def test_a_warm_up_from_zero_is_said(run: SavedRun) -> None:
+def test_warm_up_from_zero_is_reported(run: SavedRun) -> None:
     options = ("--set", "lr_scheduler_type=linear", "--set", "warmup_steps=2")
     result = run.run(*options, steps=6)
     assert result.exit_code == 0, result.output

@@ -30,7 +30,7 @@ def test_a_duration_is_read(text: str, seconds: float) -> None:
         (True, "this is not a duration"),
     ],
 )
-def test_what_is_no_duration_says_what_to_write(value: object, words: str) -> None:
+def test_invalid_duration_error_shows_valid_input(value: object, words: str) -> None:
     with pytest.raises(ValueError, match="Write") as caught:
         parse_interval(value)
     assert words in str(caught.value)
@@ -42,7 +42,7 @@ def test_every_duration_comes_back(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["45min", "30s", "2h", "1h30min", "0.25s"])
-def test_what_people_write_stays_as_it_is(text: str) -> None:
+def test_common_durations_round_trip(text: str) -> None:
     assert exact_duration(parse_interval(text)) == text
 
 

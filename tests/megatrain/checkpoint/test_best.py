@@ -42,7 +42,7 @@ def saved_steps(run: SavedRun) -> list[int | None]:
 
 
 @given(st.lists(VALUES, min_size=1, max_size=8), st.booleans(), st.integers(1, 3), st.sampled_from([0.0, 0.1]))
-def test_patience_is_that_of_transformers(
+def test_patience_matches_transformers(
     tmp_path_factory: pytest.TempPathFactory, values: list[float], greater: bool, patience: int, threshold: float
 ) -> None:
     spec = BestSpec("loss", greater, is_kept=True, patience=patience, threshold=threshold)
@@ -129,7 +129,7 @@ def test_a_run_that_gets_no_better_ends(run: SavedRun) -> None:
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
 
 
-def test_wrong_wishes_are_said(run: SavedRun) -> None:
+def test_invalid_best_model_settings_are_refused(run: SavedRun) -> None:
     def said(more: str, **config: str) -> str:
         result = run.run(more=more, **config)
         assert result.exit_code == 2, result.output

@@ -160,7 +160,7 @@ def test_verify_reads_every_block(run: SavedRun) -> None:
         list(verify_checkpoints(run.out, 5))
 
 
-def test_verify_names_what_is_damaged(run: SavedRun) -> None:
+def test_verify_names_damaged_files(run: SavedRun) -> None:
     chunk = chunk_of(generation_folder(run.out / "checkpoints", 2), "model.layers.0/weight")
     damage(chunk)
     lost = chunk_of(generation_folder(run.out / "checkpoints", 2), "model.layers.1/m")
@@ -213,7 +213,7 @@ def test_removed(run: SavedRun) -> None:
         remove_checkpoint(run.out, last)
 
 
-def test_a_run_goes_on_from_what_is_left(run: SavedRun) -> None:
+def test_run_resumes_from_the_remaining_checkpoint(run: SavedRun) -> None:
     weights = (run.out / "final/model.safetensors").read_bytes()
     remove(run, 3)
     shutil.rmtree(run.out / "final")
@@ -232,7 +232,7 @@ def test_the_only_one_that_is_whole_stays(run: SavedRun) -> None:
     assert [info.number for info in list_checkpoints(run.out)] == [1, 3]
 
 
-def test_removed_from_the_drive_too(on_nvme: SavedRun) -> None:
+def test_checkpoint_is_removed_from_the_drive(on_nvme: SavedRun) -> None:
     drive = on_nvme.folder / "drive"
     remove(on_nvme, 2)
     assert sorted(path.name for path in (drive / "snap").iterdir() if path.is_dir()) == ["00000001", "00000003"]

@@ -66,7 +66,7 @@ def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rule", "steps"), [("false", []), ("true", [2, 4, 6]), ("2", [4, 6]), ('"last"', [6])], ids=str
 )
-def test_what_is_copied(run: SavedRun, copied_at_once: None, rule: str, steps: list[int]) -> None:
+def test_save_copy_rule_selects_checkpoints(run: SavedRun, copied_at_once: None, rule: str, steps: list[int]) -> None:
     result = run.run(checkpoint=f"save_copy = {rule}", **ON_DRIVE)
     assert result.exit_code == 0, result.output
     assert copied_steps(run) == steps
@@ -74,7 +74,7 @@ def test_what_is_copied(run: SavedRun, copied_at_once: None, rule: str, steps: l
     assert weights(run) == weights(run, "undisturbed"), "copies change nothing"
 
 
-def test_as_many_are_kept_as_checkpoints(run: SavedRun, copied_at_once: None) -> None:
+def test_copies_follow_the_checkpoint_limit(run: SavedRun, copied_at_once: None) -> None:
     config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
     path = run.write_config(**config)
     path.write_text(path.read_text().replace("save_total_limit = 3", "save_total_limit = 1"))
@@ -83,7 +83,7 @@ def test_as_many_are_kept_as_checkpoints(run: SavedRun, copied_at_once: None) ->
     assert copied_steps(run) == [6] and len(list_generations(run.out / "checkpoints")) == 1
 
 
-def test_numbers_that_begin_anew_are_copied(tmp_path: Path) -> None:
+def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> None:
     """A copy of generation 5 exists and its checkpoints were removed: the next number is 1, and it is copied."""
     table = CheckpointConfig(save_total_limit=1, save_copy=True, min_free_disk="0B")
     spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
@@ -116,7 +116,7 @@ def test_without_drives_there_is_nothing_to_copy(run: SavedRun) -> None:
     assert not (run.out / "copies").exists()
 
 
-def test_a_slow_copy_never_reads_what_a_save_removes(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_never_removes_a_checkpoint_being_copied(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves come faster than copies: training waits, with a message, only before it would remove one being copied."""
     rest = copier._Pace.rest
 
@@ -212,7 +212,7 @@ def lost(run: SavedRun) -> SavedRun:
     return run
 
 
-def test_a_run_that_lost_its_drive_goes_on_from_the_copy(lost: SavedRun) -> None:
+def test_run_with_a_lost_drive_resumes_from_the_copy(lost: SavedRun) -> None:
     found = usable_checkpoint(lost.out)
     assert found is not None and (found.step, found.is_copy) == (4, True)
     status = lost.call("status", lost.out).stdout
@@ -228,7 +228,7 @@ def test_a_run_that_lost_its_drive_goes_on_from_the_copy(lost: SavedRun) -> None
     assert not any(each.is_gone for each in saved_checkpoints(lost.out) if each.step == 6)
 
 
-def test_a_copy_that_is_newer_than_what_is_left_comes_first(lost: SavedRun) -> None:
+def test_newer_copy_is_preferred_to_an_older_checkpoint(lost: SavedRun) -> None:
     """A newer copy is preferred to an old checkpoint that needs no drive."""
     shutil.rmtree(lost.out / "checkpoints")
     result = lost.run(**ON_DRIVE)
@@ -262,7 +262,7 @@ def test_copies_are_listed_verified_exported_and_removed(lost: SavedRun) -> None
     assert result.exit_code == 0 and "step 1/6" in result.stdout, result.output
 
 
-def test_export_of_a_copy_is_that_of_the_checkpoint(run: SavedRun) -> None:
+def test_export_of_a_copy_equals_that_of_the_checkpoint(run: SavedRun) -> None:
     assert run.run(checkpoint='save_copy = "last"', **ON_DRIVE).exit_code == 0
     for source, out in ((run.out, "own"), (run.out / "copies", "copied")):
         result = run.call("export", source, run.folder / out, "--dtype", "float32")
@@ -273,7 +273,7 @@ def test_export_of_a_copy_is_that_of_the_checkpoint(run: SavedRun) -> None:
 # -- nothing is left ---------------------------------------------------------------------------------------------
 
 
-def test_a_lost_drive_without_copies_is_said_in_one_message(run: SavedRun) -> None:
+def test_lost_drive_without_copies_is_reported_once(run: SavedRun) -> None:
     assert run.run(steps=4, **ON_DRIVE).exit_code == 0
     drive = run.folder / "drive"
     shutil.move(drive, run.folder / "away")
@@ -403,7 +403,7 @@ def test_a_live_copy_without_a_whole_checkpoint_names_its_own_folders(run: Saved
 # -- messages before anything is lost ----------------------------------------------------------------------------
 
 
-def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:
+def test_drive_folder_describes_its_contents(run: SavedRun) -> None:
     result = run.run(steps=4, **ON_DRIVE)
     drive = run.folder / "drive"
     nbytes = bytes_on_drives(run.out)[drive]

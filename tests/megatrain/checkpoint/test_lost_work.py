@@ -28,9 +28,7 @@ def step_of(text: str) -> int:
 
 
 @pytest.mark.parametrize("top", [1, None])
-def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest(
-    top: int | None, run: SavedRun
-) -> None:
+def test_outdated_top_file_still_resumes_the_newest_checkpoint(top: int | None, run: SavedRun) -> None:
     """Before a fix, such a run started from the model, and its first save removed the sound checkpoints."""
     final = (run.out / "final/model.safetensors").read_bytes()
     folder = run.out / "checkpoints"
@@ -56,7 +54,7 @@ def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest
     assert (run.out / "final/model.safetensors").read_bytes() == final
 
 
-def test_a_run_whose_checkpoints_are_all_incomplete_does_not_start_anew(run: SavedRun) -> None:
+def test_run_with_only_incomplete_checkpoints_does_not_restart(run: SavedRun) -> None:
     """A copy of a live run may hold the top file, and only a part of each generation."""
     folder = run.out / "checkpoints"
     for path in folder.glob("snap/*/MANIFEST.json"):

@@ -146,7 +146,7 @@ def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], 
     assert list(reader.problems()) == []
 
 
-def test_the_document_keeps_so_many_and_stores_keep_what_it_names(tmp_path: Path) -> None:
+def test_document_limits_the_checkpoints_that_stores_keep(tmp_path: Path) -> None:
     known = write(tmp_path, 2, [1, 2, 3, 4])
     assert [each.meta["step"] for each in known] == [3, 4]
     for each in known:
@@ -230,7 +230,7 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
     assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
 
 
-def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
+def test_first_save_drops_unloadable_checkpoints(tmp_path: Path) -> None:
     """The older, loadable one stays, since a crash in the save would leave none. All ranks share one space and stop."""
     one, two = write(tmp_path, 2, [1, 2])
     gatherer, found, files = Gatherer(2), {}, []

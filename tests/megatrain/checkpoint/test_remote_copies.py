@@ -116,7 +116,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     assert steps_at_url() == [6, 3]
 
 
-def test_what_lies_at_the_url_is_a_whole_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) -> None:
+def test_url_holds_a_complete_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) -> None:
     """Any tool that copies the objects to a drive makes a folder that the reader of generations verifies."""
     result = run.run(**to_s3(**ON_DRIVE))
     assert result.exit_code == 0, result.output
@@ -154,7 +154,7 @@ def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeyp
 
 
 @pytest.mark.slow
-def test_a_machine_that_fell_behind_goes_on_from_the_url(run: SavedRun, s3: S3) -> None:
+def test_outdated_machine_resumes_from_the_url(run: SavedRun, s3: S3) -> None:
     """Another machine got further: the local checkpoint is older, and of the same run."""
     assert run.run(steps=2, **to_s3()).exit_code == 0
     other = run.copy(run.folder.parent / "other")
@@ -168,7 +168,9 @@ def test_a_machine_that_fell_behind_goes_on_from_the_url(run: SavedRun, s3: S3) 
 # -- nothing is removed before its copy exists ---------------------------------------------------------------------
 
 
-def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_pruned_only_after_its_copy_is_committed(
+    run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One checkpoint is kept, and each of six still exists when its copy is committed."""
     seen: list[tuple[int, bool]] = []
     commit = RemoteFolder.commit
@@ -189,9 +191,7 @@ def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, url: str, mo
     assert weights(run) == weights(run, "undisturbed")
 
 
-def test_a_connection_that_drops_is_told_and_tried_again(
-    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_connection_is_reported_and_retried(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = remote_copier.RemoteCopier._fail
 
     def fail_and_restore(self: Any, *arguments: Any) -> None:
@@ -274,7 +274,7 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
     assert not (run.out / "final").exists(), "it did not silently start over"
 
 
-def test_whose_url_it_is(run: SavedRun, url: str) -> None:
+def test_url_of_another_run_is_refused(run: SavedRun, url: str) -> None:
     assert run.run(steps=2, **to(url)).exit_code == 0
     be_an_empty_machine(run)
     path = run.write_config(steps=2, **to(url))
@@ -457,7 +457,7 @@ def test_a_secret_in_a_url_is_refused_and_never_shown(run: SavedRun, url: str) -
     assert not run.out.exists()
 
 
-def test_what_credentials_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RemoteFolder("memory://somewhere")
 
     def refuse(*arguments: Any, **options: Any) -> None:

@@ -44,7 +44,7 @@ def epochs(folder: Path) -> dict[int, float]:
     return {line["step"]: line["epoch"] for line in lines if "epoch" in line}
 
 
-def test_a_run_that_starts_from_another_goes_on_from_its_own_checkpoints(run: SavedRun) -> None:
+def test_derived_run_resumes_from_its_own_checkpoints(run: SavedRun) -> None:
     config = {"out": "second", "checkpoint": f'resume_from_checkpoint = "{run.out}"'}
     second = run.folder / "second"
     assert train(run, steps=6, **config) == 6
@@ -54,14 +54,14 @@ def test_a_run_that_starts_from_another_goes_on_from_its_own_checkpoints(run: Sa
     assert saved_steps(second) == [6, 8, 9]
 
 
-def test_a_model_of_another_dtype_is_written_anew(run: SavedRun) -> None:
+def test_export_with_another_dtype_is_rewritten(run: SavedRun) -> None:
     train(run, steps=6, more='[export]\ndtype = "bfloat16"\n')
     assert json.loads((run.out / "final/export.json").read_text())["dtype"] == "bfloat16"
     assert saved_steps(run.out) == [2, 4, 6]
 
 
 @pytest.mark.parametrize("key", ["config_xxh3_64", "dtype", "device", "attention", "name", "class", "num_parameters"])
-def test_what_of_the_model_alters_results(key: str, unbroken: SavedRun) -> None:
+def test_model_facts_that_alter_results(key: str, unbroken: SavedRun) -> None:
     """This includes facts outside of the config: ``auto`` may select another kernel on another machine."""
     found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     now = {**found.state.model, key: "another"}
@@ -122,7 +122,7 @@ def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) 
         check((), (), noted=False)
 
 
-def test_another_number_of_threads_is_told(unbroken: SavedRun) -> None:
+def test_changed_number_of_threads_is_reported(unbroken: SavedRun) -> None:
     found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     assert found.state.model["threads"] == 1
     changes = changes_from(found.state.config_toml, config)
@@ -148,7 +148,7 @@ def test_other_data_alters_results(unbroken: SavedRun) -> None:
         )
 
 
-def test_with_another_batch_the_data_goes_on_at_the_same_row(run: SavedRun) -> None:
+def test_data_resumes_at_the_same_row_with_another_batch_size(run: SavedRun) -> None:
     """Twelve rows are already used."""
     words = ("--set", "per_device_train_batch_size=1", "--allow-config-change")
     assert train(run, *words, steps=8) == 6

@@ -31,7 +31,7 @@ def of_one(number: int, saved_at: str) -> Checkpoint:
     return Checkpoint(Path("checkpoints"), number, (RankGeneration("", number),), meta)
 
 
-def test_what_cannot_be_read_stays_behind_what_is_newer() -> None:
+def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
     """Otherwise a copy that is older than all of them would come first, as if it were the newest."""
     damaged, own = of_one(3, ""), of_one(2, "2026-02")
     for saved_at, place in (("2026-01", 2), ("2026-02", 2), ("2026-03", 1)):
@@ -40,7 +40,7 @@ def test_what_cannot_be_read_stays_behind_what_is_newer() -> None:
         assert in_order([own, damaged], [copy]).index(copy) == (0 if saved_at == "2026-03" else 2)
 
 
-def test_of_two_of_one_second_the_later_one_goes_on() -> None:
+def test_later_of_two_saves_in_one_second_resumes() -> None:
     """A run of one process saves, and right after it a run of two, whose generations have other numbers."""
     state = make_state()
     first, second = (of_one(number, state.saved_now().saved_at) for number in (2, 1))
@@ -54,7 +54,7 @@ def counted(number: int, save_number: int, saved_at: str) -> Checkpoint:
     return replace(of_one(number, saved_at), meta={"saved_at": saved_at, "save_number": save_number})
 
 
-def test_the_number_of_the_save_decides_whatever_clocks_do() -> None:
+def test_save_number_takes_precedence_over_clocks() -> None:
     """The clock was two hours ahead when step 6 was saved and copied; then it was set right."""
     own = [counted(5, 5, "2026-11-28T10:02"), counted(4, 4, "2026-11-28T10:01"), counted(3, 3, "2026-11-28T12:00")]
     copy = replace(own[2], folder=Path("copies"))
@@ -89,7 +89,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_the_writer_of_one_process_knows_what_its_store_keeps(keep: int, tmp_path: Path) -> None:
+def test_single_process_writer_lists_the_kept_checkpoints(keep: int, tmp_path: Path) -> None:
     """It also knows the checkpoint that the next commit replaces: a copy of it must end first, even with keep = 1."""
     tiers = [RamTier(MiB, pin_memory=False)]
     with TieredStore(tiers, path=str(tmp_path), keep_generations=keep) as store:
@@ -106,7 +106,7 @@ def test_the_writer_of_one_process_knows_what_its_store_keeps(keep: int, tmp_pat
     assert not (tmp_path / RANKS_NAME).exists()
 
 
-def test_ranks_remove_what_one_process_has_saved_before_them(tmp_path: Path) -> None:
+def test_ranks_remove_checkpoints_of_an_earlier_single_process(tmp_path: Path) -> None:
     folder = unpack("one", tmp_path).out / "checkpoints"
     known = read_checkpoints(folder)
     assert [each.number for each in known] == list_generations(folder) and len(known) == 2
@@ -140,7 +140,7 @@ def candidates_of(run: SavedRun) -> list[Checkpoint]:
     return find_candidates(resolve_checkpoint(load_config(run.folder / "run.toml").config), print)
 
 
-def test_a_drive_of_one_rank_is_not_there(tmp_path: Path) -> None:
+def test_missing_drive_of_one_rank_is_reported(tmp_path: Path) -> None:
     """The drive may belong to another host: `ckpt` reports the missing path, and a run still tries the checkpoint."""
     run = unpack("ranks", tmp_path)
     gone = run.folder / "drive/rank00001"

@@ -92,7 +92,7 @@ def test_what_cannot_work_is_said(tmp_path: Path, text: str, expected: str) -> N
     assert expected in str(caught.value)
 
 
-def test_plain_text_is_evaluated_on_where_it_is_trained_on(tmp_path: Path) -> None:
+def test_plain_text_evaluation_requires_pretraining(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(HEAD.replace('"sft"', '"pretrain"') + '[[data.eval]]\npath = "x.jsonl"\nformat = "messages"\n')
     with pytest.raises(ConfigError, match=r'data.eval.0.format = "messages" is not plain text'):

@@ -100,7 +100,7 @@ class Unnamed(Signum):
     ("kind", "found"),
     [
         (Forgetful, "test_state_and_weights_are_all_that_it_remembers"),
-        (Reaching, "test_it_learns_and_leaves_alone_what_is_not_its_own"),
+        (Reaching, "test_update_learns_and_leaves_padding_unchanged"),
         (Whole, "test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts"),
         (Unnamed, "test_it_is_an_optimizer"),
     ],
