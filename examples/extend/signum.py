@@ -25,7 +25,7 @@ class Signum:
 
     def __init__(self, momentum: float = 0.9) -> None:
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum = {momentum}: it lies from 0 up to below 1")
+            raise ValueError(f"momentum = {momentum}: it must be at least 0 and below 1")
         self.momentum = momentum
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:

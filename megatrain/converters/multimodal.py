@@ -28,7 +28,7 @@ Images = Literal["off", "frozen", "trained"]
 
 
 class MultimodalModules(ModelConverter):
-    """Carries, freezes or trains the modules of a model that read other inputs than text.
+    """Passes through, freezes or trains the modules of a model that read other inputs than text.
 
     Args:
         images: Treatment of the image modules; audio modules are never trained.
@@ -39,7 +39,7 @@ class MultimodalModules(ModelConverter):
         self._text: frozenset[int] | None = None  # ids of the language model's modules, once all exist
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Carry or freeze the modules that are not trained.
+        """Pass through or freeze the modules that are not trained.
 
         Raises:
             UnsupportedModelError: transformers does not separate its language model, or it reads no images.

@@ -37,7 +37,7 @@ def converters_for(
     """Return new converters for one graph, in the order in which they change it.
 
     Args:
-        images: Treatment of image modules: "off" carries them, otherwise they are in the model.
+        images: Treatment of image modules: "off" passes them through, otherwise they are in the model.
         lora: Adapters, to train or only to run; they freeze the model's weights.
         cuts_experts: Whether fused experts that are larger than a part become several units.
         text_only: Whether no folder has weights of the model, so that nothing can be passed through.

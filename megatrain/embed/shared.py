@@ -75,9 +75,7 @@ class ModuleRanks(WholeBlocks):
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
         if count < 1 or count % self.size:  # all ranks gather for the same number of forwards and backwards
-            raise ValueError(
-                f"gradient_lanes={count} for {self.size} ranks: each needs the same number of lanes, so give a multiple"
-            )
+            raise ValueError(f"gradient_lanes={count} for {self.size} ranks: give a multiple of the number of ranks")
         self.shards, self.lanes = RankShards(self.rank, self.size), RankLanes(count, self.size)
         self.own_lanes = lanes_of_rank(self.rank, self.size, count)
         self.lane = self.own_lanes[0]

@@ -83,7 +83,7 @@ class Examples:
         return self.rows.shape[1]
 
     def sums(self, row_logps: Tensor) -> Tensor:
-        """Return the log-probability of each row's answer [2 P], from the labelled tokens' in order."""
+        """Sum log-probabilities of all labelled tokens, in the order of the rows, to one per row's answer [2 P]."""
         # Not `index_add_`, whose order of additions varies on a GPU.
         return torch.stack([part.sum() for part in torch.split(row_logps, list(self.counts))])
 

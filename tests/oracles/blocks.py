@@ -96,7 +96,7 @@ def update_on(
 def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
     """Update split masters with a learning rate of 0; return the halves whose bits changed.
 
-    The masters have every finite upper half, and the lower halves around a tie: random masters would hit one in 65,536.
+    The masters have every finite high half, and the low halves around a tie: random masters would hit one in 65,536.
 
     Args:
         shape: of the parameter with the 65,536 masters; vectors and matrices may have different kernels.

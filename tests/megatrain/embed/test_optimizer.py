@@ -292,7 +292,7 @@ def run_backward_free(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def masters_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return the fp32 masters, which are the weights or have the weights as upper halves."""
+    """Return the fp32 masters, which are the weights or have the weights as high halves."""
     masters = {name: numbers.float() for name, numbers in module.state_dict().items()}
     optimizer.finish_updates()
     for name, parameter in module.named_parameters():
