@@ -79,7 +79,7 @@ SHORT = (
     "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_are_the_same_bits[zamba2]",
     "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted_bits_of_small_moments",
     "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted_kernels_read_the_decision",
-    "tests/megatrain/models/test_quantized.py::test_any_part_of_a_weight_is_what_it_stands_for",
+    "tests/megatrain/models/test_quantized.py::test_any_part_of_a_quantized_weight_is_dequantized",
     "tests/parity/test_distill.py::test_logits_in_parts_give_loss_and_gradient_of_plain_torch",
     "tests/parity/test_parts.py",
 )

@@ -86,7 +86,7 @@ def test_another_objective_alters_the_results(tmp_path: Path, key: str) -> None:
         ("[[data.eval]]\npath = 'a'\ncolumns = { body = 'x' }", "`body` is no field of a row"),
     ],
 )
-def test_what_cannot_work_is_said(tmp_path: Path, text: str, expected: str) -> None:
+def test_invalid_evaluation_settings_are_refused(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, text + "\n"))
     assert expected in str(caught.value)
@@ -99,7 +99,7 @@ def test_plain_text_evaluation_requires_pretraining(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
+def test_ineffective_evaluation_keys_are_reported(tmp_path: Path) -> None:
     off = load_config(write(tmp_path, SETS + '[evaluation]\neval_strategy = "no"\n'))
     assert any("[[data.eval]] has no effect" in text for text in off.warnings)
     epoch = load_config(write(tmp_path, SETS + '[evaluation]\neval_strategy = "epoch"\neval_steps = 4\n'))
@@ -109,7 +109,7 @@ def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
     assert any("`evaluation_strategy` is the name in transformers 4" in text for text in old.warnings)
 
 
-def test_keys_of_the_training_sources_hide_those_of_the_sets(tmp_path: Path) -> None:
+def test_overrides_prefer_training_sources_to_evaluation_sets(tmp_path: Path) -> None:
     path = write(tmp_path, SETS)
     with pytest.raises(ConfigError, match=r"data.train is a list"):
         load_config(path, overrides=["max_samples=5"])
@@ -117,7 +117,7 @@ def test_keys_of_the_training_sources_hide_those_of_the_sets(tmp_path: Path) -> 
     assert (config.data.eval[1].max_samples, config.evaluation.eval_steps) == (5, 9)
 
 
-def test_rows_kept_from_training_are_evaluated_too(tmp_path: Path) -> None:
+def test_held_out_rows_enable_evaluation(tmp_path: Path) -> None:
     config = load_config(write_val(tmp_path, "0.01")).config
     assert (config.data.val_size, config.evaluation.eval_strategy) == (0.01, "steps")
     assert config_from_toml(to_toml(config)) == config

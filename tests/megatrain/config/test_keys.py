@@ -134,7 +134,7 @@ def test_every_key_has_a_meaning_and_a_default_that_keeps_to_it(key: str) -> Non
         "[export]\nmax_shard_size = 5",
     ],
 )
-def test_what_the_loader_refuses_the_schema_refuses(tmp_path: Path, line: str) -> None:
+def test_schema_refuses_configs_that_the_loader_refuses(tmp_path: Path, line: str) -> None:
     assert not is_valid(tmp_path, BASE + line)
     assert complaints(json_schema(), tomllib.loads(BASE + line))
 
@@ -153,7 +153,7 @@ def test_what_the_loader_refuses_the_schema_refuses(tmp_path: Path, line: str) -
         "seed = 1\n",
     ],
 )
-def test_what_the_loader_takes_the_schema_takes(tmp_path: Path, line: str) -> None:
+def test_schema_accepts_configs_that_the_loader_accepts(tmp_path: Path, line: str) -> None:
     text = line + BASE if line.startswith("seed") else BASE + line
     assert is_valid(tmp_path, text)
     assert complaints(json_schema(), tomllib.loads(text)) == []

@@ -342,7 +342,7 @@ def test_problems_behind_others_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['task = "sft"\n', "x = = 1", GOOD.replace('"sft"', '"kto"')])
-def test_too_little_is_left(tmp_path: Path, text: str) -> None:
+def test_incomplete_config_cannot_be_salvaged(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
     config, _ = salvage(path, (), problems_of(path).problems)

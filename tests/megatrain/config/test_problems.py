@@ -205,7 +205,7 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
         "[training]\nper_device_train_batch_size = 2\n[data]\npacking = false",
     ],
 )
-def test_just_within_what_can_work(tmp_path: Path, text: str) -> None:
+def test_values_at_the_limits_are_accepted(tmp_path: Path, text: str) -> None:
     head = HEAD.replace('"model"\n', '"model"\nattn_implementation = "flash_attention_2"\n')
     for start in (HEAD, head) if "packing" in text else (HEAD,):
         (tmp_path / "run.toml").write_text(start + text + "\n")
@@ -245,7 +245,7 @@ def test_lines_are_found_in_awkward_toml(tmp_path: Path) -> None:
     assert problems_of(tmp_path, text) == ["line 16: optimizer.adam_beta1 = 7 is out of range. It must be below 1"]
 
 
-def test_keys_without_effect_beside_another_value_are_warned_of(tmp_path: Path) -> None:
+def test_ineffective_key_combinations_are_reported(tmp_path: Path) -> None:
     head = HEAD.replace("[model]", '[model]\ncompile_backend = "eager"')
     (tmp_path / "run.toml").write_text(head + '[optimizer]\noptim = "lion"\nadam_epsilon = 1e-6\nadam_beta1 = 0.8\n')
     assert load_config(tmp_path / "run.toml").warnings == (
@@ -283,7 +283,7 @@ def test_bytes_of_another_encoding_are_named_with_the_locale_that_reads_them() -
 
 
 @pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\u0085"])
-def test_a_line_ends_where_toml_ends_it(tmp_path: Path, sign: str) -> None:
+def test_line_numbers_follow_toml_line_ends(tmp_path: Path, sign: str) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(f'# a comment{sign}seed = 5\nrun_name = "a{sign}b"\r\nwrong = 1\n{HEAD}'.encode())
     with pytest.raises(ConfigError) as caught:

@@ -57,7 +57,7 @@ def test_defaults_and_examples(key: str, default: str, example: tuple[str, ...])
         ("output_dir", "no"),
     ],
 )
-def test_what_alters_results(key: str, what: str) -> None:
+def test_result_altering_keys(key: str, what: str) -> None:
     assert alters(key) == what
 
 
@@ -88,7 +88,7 @@ def test_every_name_of_other_tools_is_found() -> None:
             assert note or name in {key.rpartition(".")[2] for key in keys}
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_unknown_key_suggests_the_closest_one() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean optimizer\.learning_rate"):
         find_keys("learning_rat")
     with pytest.raises(ConfigError, match="no key `qqq`"):

@@ -49,7 +49,7 @@ def config(folder: Path, *overrides: str, text: str = BASE) -> RunConfig:
         ("lr_scheduler_kwargs.num_cycles=0.4", "optimizer.lr_scheduler_kwargs.num_cycles: not set -> 0.4"),
     ],
 )
-def test_what_alters_results(tmp_path: Path, override: str, shown: str) -> None:
+def test_result_altering_keys(tmp_path: Path, override: str, shown: str) -> None:
     changes = compare(config(tmp_path), config(tmp_path, override))
     assert shown in [str(change) for change in changes.altering]
 
@@ -73,7 +73,7 @@ def test_what_alters_results(tmp_path: Path, override: str, shown: str) -> None:
         "sgd_momentum=0.5",
     ],
 )
-def test_what_is_free(tmp_path: Path, override: str) -> None:
+def test_keys_that_may_change_freely(tmp_path: Path, override: str) -> None:
     changes = compare(config(tmp_path), config(tmp_path, override))
     assert changes.altering == ()
     assert changes.free
@@ -123,7 +123,7 @@ def test_training_longer_alters_only_schedules_that_know_the_end(
     assert len(changes.altering) + len(changes.free) == 1
 
 
-def test_epochs_mean_nothing_beside_steps(tmp_path: Path) -> None:
+def test_epochs_are_free_if_max_steps_is_set(tmp_path: Path) -> None:
     before, now = (config(tmp_path, "max_steps=20", f"num_train_epochs={n}") for n in (1, 2))
     assert [change.key for change in compare(before, now).free] == ["training.num_train_epochs"]
     assert compare(config(tmp_path), now).altering

@@ -91,7 +91,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_each_document_alone(family: str, dense: list[str]) -> None:
+def test_loss_and_gradients_match_separate_documents(family: str, dense: list[str]) -> None:
     config = tiny_config(family)
     expected = train_step(build_model(config), one_by_one(packed_rows()), 3)
     loss, gradients = engine_step(config, [packed_rows()])
@@ -111,7 +111,7 @@ def test_windows_longer_than_a_piece_and_documents_of_several_pieces(dense: list
 
 
 @pytest.mark.parametrize("rows", [ROWS, ((3, 9),)])
-def test_dropout_draws_what_hugging_face_draws(rows: Sequence[Sequence[int]], dense: list[str]) -> None:
+def test_dropout_masks_match_hugging_face(rows: Sequence[Sequence[int]], dense: list[str]) -> None:
     """Dropout is drawn for the row as a whole, so a mask is made."""
     config, batches = tiny_config("llama", attention_dropout=0.3), [packed_rows(rows)]
     expected = train_step(build_model(config), batches, 3)

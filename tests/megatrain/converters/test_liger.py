@@ -43,7 +43,7 @@ def liger() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("liger")
-def test_modules_of_the_model_change_and_nothing_else() -> None:
+def test_only_modules_of_the_model_are_replaced() -> None:
     graph = build_graph(tiny_config("llama"))
     before = dict(vars(modeling_llama))
     check_liger_kernels(graph.model, CUDA)
@@ -113,7 +113,7 @@ def run_for(device: str, table: str = "") -> RunSpec:
     return resolve(config, machine)
 
 
-def test_the_choice_depends_on_the_device_and_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_choice_depends_on_device_and_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU never has these kernels; a key of true or false leaves no choice."""
     is_installed = True
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: is_installed)

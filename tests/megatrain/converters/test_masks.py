@@ -33,7 +33,7 @@ def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> N
 
 
 @pytest.mark.parametrize(("attention", "by_documents"), [("eager", True), ("sdpa", False)])
-def test_it_is_quadratic_where_a_mask_is_needed(attention: str, by_documents: bool) -> None:
+def test_attention_memory_is_quadratic_if_a_mask_is_needed(attention: str, by_documents: bool) -> None:
     """Eager attention computes with masks, and compiled layers are made for one shape of them."""
     options = {} if by_documents else {"padded": True, "is_compiled": True}
     half = most_held("llama", 4096, attention, **options)
@@ -42,7 +42,7 @@ def test_it_is_quadratic_where_a_mask_is_needed(attention: str, by_documents: bo
 
 @pytest.mark.parametrize(("rows", "packing"), [(1, "false"), (2, "false"), (1, "true")])
 @pytest.mark.parametrize("keys", ["", 'attn_implementation = "eager"', "compile = true"])
-def test_a_plan_tells_of_masks(rows: int, packing: str, keys: str, tmp_path: Path) -> None:
+def test_plan_reports_masks(rows: int, packing: str, keys: str, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     text = config_text(tmp_path, model, nvme=0, ram="24GiB", data=f"packing = {packing}")
     text = text.replace("max_length = 64", "max_length = 4096").replace("batch_size = 2", f"batch_size = {rows}")

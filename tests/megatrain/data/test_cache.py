@@ -89,7 +89,7 @@ def test_reading_batches_keeps_no_pages_of_the_files(data: Path, tmp_path: Path)
     assert set(mappings) == {"0"}
 
 
-def test_what_is_there_is_not_made_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_tokens_are_reused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(data, tmp_path / "cache")
     fingerprint = load(config).fingerprint()
     monkeypatch.setattr(encoding, "_batches", lambda rows: pytest.fail("tokenized again"))
@@ -284,14 +284,14 @@ def test_the_cache_is_bounded_and_the_oldest_goes(data: Path, tmp_path: Path) ->
     assert int(second.tokens.sum()) > 0  # processes that map it keep it
 
 
-def test_a_cache_that_is_too_small_is_refused(data: Path, tmp_path: Path) -> None:
+def test_too_small_cache_limit_is_refused(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with pytest.raises(DataError, match=r"the tokenized data is larger than data.max_cache_size = 1.00 KiB. Raise it"):
         load(make_config(data, folder, max_cache_size="1KiB"))
     assert not entries(folder)
 
 
-def test_a_full_drive_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_drive_is_reported(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 

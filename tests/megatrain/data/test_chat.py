@@ -160,7 +160,7 @@ def test_a_call_that_is_not_shown_whole_is_not_trained(tokenizer: Any, shown: st
     assert coded.untrained_turns == (() if is_trained else ("the chat template leaves out a part of its `tool_calls`",))
 
 
-def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(tokenizer: Any) -> None:
+def test_tool_answer_inside_an_assistant_turn_is_not_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = ANSWERS_INSIDE
     messages = (
         {"role": "user", "content": "How deep?"},
@@ -185,7 +185,7 @@ def test_white_space_around_content(tokenizer: Any) -> None:
     assert run.endswith("<|im_end|>")
 
 
-def test_the_same_text_twice_is_told_apart(tokenizer: Any) -> None:
+def test_repeated_texts_are_distinguished(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     row = conversation(("user", "yes"), ("assistant", "yes"), ("user", "assistant\nyes"), ("assistant", "yes"))
     coded = encode_row(RowEncoder(tokenizer, train_on="completion"), row)
@@ -242,7 +242,7 @@ def test_all_but_the_turns_that_a_row_excludes(tokenizer: Any) -> None:
     assert after.startswith("\n<|im_start|>user\nWhy?")
 
 
-def test_tokens_of_somebody_else(tokenizer: Any) -> None:
+def test_pretokenized_rows_are_kept(tokenizer: Any) -> None:
     coded = encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), (True, False, True), "x"))
     assert (coded.tokens, coded.trained, coded.is_text) == ([5, 6, 7], [False, False, True], False)
     assert encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), None, "x")).is_text

@@ -46,7 +46,7 @@ def test_texts_are_joined_and_cut_to_full_rows(tokenizer: Any) -> None:
     assert (counts.num_rows, counts.num_rows_lost, counts.num_tokens_lost) == (len(TEXTS), 0, 0)
 
 
-def test_what_the_model_sees_has_no_borders(tokenizer: Any) -> None:
+def test_packed_rows_have_no_document_borders(tokenizer: Any) -> None:
     dataset = encode(tokenizer, *TEXTS)
     loader = BatchLoader(dataset, micro_batch_size=1, num_micro_batches=1, max_length=LENGTH, packing=True, data_seed=1)
     seen = []
@@ -58,7 +58,7 @@ def test_what_the_model_sees_has_no_borders(tokenizer: Any) -> None:
     assert sorted(seen) == sorted(rows_of(dataset))
 
 
-def test_each_row_begins_with_bos_where_texts_do(tokenizer: Any) -> None:
+def test_each_row_begins_with_bos_if_texts_do(tokenizer: Any) -> None:
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])

@@ -154,7 +154,7 @@ def test_a_text_without_a_border_is_cut_all_the_same(tmp_path: Path) -> None:
         list(read_text(path))
 
 
-def test_bad_rows_are_told_or_raised(tmp_path: Path) -> None:
+def test_bad_rows_are_reported_or_raised(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": 5}\n{"text": "t"}\n')
     with pytest.raises(RowError, match=r"a.jsonl line 1: `text` must be text, this is a number"):

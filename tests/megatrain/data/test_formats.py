@@ -193,7 +193,7 @@ def test_one_empty_file_among_others_is_named(tmp_path: Path) -> None:
         ({"prompt": "x", "completion": "y", "label": True}, "prompt_completion", {}),
     ],
 )  # fmt: skip
-def test_what_is_said_about_preferences_works(
+def test_advice_for_preference_rows_works(
     tmp_path: Path, row: dict[str, Any], format: RowFormat, columns: dict[str, str]
 ) -> None:
     path = write(tmp_path, "a.jsonl", lines(row))

@@ -69,7 +69,7 @@ def test_the_seed_chooses_and_the_fingerprint_sees_it() -> None:
     assert len({data.fingerprint() for data in (whole, one, other, hold_out(whole, 11.0, 1))}) == 4
 
 
-def test_weights_count_what_is_left() -> None:
+def test_weights_apply_to_the_remaining_rows() -> None:
     training = hold_out(dataset_of([1] * 30, (2.0, 0.5), (0, 10, 30)), 6.0, 0)
     documents = training.epoch_documents(3).tolist()
     first, second = ([document for document in used(training) if (document < 10) == is_first] for is_first in (1, 0))
@@ -79,7 +79,7 @@ def test_weights_count_what_is_left() -> None:
     assert held_out_part(training).epoch_documents(3).tolist() == used(held_out_part(training))
 
 
-def test_the_first_rows_of_what_is_held_out() -> None:
+def test_held_out_rows_can_be_limited() -> None:
     training = hold_out(dataset_of([3] * 10), 5.0, 0)
     everything, some = used(held_out_part(training)), used(held_out_part(training, 2))
     assert (len(everything), some) == (15, everything[:6])
@@ -143,14 +143,14 @@ def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
     assert documents in (list(range(border)), list(range(border, data.source_starts[2])))
 
 
-def test_too_much_is_refused_with_what_to_do(tmp_path: Path, tokenizer: Any) -> None:
+def test_too_large_val_size_is_refused_with_a_remedy(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"data.val_size = 20 leaves nothing to train on: the data has 20 rows\. Write"):
         load_dataset(resolve_data(make_config(tmp_path, 20, "none")), tokenizer)
     with pytest.raises(DataError, match=r"the data has 1 row\. A text file is one row: write another file"):
         load_dataset(resolve_data(make_config(tmp_path, 0.1, "none", text="call me " * 99)), tokenizer)
 
 
-def test_what_was_dropped_does_not_count(tmp_path: Path, tokenizer: Any) -> None:
+def test_dropped_rows_do_not_count_as_held_out(tmp_path: Path, tokenizer: Any) -> None:
     config = make_config(tmp_path, 3, "none")
     Path(config.data.train[0].path).write_text(
         "".join(f'{{"prompt": "{n}", "completion": "{" answer" if n % 2 else ""}"}}\n' for n in range(8))

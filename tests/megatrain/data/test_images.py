@@ -150,7 +150,7 @@ def test_images_are_never_trained_and_never_cut(model: Path, tmp_path: Path) -> 
     assert len(kept.images_of(0)) == 1 and not kept.images_of(1)
 
 
-def test_the_cache_knows_the_images_and_a_changed_image_is_told(model: Path, tmp_path: Path) -> None:
+def test_changed_image_in_the_cache_is_reported(model: Path, tmp_path: Path) -> None:
     data = spec(write(tmp_path / "rows", WAYS["image_url"]), model, cache_dir=str(tmp_path / "cache"))
     tokenizer = load_tokenizer(str(model))
 
@@ -167,7 +167,7 @@ def test_the_cache_knows_the_images_and_a_changed_image_is_told(model: Path, tmp
     assert not torch.equal(batch_of(data.with_keys(cache_dir="none"), model)["pixel_values"], batch["pixel_values"])
 
 
-def test_preview_shows_what_stands_for_an_image_untrained(model: Path, tmp_path: Path) -> None:
+def test_preview_shows_image_placeholders_as_untrained(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "rows", WAYS["image_url"])
     (preview,) = preview_rows(spec(path, model), load_tokenizer(str(model)), 1)
     assert "<|vision_start|><|image_pad|>" in preview.segments[0].text and not preview.segments[0].is_trained
@@ -190,7 +190,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_wrong_images_are_told_with_their_row(name: str, model: Path, tmp_path: Path) -> None:
+def test_wrong_image_errors_name_the_row(name: str, model: Path, tmp_path: Path) -> None:
     row, expected = BAD[name]
     path = write(tmp_path / "rows", row)
     with pytest.raises(RowError, match=expected) as caught:
@@ -198,7 +198,7 @@ def test_wrong_images_are_told_with_their_row(name: str, model: Path, tmp_path: 
     assert str(path) in str(caught.value)
 
 
-def test_images_for_a_run_of_text_are_told(model: Path, tmp_path: Path) -> None:
+def test_image_rows_in_a_text_run_are_reported(model: Path, tmp_path: Path) -> None:
     data = spec(write(tmp_path / "rows", WAYS["image_url"]), model, images_folder=None)
     with pytest.raises(
         RowError, match=r'the run reads none\. Take an image-text model and write model\.images = "frozen"'
@@ -209,7 +209,7 @@ def test_images_for_a_run_of_text_are_told(model: Path, tmp_path: Path) -> None:
     assert 'model.images = "off"' in str(caught.value)
 
 
-def test_a_folder_without_a_processor_and_a_machine_without_pillow_are_told(
+def test_missing_processor_and_missing_pillow_are_reported(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = Path(__file__).parents[3] / "examples/quickstart/model"

@@ -56,7 +56,7 @@ def test_rows_that_are_cut_to_nothing_are_lost_once(tmp_path: Path, tokenizer: A
     assert counts.num_tokens_lost == NUM_TOKENS
 
 
-def test_rows_that_are_too_long_are_lost_with_all_their_tokens(tmp_path: Path, tokenizer: Any) -> None:
+def test_dropped_overlong_rows_count_all_their_tokens(tmp_path: Path, tokenizer: Any) -> None:
     (counts,) = load(tmp_path, tokenizer, [SHORT, LONG], overlong="drop")[1].sources
     assert (counts.num_rows_lost, counts.num_too_long, counts.num_tokens_lost) == (1, 1, NUM_TOKENS)
 

@@ -64,12 +64,12 @@ def test_a_lenient_template_trains_more(tokenizer: Any) -> None:
     assert sum(each.count for each in report.dropped) == 5
 
 
-def test_the_first_bad_row_ends_it_where_that_is_asked_for(tokenizer: Any) -> None:
+def test_first_bad_row_raises_with_bad_rows_error(tokenizer: Any) -> None:
     with pytest.raises(RowError, match=r"messy_chats.jsonl line 2: the chat template refuses this conversation"):
         load(tokenizer, make_config(DATA / "messy_chats.jsonl", bad_rows="error"))
 
 
-def test_where_all_rows_are_bad_the_first_is_named(tokenizer: Any, tmp_path: Path) -> None:
+def test_first_row_is_named_if_all_are_bad(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"messages": null}\n' * 3)
     with pytest.raises(DataError) as caught:
@@ -101,7 +101,7 @@ def test_preview_shows_dropped_rows(tokenizer: Any) -> None:
     assert sum(segment.text.count("<start_of_turn>") for segment in first.segments) == 2
 
 
-def test_stats_count_what_the_report_counts(tokenizer: Any) -> None:
+def test_stats_match_the_report(tokenizer: Any) -> None:
     stats = stats_of(make_config(DATA / "messy_chats.jsonl"))
     assert stats.report.num_dropped == sum(
         not json.loads(line)["trained"] for line in DATA.joinpath("messy_chats.jsonl").read_text().splitlines()

@@ -39,7 +39,7 @@ def make_config(path: str, **data: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("format", ["auto", "prompt_completion"])
-def test_a_column_that_is_not_there_is_named_with_the_one_that_is_meant(tmp_path: Path, format: Any) -> None:
+def test_missing_column_error_suggests_the_closest_one(tmp_path: Path, format: Any) -> None:
     path = write(tmp_path, "a.jsonl", lines({"prompt": "a", "completion": "b"}))
     with pytest.raises(DataError) as raised:
         list(read_rows(path, format=format, columns={"prompt": "prmpt"}))
@@ -51,7 +51,7 @@ def test_a_column_that_is_not_there_is_named_with_the_one_that_is_meant(tmp_path
         list(read_rows(path, format=format, columns={"prompt": "zzz"}))
 
 
-def test_a_preference_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_preference_column_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", lines({"prompt": "a", "better": "b", "worse": "c"}))
     with pytest.raises(DataError, match=r'line 1: no column `bett`.* Did you mean chosen = "better"'):
         list(read_rows(path, kind=PAIRS, columns={"chosen": "bett", "rejected": "worse"}))
@@ -159,7 +159,7 @@ def test_the_list_of_rows_of_an_object(tmp_path: Path, content: Any, json_key: s
         ([ROW], "data", "there is no list of rows at `data`. Lists of rows in it: none"),
     ],
 )  # fmt: skip
-def test_a_list_that_is_not_there_is_named(tmp_path: Path, content: Any, json_key: str | None, said: str) -> None:
+def test_missing_json_list_is_named(tmp_path: Path, content: Any, json_key: str | None, said: str) -> None:
     path = write(tmp_path, "a.json", json.dumps(content))
     with pytest.raises(DataError) as raised:
         list(read_rows(path, json_key=json_key))

@@ -24,7 +24,7 @@ def pack(lengths: list[int], capacity: int, *, window: int = WINDOW) -> list[lis
 
 
 @given(LENGTHS, st.integers(1, 60))
-def test_every_document_once_and_no_row_too_full(lengths: list[int], window: int) -> None:
+def test_packing_uses_every_document_once_within_capacity(lengths: list[int], window: int) -> None:
     rows = pack(lengths, CAPACITY, window=window)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert all(0 < sum(lengths[index] for index in row) <= CAPACITY for row in rows)

@@ -90,7 +90,7 @@ def test_overlong_rows_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [{}, {"train_batch_tokens": 4 * 32}], ids=["rows", "tokens"])
-def test_padding_is_that_of_real_micro_batches(tmp_path: Path, batch: dict[str, int]) -> None:
+def test_padding_matches_real_micro_batches(tmp_path: Path, batch: dict[str, int]) -> None:
     """This includes a config with tokens per step, which the planner cuts. The rows are sorted by length on purpose."""
     rows = [{"text": "The whale " * count} for count in (1, 1, 1, 1, 2, 2, 6, 6, 6, 9, 9, 9)]
     config = make_config(tmp_path, rows, packing=False, max_length=32)
@@ -112,7 +112,7 @@ def test_padding_is_that_of_real_micro_batches(tmp_path: Path, batch: dict[str, 
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_figures_are_those_of_the_batches(tmp_path: Path, packing: bool) -> None:
+def test_figures_match_the_batches(tmp_path: Path, packing: bool) -> None:
     config = make_config(tmp_path, ROWS, packing=packing)
     stats = stats_of(config)
     dataset = load_dataset(resolve_data(config), load_tokenizer(str(MODEL)))

@@ -42,7 +42,7 @@ path = "rows.jsonl"
 ROWS = [{"prompt": f"{n}: ", "answers": ["best", "second", "third"], "better": f"good {n}"} for n in range(5)]
 
 
-def test_formats_of_a_config_are_those_that_are_read() -> None:
+def test_config_formats_match_the_readers() -> None:
     assert set(get_args(RowFormat)) == {"auto", *READERS, PREFERENCE.name}
     assert all(name == reader.name for name, reader in READERS.items())
 

@@ -114,6 +114,6 @@ def test_the_most_telling_field_wins() -> None:
 
 
 @pytest.mark.parametrize("format", ["alpaca", "tokenized", "sharegpt", "messages", "prompt_completion"])
-def test_a_format_that_is_not_there(format: str) -> None:
+def test_row_without_the_fields_of_its_format_is_refused(format: str) -> None:
     with pytest.raises(DataError, match=r"x: no field `\w+`; the row has `text`"):
         row({"text": "t"}, format)

@@ -115,7 +115,7 @@ def rows_whole(tokenizer: Any, rows: Sequence[str], per_shard: int, window: int,
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", written.WRITERS)
-def test_bits_are_those_of_the_same_rows_read_whole(
+def test_streamed_rows_equal_rows_read_at_once(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packing: bool
 ) -> None:
     monkeypatch.setattr(stream, "WINDOW_ROWS", 10)
@@ -190,7 +190,7 @@ def _documents(loader: StreamLoader, count: int) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("packing", [True, False, "concat"])
-def test_a_cursor_goes_on_to_the_bit(
+def test_stream_cursor_resumes_exactly(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool | str
 ) -> None:
     """Resumes from every step, across ends of windows, shards and sources, and changes of weights."""
@@ -334,7 +334,7 @@ def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) 
         ("a.jsonl", b"\n\n", "none of its shards has a row"),
     ],
 )
-def test_what_cannot_be_read_is_named(
+def test_unreadable_shards_are_named(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, contents: bytes, said: str
 ) -> None:
     monkeypatch.setattr(stream, "_FIRST_PAUSE_S", 0.0)

@@ -128,7 +128,7 @@ def test_exactly_the_assistant(make_tokenizer: MakeTokenizer, family: str) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_are_those_of_the_template(make_tokenizer: MakeTokenizer, family: str) -> None:
+def test_tokens_match_the_chat_template(make_tokenizer: MakeTokenizer, family: str) -> None:
     tokenizer = make_tokenizer(family)
     coded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in TURNS], tokenize=False)

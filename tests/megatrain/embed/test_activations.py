@@ -288,7 +288,9 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredSto
 
 @given(views(), st.sampled_from([torch.int16, torch.float32, torch.complex128]), st.integers(0, 5000), st.booleans())
 @settings(max_examples=60)
-def test_views_of_any_geometry(shared_store: TieredStore, drawn, dtype, min_bytes: int, is_gone: bool) -> None:
+def test_views_round_trip_for_any_geometry(
+    shared_store: TieredStore, drawn, dtype, min_bytes: int, is_gone: bool
+) -> None:
     num_elements, geometries = drawn
     base = random_memory(num_elements * dtype.itemsize).view(dtype)
     tensors = [base.as_strided(*geometry) for geometry in geometries]
@@ -371,7 +373,7 @@ def test_a_part_is_stored_if_its_storage_has_no_room(tmp_path: Path) -> None:
         assert torch.equal(saved(graph)[0], expected)
 
 
-def test_what_somebody_still_has_is_not_read_back(store: TieredStore) -> None:
+def test_tensors_still_in_use_are_not_read_back(store: TieredStore) -> None:
     base = torch.randn(64, 64)
     with offload_activations(store, min_bytes=1) as activations:
         graph = save(base.t())
@@ -457,7 +459,7 @@ def test_weights_stay(store: TieredStore) -> None:
     assert layer.weight.grad is not None
 
 
-def test_a_model_says_what_its_own_is(store: TieredStore) -> None:
+def test_model_parameters_are_not_offloaded(store: TieredStore) -> None:
     model = Attention()
     leaf = torch.randn(8, 64, requires_grad=True)
     with offload_activations(store, min_bytes=1) as unaware:
@@ -507,7 +509,7 @@ def test_the_graph_keeps_no_memory_and_no_tier_more_than_it_has(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("room_bytes", [0, 300 * KiB])
-def test_what_finds_no_room_stays_and_is_counted(
+def test_tensors_without_space_stay_and_are_counted(
     tmp_path: Path, room_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, x = mlp()
@@ -528,7 +530,7 @@ def test_what_finds_no_room_stays_and_is_counted(
     assert len(caplog.records) == 1 and "room" in caplog.text
 
 
-def test_a_fast_tier_too_small_for_a_tensor_keeps_it(tmp_path: Path) -> None:
+def test_tensor_larger_than_the_fast_tier_stays(tmp_path: Path) -> None:
     model, step = case("mlp")
     parameters = list(model.parameters())
     expected = gradients(parameters, step)
@@ -581,7 +583,7 @@ def test_a_dead_block_makes_room_for_another_size(num_tiers: int, tmp_path: Path
             del graph
 
 
-def test_what_is_older_than_the_lookahead_leaves_the_fast_tier(store: TieredStore) -> None:
+def test_tensors_beyond_the_lookahead_leave_the_fast_tier(store: TieredStore) -> None:
     activations = offload_activations(store, min_bytes=1, tier="nvme", lookahead_bytes=512 * KiB)
     with activations:
         graphs = [save(torch.full((64 * KiB,), float(number))) for number in range(5)]
@@ -726,7 +728,7 @@ def test_after_an_exception_the_next_step_is_right(store: TieredStore) -> None:
     assert_same_bits(gradients(parameters, step, activations), expected)
 
 
-def test_a_forward_that_nobody_goes_back_from_gives_its_blocks_back(store: TieredStore) -> None:
+def test_forward_without_backward_frees_its_blocks(store: TieredStore) -> None:
     activations = offload_activations(store, min_bytes=1)
     model, step = case("mlp")
     with activations:
@@ -757,7 +759,7 @@ def test_saved_outputs_make_no_cycle(store: TieredStore) -> None:
 # -- other contexts ------------------------------------------------------------------------------------------------
 
 
-def test_hooks_around_get_what_is_not_taken(store: TieredStore) -> None:
+def test_outer_hooks_get_tensors_that_stay(store: TieredStore) -> None:
     got: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> tuple[str, Tensor]:
@@ -877,7 +879,7 @@ def test_mistakes(store: TieredStore, tmp_path: Path) -> None:
         case("mlp")[1]()
 
 
-def test_a_fast_tier_that_others_hold_is_an_error_of_the_backward(tmp_path: Path) -> None:
+def test_occupied_fast_tier_fails_the_backward(tmp_path: Path) -> None:
     model, step = case("mlp")
     with open_store(tmp_path, ram_bytes=MiB) as store:
         store.register("others", (MiB // 4,), torch.float32, home="nvme")

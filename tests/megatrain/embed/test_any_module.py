@@ -65,7 +65,7 @@ def backward(case: Case, model: nn.Module, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_store_is_smaller_than_what_it_has(name: str) -> None:
+def test_state_exceeds_the_ram_of_the_store(name: str) -> None:
     num_bytes = 16 * sum(parameter.numel() for parameter in make(name).parameters())
     assert num_bytes > 2 * CASES[name].ram_kib * KiB, num_bytes / KiB  # weights, gradients, m and v in fp32
 
@@ -76,7 +76,7 @@ def test_the_store_is_smaller_than_what_it_has(name: str) -> None:
     + [pytest.param(name, True, marks=() if name == "Flux" else pytest.mark.slow) for name in ("Flux", "Wan", "UNet")],
     ids=str,
 )
-def test_losses_gradients_and_weights_are_those_of_plain_pytorch(name: str, lora: bool, tmp_path: Path) -> None:
+def test_losses_gradients_and_weights_match_plain_pytorch(name: str, lora: bool, tmp_path: Path) -> None:
     case, plain = CASES[name], make(name, lora=lora)
     model, in_ram = copy.deepcopy(plain), copy.deepcopy(plain)
     if hasattr(plain, "enable_gradient_checkpointing"):  # diffusers

@@ -49,7 +49,7 @@ def train(folder: Path, backward: Callable[[Tensor], Any], **options: Any) -> tu
     [{"tiered": True}, {"tiered": True, "state": ["nvme"]}, {"tiered": False, "offload_gradients": True}],
     ids=["tiered", "tiered, all on a drive", "gradients leave"],
 )
-def test_bits_are_those_of_a_backward_in_the_same_thread(options: dict[str, Any], tmp_path: Path) -> None:
+def test_backward_in_another_thread_is_bitwise_equal(options: dict[str, Any], tmp_path: Path) -> None:
     losses, weights = train(tmp_path / "same", Tensor.backward, **options)
     with ThreadPoolExecutor(1) as pool:
         elsewhere = train(tmp_path / "other", lambda loss: pool.submit(loss.backward).result(), **options)

@@ -43,7 +43,7 @@ def same_bits(found: list[nn.Parameter], expected: list[nn.Parameter]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_those_of_updates_that_fetch(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_updates_in_ram_match_fetched_updates_bitwise(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     near, far = parameters(dtype), parameters(dtype)
     options: dict[str, Any] = {"max_grad_norm": 1.0}
     with open_store(ram="64MiB", nvme=tmp_path, nvme_size="128MiB") as store:

@@ -324,7 +324,7 @@ def test_fit_again_validate_predict_and_save_afterwards(store: TieredStore, tmp_
     assert (tmp_path / "after.ckpt").exists()
 
 
-def test_what_is_in_a_store_already_stays_there(store: TieredStore, tmp_path: Path) -> None:
+def test_offloaded_modules_keep_their_store(store: TieredStore, tmp_path: Path) -> None:
     from megatrain import offload
 
     model = net()
@@ -359,7 +359,7 @@ def refused(folder: Path, store: TieredStore, message: str, model: Net | None = 
         trainer(folder, store, **options).fit(model or net(), data())
 
 
-def test_what_cannot_work_is_refused_before_the_first_step(store: TieredStore, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_before_the_first_step(store: TieredStore, tmp_path: Path) -> None:
     model = net()
     refused(tmp_path, store, '16-true"', model, precision="16-true")
     refused(tmp_path, store, "clip by norm", model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
@@ -371,7 +371,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(store: TieredStore, t
         refused(tmp_path, only_ram, "no folder for state", enable_checkpointing=True)
 
 
-def test_two_norms_are_refused_and_a_cached_optimizer_too(tmp_path: Path) -> None:
+def test_two_norms_and_a_cached_optimizer_are_refused(tmp_path: Path) -> None:
     twice = net(lambda parameters: TieredAdamW(parameters, max_grad_norm=1.0))
     with small_store(tmp_path / "one") as store:
         refused(tmp_path, store, "give one of them", twice, gradient_clip_val=0.1)

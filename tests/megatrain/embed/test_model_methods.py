@@ -76,7 +76,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(READS))
-def test_reading_what_is_in_the_store_is_refused_with_its_name(name: str, home: str, store: TieredStore) -> None:
+def test_reading_an_offloaded_weight_is_refused_by_name(name: str, home: str, store: TieredStore) -> None:
     module = megatrain.offload(make(), store, weights=home)
     with torch.no_grad(), pytest.raises(AbsentWeightError, match=r"(0\.weight.*gathered|gathered)"):
         READS[name](module[0].weight)
@@ -185,7 +185,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
             run()
 
 
-def test_a_change_beside_another_error_still_counts(store: TieredStore) -> None:
+def test_changed_weights_are_kept_despite_another_error(store: TieredStore) -> None:
     """The change is saved with the next generation, and the low half of the masters is dropped."""
     _, module = pair_of(lambda: make().bfloat16())
     megatrain.offload(module, store)
@@ -342,7 +342,7 @@ def test_conversions_are_refused_and_moves_ignored(store: TieredStore) -> None:
     run_backward(module, x())
 
 
-def test_a_move_that_is_ignored_says_where_inputs_go(store: TieredStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_move_reports_the_input_device(store: TieredStore, caplog: pytest.LogCaptureFixture) -> None:
     module = megatrain.offload(make(), store)
     log_ignored_move.cache_clear()
     module.to("cpu")
@@ -354,7 +354,7 @@ def test_a_move_that_is_ignored_says_where_inputs_go(store: TieredStore, caplog:
     assert 'to "meta" is ignored: it computes on "cpu"' in record.message and 'gpu="auto"' in record.message
 
 
-def test_what_is_left_out_stays_ordinary(store: TieredStore) -> None:
+def test_excluded_parameters_stay_ordinary(store: TieredStore) -> None:
     plain, module = pair_of(make)
     megatrain.offload(module, store, leave=["1.1.*", "0.bias"])
     assert [block_of(p) is None for p in module.parameters()] == [False, True, False, False, True, True]
@@ -371,7 +371,7 @@ def test_what_is_left_out_stays_ordinary(store: TieredStore) -> None:
     assert_same_weights(plain, module)
 
 
-def test_what_cannot_be_tiered(store: TieredStore) -> None:
+def test_unsupported_modules_are_refused(store: TieredStore) -> None:
     module = make()
     for spoil, message in (
         (lambda: megatrain.offload(nn.ReLU(), store), "no parameters"),
@@ -415,7 +415,7 @@ def test_weights_that_were_frozen_cannot_be_trained_in_silence(store: TieredStor
         module(x())
 
 
-def test_functional_call_uses_what_it_is_given(home: str, store: TieredStore) -> None:
+def test_functional_call_uses_the_given_parameters(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
     megatrain.offload(module, store, weights=home)
     other = {name: numbers + 1 for name, numbers in plain.state_dict().items() if numbers.is_floating_point()}

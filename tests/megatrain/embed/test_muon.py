@@ -35,7 +35,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_beside_torch(offloaded: bool, tmp_path: Path) -> None:
+def test_results_match_torch(offloaded: bool, tmp_path: Path) -> None:
     plain, module = pair_of(make)
     matrices, others = split(plain)
     twins = [torch.optim.Muon(matrices, **MATRICES), torch.optim.AdamW(others, foreach=False, **OTHERS)]

@@ -41,7 +41,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("weights", ["auto", "nvme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_yields_what_the_last_step_made(weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_named_tensors_yield_the_last_update(weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
     plain, model = make(dtype), make(dtype)
     with small_store(tmp_path) as store:
         megatrain.offload(model, store, weights=weights)

@@ -35,7 +35,7 @@ def inputs(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", list(ZOO))
 @pytest.mark.parametrize("homes", ["ram", "all on a drive"])
-def test_outputs_gradients_and_weights_are_those_of_a_plain_module(name: str, homes: str, tmp_path: Path) -> None:
+def test_outputs_gradients_and_weights_match_a_plain_module(name: str, homes: str, tmp_path: Path) -> None:
     plain, module = pair_of(ZOO[name])
     is_away = homes != "ram"
     with small_store(tmp_path) as store:
@@ -116,7 +116,7 @@ def test_autocast(name: str, tmp_path: Path) -> None:
             assert_same_gradients(plain, module)
 
 
-def test_whatever_the_size_of_ram_it_is_refused_at_once_or_works(tmp_path: Path) -> None:
+def test_any_ram_size_works_or_is_refused_at_once(tmp_path: Path) -> None:
     """It never fails in the middle of a step."""
     size, refused, worked = 16 << 10, 0, 0
     while worked < 3:
@@ -205,7 +205,7 @@ class _Fails(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["forward", "interrupt", "backward", "recompute"])
-def test_training_goes_on_after_an_error(where: str, tmp_path: Path) -> None:
+def test_training_continues_after_an_error(where: str, tmp_path: Path) -> None:
     fails = _Fails()
     plain, module = pair_of(
         lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), fails, nn.ReLU()), nn.Linear(8, 8))
@@ -317,7 +317,7 @@ def test_sparse_gradients_are_used_as_dense_ones(tmp_path: Path) -> None:
             assert_same_gradients(plain, module)
 
 
-def test_hooks_of_the_user_run_and_those_that_fail_leave_nothing_behind(tmp_path: Path) -> None:
+def test_user_hooks_run_and_failing_hooks_leave_no_blocks(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["sequential"])
     seen: list[Any] = []
     module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))

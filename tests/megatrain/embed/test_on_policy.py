@@ -74,7 +74,7 @@ def train(kind: str, student: Any, teacher: Any, folder: Path, offloads: bool) -
 
 @pytest.mark.parametrize("kind", ["gkd", "distillation"])
 @pytest.mark.parametrize("where", ["nvme", pytest.param("ram", marks=pytest.mark.slow)])
-def test_losses_and_weights_are_those_of_the_plain_trainer(kind: str, where: str, tmp_path: Path) -> None:
+def test_losses_and_weights_match_the_plain_trainer(kind: str, where: str, tmp_path: Path) -> None:
     make(1).save_pretrained(tmp_path / "teacher")
     plain, student = make(0), make(0)
     plain_teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher").requires_grad_(False)

@@ -53,14 +53,14 @@ def test_sizes(tmp_path: Path) -> None:
         ({"ram": 1 << 60}, "is more than the .* of this machine"),
     ],
 )
-def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_store_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     if "nvme" in options:
         options["nvme"] = tmp_path / "drive"
     with pytest.raises(ValueError, match=message):
         megatrain.open_store(**options)
 
 
-def test_a_drive_without_a_size_says_what_it_may_fill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_drive_without_a_size_reports_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with megatrain.open_store(ram="8MiB", nvme=tmp_path / "told") as store:
         size = format_size(store.stats().tiers["nvme"].capacity_bytes)
     (record,) = caplog.records
@@ -108,7 +108,7 @@ def test_copies_do_not_take_the_room_of_homes(tmp_path: Path) -> None:
     assert places[0] == places[1] == ["nvme"] * 4 + ["ram"] * 6
 
 
-def test_what_fails_leaves_no_blocks(tmp_path: Path) -> None:
+def test_failed_calls_leave_no_blocks(tmp_path: Path) -> None:
     with megatrain.open_store(ram=2 * MiB, nvme=tmp_path, nvme_size="16MiB") as store:
         shared = shared_state(store)
         free = store.stats().tiers["nvme"].used_bytes
@@ -124,7 +124,7 @@ def test_what_fails_leaves_no_blocks(tmp_path: Path) -> None:
         assert caught.value.tier == "nvme" and "'b'" in str(caught.value) and "nvme=" in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(Exception, match="file") as caught:

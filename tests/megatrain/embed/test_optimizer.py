@@ -79,7 +79,7 @@ def train(
 @pytest.mark.parametrize(
     ("dtype", "micro", "max_grad_norm"), [(torch.float32, 1, 0.0), (torch.float32, 3, 0.5), (torch.bfloat16, 1, 0.5)]
 )
-def test_the_bits_do_not_depend_on_where_things_lie(
+def test_updates_are_bitwise_equal_for_any_placement(
     kind: str, dtype: torch.dtype, micro: int, max_grad_norm: float, tmp_path: Path
 ) -> None:
     places = (
@@ -127,7 +127,7 @@ def torch_twin(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
-def test_beside_torch(kind: str, tmp_path: Path) -> None:
+def test_results_match_torch(kind: str, tmp_path: Path) -> None:
     """Within a relative 1e-5 of torch's weights after 20 steps in fp32."""
     plain, module = pair_of(make)
     other = torch_twin(kind, plain.parameters())
@@ -166,7 +166,7 @@ OTHERS_AVERAGED = {
 
 
 @pytest.mark.parametrize("case", AVERAGED)
-def test_averages_beside_torchs(case: str, tmp_path: Path) -> None:
+def test_averages_match_torch(case: str, tmp_path: Path) -> None:
     check_averages(*AVERAGED[case], tmp_path)
 
 
@@ -369,7 +369,7 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
-def test_gradients_that_somebody_cleared_are_not_used(max_grad_norm: float, tmp_path: Path) -> None:
+def test_cleared_gradients_are_not_used(max_grad_norm: float, tmp_path: Path) -> None:
     """They are cleared one by one before a step, and all between two backwards; they were already in the store."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
@@ -533,7 +533,7 @@ def test_a_closure(tmp_path: Path) -> None:
         assert_same_weights(plain, module)
 
 
-def test_whoever_reads_after_a_step_sees_it(tmp_path: Path) -> None:
+def test_readers_see_the_last_step(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     (x,) = batches(1)
     with small_store(tmp_path) as store:

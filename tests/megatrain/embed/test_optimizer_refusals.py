@@ -83,7 +83,7 @@ def test_zero_grad_of_either_object_clears_the_sums(is_tiered: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])
-def test_what_others_would_do_to_gradients_in_the_store_is_refused(is_tiered: bool, tmp_path: Path) -> None:
+def test_foreign_operations_on_stored_gradients_are_refused(is_tiered: bool, tmp_path: Path) -> None:
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
         if is_tiered:
@@ -117,7 +117,7 @@ def test_a_gradient_that_was_set_by_hand_is_not_forgotten(tmp_path: Path) -> Non
             tiered[0].weight.grad = torch.ones(16, 8)
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_invalid_optimizer_arguments_are_refused(tmp_path: Path) -> None:
     _, module = pair_of(make)
     _, other = pair_of(make)
     with small_store(tmp_path) as store:
@@ -178,7 +178,7 @@ def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
             without.step()
 
 
-def test_no_room_is_told_by_the_constructor_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_constructor_without_space_raises_and_leaves_no_blocks(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with megatrain.open_store(ram="1200KiB", path=tmp_path) as store:
         megatrain.offload(module, store, name="a", gradients="ram")
@@ -196,7 +196,7 @@ def test_no_room_is_told_by_the_constructor_and_leaves_nothing_behind(tmp_path: 
         other(torch.zeros(1, 256)).sum().backward()  # as it was
 
 
-def test_state_that_cannot_come_to_ram_beside_the_homes_is_refused(tmp_path: Path) -> None:
+def test_state_too_large_for_the_remaining_ram_is_refused(tmp_path: Path) -> None:
     first, second = nn.Linear(16, 16), nn.Linear(512, 512)
     with megatrain.open_store(ram="3MiB", nvme=tmp_path, nvme_size="64MiB") as store:
         megatrain.TieredAdamW(first.parameters(), store=store, state="ram")
@@ -205,7 +205,7 @@ def test_state_that_cannot_come_to_ram_beside_the_homes_is_refused(tmp_path: Pat
         assert caught.value.tier == "ram" and "Give ram more room" in str(caught.value)
 
 
-def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)

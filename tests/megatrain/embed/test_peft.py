@@ -86,7 +86,7 @@ def test_adapters_are_taken_out_without_merging(tmp_path: Path) -> None:
         found(input_ids=IDS, labels=IDS)
 
 
-def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+def test_unmergeable_adapters_are_refused(tmp_path: Path) -> None:
     settings = peft.LoraConfig(r=2, target_modules=["0"])
 
     class Attends(nn.Module):

@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, "bfloat16"])
 @pytest.mark.parametrize("options", [{"weights": "nvme"}, {"leave": ["*embed_tokens*", "*norm.weight"]}, {}])
-def test_it_is_what_from_pretrained_gives(dtype: Any, options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_load_pretrained_matches_from_pretrained(
+    dtype: Any, options: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with small_store(tmp_path) as store:
         model = megatrain.load_pretrained(folder, store, dtype=dtype, **options)
@@ -48,7 +50,7 @@ def test_it_is_what_from_pretrained_gives(dtype: Any, options: dict[str, Any], f
         assert_same_weights(plain, AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype))
 
 
-def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+def test_unloadable_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         with pytest.raises(ModelFolderError, match="nowhere"):
             megatrain.load_pretrained(tmp_path / "nowhere", store)

@@ -58,7 +58,7 @@ def saved_run(folder: Path, file: Path) -> tuple[dict[str, Tensor], list[float]]
 
 
 @pytest.mark.parametrize("where", ["same", "moved", "another", "path alone"])
-def test_training_goes_on_with_the_same_bits(where: str, tmp_path: Path) -> None:
+def test_training_resumes_bitwise_equal(where: str, tmp_path: Path) -> None:
     file, folder = tmp_path / "optimizer.pt", tmp_path / "one"
     weights, losses = saved_run(folder, file)
     state = torch.load(file, weights_only=True)
@@ -213,7 +213,7 @@ def test_ordinary_parameters(offload_gradients: bool, tmp_path: Path) -> None:
     assert runs[2] == runs[3]
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_mismatched_state_is_refused_without_loss(tmp_path: Path) -> None:
     with small_store(tmp_path / "one") as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 2)

@@ -66,7 +66,7 @@ def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) 
         assert found["nvme"]["home_bytes"]["nvme"] >= found["ram"]["home_bytes"]["ram"] > 0
 
 
-def test_moments_of_8_bits_in_tensors_are_encoded_anew(ranks: list[dict[str, Any]]) -> None:
+def test_8_bit_moments_from_tensors_are_encoded_again(ranks: list[dict[str, Any]]) -> None:
     for found in (rank["int8"] for rank in ranks):
         for name, numbers in found["ram"]["weights"].items():
             torch.testing.assert_close(found["tensors"]["weights"][name], numbers, rtol=2**-6, atol=2**-8)
@@ -104,7 +104,7 @@ def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> N
             torch.testing.assert_close(found["weights"][name], numbers, rtol=close, atol=close)
 
 
-def test_beside_torch(ranks: list[dict[str, Any]]) -> None:
+def test_results_match_torch(ranks: list[dict[str, Any]]) -> None:
     for case in ("fp32", "clipped"):
         module = make(torch.float32)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
@@ -115,7 +115,7 @@ def test_beside_torch(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(folder: Path, ranks: list[dict[str, Any]]) -> None:
+def test_one_process_resumes_from_two_ranks(folder: Path, ranks: list[dict[str, Any]]) -> None:
     for case in SAME_BITS_AS_ONE_PROCESS:
         module = make(CASES[case][0])
         with megatrain.open_store(ram="4MiB") as store:
@@ -154,7 +154,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_done_is_said(ranks: list[dict[str, Any]]) -> None:
+def test_unsupported_sharded_calls_are_refused(ranks: list[dict[str, Any]]) -> None:
     for own, found in enumerate(rank["refused"] for rank in ranks):
         assert found.keys() == REFUSED.keys()
         for name, expected in REFUSED.items():

@@ -22,7 +22,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_what_was_set_before_is_set_afterwards(mode: bool) -> None:
+def test_previous_determinism_setting_is_restored(mode: bool) -> None:
     torch.use_deterministic_algorithms(mode, warn_only=mode)
     try:
         with deterministic_kernels(CUDA, "Model"):
@@ -40,13 +40,13 @@ def test_what_was_set_before_is_set_afterwards(mode: bool) -> None:
 
 
 @pytest.mark.parametrize(("device", "enabled"), [(torch.device("cpu"), True), (CUDA, False)])
-def test_nothing_is_changed_where_nothing_is_to_be_done(device: torch.device, enabled: bool) -> None:
+def test_determinism_setting_is_unchanged_if_not_needed(device: torch.device, enabled: bool) -> None:
     with deterministic_kernels(device, "Model", enabled=enabled):
         assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_an_operation_without_such_a_kernel_is_named_with_what_to_do() -> None:
+def test_operation_without_a_deterministic_kernel_is_named_with_a_remedy() -> None:
     with (
         pytest.raises(UnsupportedModelError, match=r"Model .* put_cpu_ has no kernel .* full_determinism = false"),
         deterministic_kernels(CUDA, "Model"),
@@ -70,7 +70,7 @@ def multiply() -> None:
     torch.mm(matrix, matrix)
 
 
-def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
+def test_cublas_setting_exists_after_the_import() -> None:
     megatrain._ask_for_repeatable_products()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     with virtual_gpu():
@@ -105,7 +105,7 @@ def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back(clear
 
 
 @pytest.mark.parametrize(("device", "enabled"), [(torch.device("cpu"), True), (CUDA, False)])
-def test_the_setting_stays_where_products_do_not_parse_it(
+def test_cublas_setting_stays_if_products_do_not_parse_it(
     device: torch.device, enabled: bool, cleared: list[str | None]
 ) -> None:
     megatrain._ask_for_repeatable_products()
@@ -114,7 +114,7 @@ def test_the_setting_stays_where_products_do_not_parse_it(
     assert not cleared
 
 
-def test_the_setting_stays_where_torch_keeps_its_size(
+def test_cublas_setting_stays_if_torch_keeps_the_size(
     cleared: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch versions with a function to change the size parse it once."""
@@ -135,7 +135,7 @@ def test_a_smaller_workspace_that_a_user_asks_for_stays(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("in_use")
-def test_where_it_comes_too_late_one_sentence_says_so() -> None:
+def test_too_late_cublas_setting_is_reported() -> None:
     megatrain._ask_for_repeatable_products()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     with pytest.raises(

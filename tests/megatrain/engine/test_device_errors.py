@@ -17,7 +17,7 @@ def test_ram_that_torch_does_not_get_is_named_with_its_bytes() -> None:
         torch.empty(1 << 55, dtype=torch.uint8)
 
 
-def test_a_failed_copy_is_the_devices_error_where_that_caused_it() -> None:
+def test_failed_copy_raises_the_causing_device_error() -> None:
     cause = torch.AcceleratorError("CUDA error: unspecified launch failure\nhints for who writes kernels")
     said = r"the GPU failed: CUDA error: unspecified launch failure\. "
     with pytest.raises(DeviceError, match=said), device_errors_explained():

@@ -181,7 +181,7 @@ def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pyt
     assert calls == [3]
 
 
-def test_a_plan_counts_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_counts_kernel_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a trace have no contents: nothing is launched, and Triton need not be installed."""
     monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
@@ -282,7 +282,7 @@ def test_rows_at_any_address_have_the_bits_of_aligned_ones(
     assert all(torch.equal(*pair) for pair in zip(expected, made(softmaxes[2], anywhere), strict=True))
 
 
-def test_logits_that_are_not_numbers_make_a_loss_that_is_none(interpreter: None) -> None:
+def test_nan_logits_make_a_nan_loss(interpreter: None) -> None:
     logits, labels = logits_of(torch.float32, is_masked=False)
     logits[3, 30] = torch.nan
     assert in_parts(logits, labels, 0.0, 0.0, None)[0].isnan()

@@ -39,7 +39,7 @@ def test_averages_are_rounded() -> None:
     assert weights.tolist() == [1.0, 1.0]
 
 
-def test_decoding_takes_what_the_largest_takes() -> None:
+def test_decoding_scratch_is_that_for_the_largest_encoding() -> None:
     device = torch.device("cpu")
     averaged, eighths = AveragedWeight(("layers/ema",), 8, torch.bfloat16), EighthBytes(4, torch.bfloat16)
     assert decoding_bytes((), device) == 0

@@ -74,14 +74,14 @@ def test_freed_tensors_leave_the_process() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
-def test_freed_memory_stays_where_it_and_the_next_op_fit_together() -> None:
+def test_freed_memory_is_kept_if_the_next_op_fits() -> None:
     """128 MiB of freed tensors and 192 MiB of space: an op of 32 MiB may begin with them, one of 128 MiB may not."""
     before_none, before_small, before_large, _ = run("before an op", room=192)
     assert before_large < 8 < 64 < before_small == before_none
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
-def test_not_every_op_gives_back_what_others_took() -> None:
+def test_some_freed_memory_is_kept_above_the_forecast() -> None:
     """Some memory is kept if the process exceeds the forecast: 8 MiB of 16, not 128."""
     little, much, _ = run("next to another", room=64)
     assert much < 4 < little

@@ -164,7 +164,7 @@ def test_a_unit_that_checkpoints_itself() -> None:
     assert_same(step(ALL), step(()))
 
 
-def test_outputs_may_be_changed_in_place_where_the_graph_does_not_need_them() -> None:
+def test_unsaved_outputs_may_be_changed_in_place() -> None:
     config = tiny_config("llama", tied=False)
 
     def step(kept: Any) -> tuple[StepLoss, Gradients]:
@@ -178,7 +178,7 @@ def test_outputs_may_be_changed_in_place_where_the_graph_does_not_need_them() ->
     assert changed[0] != Side(config).step()[0]
 
 
-def test_a_change_of_what_the_graph_needs_is_refused_as_in_plain_pytorch() -> None:
+def test_in_place_change_of_a_saved_tensor_is_refused_as_in_pytorch() -> None:
     side = Side(tiny_config("llama", tied=False), kept=ALL)
     bound = side.runner.bounds[2]
     forward = bound.forward
@@ -331,7 +331,7 @@ class _PausedSink:
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "zaya"])
-def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
+def test_graph_memory_matches_the_trace(family: str, order: str) -> None:
     config = tiny_config(family, **(DROPOUT if family == "gpt2" else {}))
     graph = build_graph(config)
     trace = trace_visits(graph, 4, 48, torch.float32, head_rows=4)
@@ -449,7 +449,7 @@ def sines_dropped(module: Any, args: tuple[torch.Tensor, ...], result: torch.Ten
         each.sin()
 
 
-def test_a_result_in_the_place_of_what_was_saved_and_dropped_is_no_part_of_the_graph() -> None:
+def test_result_in_reused_memory_is_not_part_of_the_graph() -> None:
     """Memory that autograd saved and freed is reused at once, often by the layer's result."""
     config = tiny_config("llama")
     plain, dropping = build_graph(config), build_graph(config)

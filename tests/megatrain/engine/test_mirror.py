@@ -68,7 +68,7 @@ def looked(look: Look) -> tuple[Any, HostMirror]:
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_a_look_is_answered_with_what_the_tensor_would_say(name: str) -> None:
+def test_mirrored_reads_match_the_tensor(name: str) -> None:
     look = ANSWERED[name]
     expected = look(POSITIONS, MASK)
     with counted_waits() as waits:
@@ -80,7 +80,7 @@ def test_a_look_is_answered_with_what_the_tensor_would_say(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_ANSWERED)
-def test_what_is_not_known_for_certain_is_looked_at(name: str) -> None:
+def test_uncertain_values_are_read_from_the_device(name: str) -> None:
     torch.manual_seed(1)
     expected = NOT_ANSWERED[name](POSITIONS, MASK)
     torch.manual_seed(1)
@@ -111,7 +111,7 @@ def test_a_list_goes_to_the_device_once() -> None:
     assert indices[0] is indices[1] and mirror.num_answers == 2
 
 
-def test_errors_are_those_of_torch() -> None:
+def test_mirror_errors_match_torch() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
     mirror.know(positions, POSITIONS)
     with mirror, pytest.raises(RuntimeError, match="ambiguous"):

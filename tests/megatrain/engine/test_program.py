@@ -28,7 +28,7 @@ TICKS = (
 PROGRAM = StepProgram(BLOCKS, TICKS, "gpu", updates=GroupUpdates(in_compute_tier=True))
 
 
-def test_a_copy_stays_where_its_next_use_comes() -> None:
+def test_copy_stays_until_its_next_use() -> None:
     stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (BACKWARD, "w"): UPDATE}
 
     program = replace(PROGRAM, compute_tier="ram", updates=GroupUpdates())
@@ -43,7 +43,7 @@ def test_a_copy_stays_where_its_next_use_comes() -> None:
     assert kept(passes=False) == {UPDATE: set()}, "no forward comes after the last step's updates"
 
 
-def test_an_update_runs_where_all_that_outlives_it_is() -> None:
+def test_update_runs_on_the_tier_of_its_surviving_blocks() -> None:
     """The gradient is dead after the update, so its home does not matter."""
     homes = {"w": "gpu", "m": "gpu", "g": "ram"}
     update, forward = TICKS[UPDATE], TICKS[FORWARD]
@@ -55,7 +55,7 @@ def test_an_update_runs_where_all_that_outlives_it_is() -> None:
     assert host_updates.tier_of(update, homes) == "ram"
 
 
-def test_the_schedule_has_what_moves_and_what_changes() -> None:
+def test_schedule_lists_moved_and_written_blocks() -> None:
     """A read at home needs no schedule entry; a write there does, so that no copy is fetched before it."""
     homes = {"w": "ram", "m": "gpu", "g": "gpu"}
     schedule = PROGRAM.schedule(homes, 2, first_step=3)
@@ -69,7 +69,7 @@ def test_the_schedule_has_what_moves_and_what_changes() -> None:
     assert Access(3 * period + UPDATE, "m", "ram", "rw") not in schedule
 
 
-def test_what_no_gradient_was_copied_into_is_zero() -> None:
+def test_blocks_without_gradients_are_zero() -> None:
     """Padding, and parameters without a gradient, are zero: the norm covers the whole block."""
     layout = build_layout("unit", [("a", (3,)), ("b", (5, 2)), ("c", (2, 2))], trainable=True)
     names = [entry.name for entry in layout.entries]

@@ -60,7 +60,7 @@ def test_frozen_layers_keep_no_activations_but_are_announced() -> None:
     assert set(access.finish()) == {"lm_head.weight"}
 
 
-def test_what_no_loss_depends_on_is_announced_and_given_up() -> None:
+def test_unused_visits_are_announced_and_released() -> None:
     graph, access, runner = make(tied=False)
     first = next(unit.module for unit in graph.units if unit.is_layer)
     first.register_forward_hook(lambda module, args, output: output.detach())
@@ -124,7 +124,7 @@ def test_a_micro_batch_without_labels_adds_nothing() -> None:
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
 
 
-def test_the_loss_is_the_mean_over_the_tokens_that_it_is_told_of() -> None:
+def test_loss_is_the_mean_over_the_given_token_count() -> None:
     _, access, runner = make()
     batches = padded_batches()
     alone = runner.forward_backward(batches)
@@ -244,7 +244,7 @@ def test_arguments_keep_identity_and_carry_mutations_back() -> None:
     assert collector["router"][1] is outer[2]
 
 
-def test_an_item_that_was_replaced_is_carried_back_too() -> None:
+def test_replaced_container_items_are_returned() -> None:
     """Containers stay as long as before, with the same keys."""
     hidden, other = torch.ones(2, requires_grad=True), torch.zeros(2)
     states: list[Any] = [hidden, other]
@@ -282,7 +282,7 @@ def graph_with_trace(family: str, **changes: Any) -> tuple[ModelGraph, VisitTrac
     return graph, trace_visits(graph, 2, 16, torch.float32)
 
 
-def test_trace_says_what_is_saved_and_held() -> None:
+def test_trace_records_saved_and_held_bytes() -> None:
     graph, trace = graph_with_trace("llama", tied=True)
     assert [visit.unit for visit in trace.visits] == [0, 1, 2, 3, 4, 5]
     assert [visit.is_head for visit in trace.visits] == [False] * 5 + [True]
@@ -300,7 +300,7 @@ def test_trace_says_what_is_saved_and_held() -> None:
     assert torch.zeros(1).device.type == "cpu"
 
 
-def test_trace_knows_what_has_no_backward() -> None:
+def test_trace_marks_visits_without_backward() -> None:
     graph = build_graph(tiny_config("llama", tied=False), freeze=["model.embed_tokens.*", "model.layers.0.*"])
     trace = trace_visits(graph, 2, 16, torch.float32)
     assert [visit.has_backward for visit in trace.visits] == [False, False, True, True, True, True]
@@ -318,7 +318,7 @@ def test_held_memory_does_not_grow_with_depth() -> None:
     assert held == [held[0]] * len(held)
 
 
-def test_trace_agrees_with_what_a_real_step_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_matches_bytes_saved_by_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # Validation reads values there; torch.compile, used by other tests, turns it off for the whole process.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     graph, trace = graph_with_trace("gemma3n_text")

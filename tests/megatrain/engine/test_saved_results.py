@@ -128,7 +128,7 @@ def test_bfloat16() -> None:
     assert again.num_forwards == 2 * side.num_forwards
 
 
-def test_dropout_draws_what_it_drew() -> None:
+def test_recompute_repeats_dropout_masks() -> None:
     """Within attention, whose kernel then stores scores and runs again, and after it."""
     compare(tiny_config("gpt2", tied=False, **DROPOUT))
     behind = {**DROPOUT, "attn_pdrop": 0.0}

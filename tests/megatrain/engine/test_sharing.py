@@ -62,13 +62,13 @@ def test_every_gradient_is_alone_in_its_block_while_it_lives(given: Lives) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 28), st.integers(1, 10)), max_size=15))
-def test_of_one_size_there_are_as_many_blocks_as_lives_at_once(given: list[tuple[int, int]]) -> None:
+def test_shared_blocks_match_concurrent_lifetimes(given: list[tuple[int, int]]) -> None:
     spans = [(start, min(29, start + length), 1024) for start, length in given]
     most = max((sum(start <= tick <= stop for start, stop, _ in spans) for tick in range(30)), default=0)
     assert len(sharing_gradients(program_of(spans)).blocks) == most
 
 
-def test_what_lives_into_the_next_step_shares_nothing() -> None:
+def test_blocks_alive_in_the_next_step_are_not_shared() -> None:
     spans = [(n, 29 - n, 1024) for n in range(5)]
     held = program_of(spans, deferred=True)
     assert sharing_gradients(held) == held

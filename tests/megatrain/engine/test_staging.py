@@ -41,7 +41,7 @@ def staging(monkeypatch: pytest.MonkeyPatch) -> Staging:
     return made
 
 
-def test_every_tensor_arrives_whatever_its_size(staging: Staging) -> None:
+def test_tensors_of_any_size_are_staged(staging: Staging) -> None:
     generator = torch.Generator().manual_seed(3)
     shapes = [(1, 1), (2, 7), (0,), (3, 5, 11), (1,), (2, 0)]
     dtypes = [torch.int64, torch.int32, torch.bool, torch.float32, torch.uint8]

@@ -34,7 +34,7 @@ MODES = st.sampled_from(["r", "w", "rw"])
 TO, BACK = ("nvme", "ram"), ("ram", "nvme")
 
 
-def test_without_stays_everything_comes_for_each_use_and_goes_back_where_it_changed() -> None:
+def test_blocks_without_stays_are_fetched_and_written_back_per_use() -> None:
     tape = compile_step(PROGRAM, HOMES, {})
     moves = [(key, (src, dst)) for key, src, dst in tape.transfers(HOMES)]
     assert moves == [
@@ -62,7 +62,7 @@ def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -
     assert by_key["w"].release is Release.EVICT, "no later forward could use it"
 
 
-def test_what_is_at_home_moves_nothing_and_stays() -> None:
+def test_blocks_at_home_do_not_move() -> None:
     homes = {**HOMES, "w": "ram", "g": "ram"}
     tape = compile_step(PROGRAM, homes, {})
     releases = [use.release for op in tape.ops for use in op.uses if use.key in ("w", "g")]
@@ -71,7 +71,7 @@ def test_what_is_at_home_moves_nothing_and_stays() -> None:
 
 
 @pytest.mark.parametrize(("away", "num_groups"), [("", 0), ("m", 2), ("g", 2), ("w", 2)])
-def test_parts_of_an_update_are_leased_together_where_none_waits_for_room(away: str, num_groups: int) -> None:
+def test_update_parts_are_leased_together_if_none_waits_for_space(away: str, num_groups: int) -> None:
     parts = [(("m", "rw"), ("g", "r")), (("a", "rw"),)]
     update = Tick("update", 0, (("w", "rw"),), tuple(parts), frozenset({"g"}))
     forward = Tick("forward", 0, (("w", "r"),), ((("m", "r"),), (("a", "w"),)))
@@ -90,7 +90,7 @@ def test_parts_of_an_update_are_leased_together_where_none_waits_for_room(away: 
     st.sampled_from(["ram", "gpu", "nvme"]),
 )
 @settings(max_examples=200, deadline=None)
-def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, str, bool, bool]], home: str) -> None:
+def test_followed_copies_match_moved_contents(uses: list[tuple[str, str, bool, bool]], home: str) -> None:
     """Versions move as the tape says: each reader finds the newest, and every move is needed."""
     accesses = []
     for number, (mode, tier, is_last, wants_stay) in enumerate(uses):
@@ -124,7 +124,7 @@ def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, st
         assert following_use.was_pinned == (one.release is Release.PIN)
 
 
-def test_a_copy_that_waits_where_its_next_use_is_not_is_a_mistake() -> None:
+def test_copy_pinned_away_from_its_next_use_is_an_error() -> None:
     with pytest.raises(AssertionError):
         follow("k", [BlockUse(0, "r", "ram", False, False)], "nvme", Pinned("gpu", is_newer=False))
 

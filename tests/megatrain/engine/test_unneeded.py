@@ -87,7 +87,7 @@ def run_twice(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_what_is_left_out_changes_no_bit(family: str) -> None:
+def test_skipped_products_change_no_result(family: str) -> None:
     config, graph, trace = traced(family)
     left_out = {name for visit in trace.visits for name in visit.unneeded.weights}
     matching = {end: [name for name in left_out if name.endswith(end)] for end in LEFT_OUT[family]}
@@ -122,7 +122,7 @@ def test_a_frozen_product_that_a_norm_follows_is_needed_and_one_that_is_added_is
     )
 
 
-def test_the_work_is_that_of_the_products() -> None:
+def test_counted_work_matches_the_products() -> None:
     config, graph, trace = traced("llama")
     rows, length = padded_batches()[0]["input_ids"].shape
     for visit in trace.visits:
@@ -194,7 +194,7 @@ UNITS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_what_is_done_with_a_result_decides(name: str) -> None:
+def test_use_of_a_result_decides_if_its_product_is_skipped(name: str) -> None:
     unit, is_unneeded = UNITS[name]
     before = X.clone()
     assert unneeded_of(unit) == ({"weight"} if is_unneeded else set()), name

@@ -129,7 +129,7 @@ def test_a_whole_step_reads_once_at_its_end(
     assert waits - before_read == {"tolist": 1}
 
 
-def test_the_count_finds_what_it_should() -> None:
+def test_wait_counter_finds_synchronizations() -> None:
     tensor, leaf = torch.arange(4.0), torch.ones(3, requires_grad=True)
 
     class Looks(torch.autograd.Function):

@@ -28,7 +28,7 @@ def accumulator(shape: tuple[int, ...], device: str = "cpu") -> tuple[GradientAc
     return GradientAccumulator({"w": target}, set()), target
 
 
-def test_the_first_product_replaces_what_was_there_and_others_are_added() -> None:
+def test_first_product_overwrites_and_later_ones_accumulate() -> None:
     sink, target = accumulator((M, N))
     products = [(random(M, K, seed=n), random(K, N, seed=10 + n)) for n in range(3)]
     for left, right in products:
@@ -85,7 +85,7 @@ def test_a_device_sums_products_of_half_precision_in_its_gemm() -> None:
     assert ((2 * left @ right).double() - expected).abs().max() > 1e-4 * expected.abs().max()
 
 
-def test_rows_are_added_where_their_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_gradients_accumulate_at_token_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradients, "_TEMPORARY_NBYTES", 4 * N * 3)  # three rows at a time
     sink, target = accumulator((M, N))
     indexes = torch.tensor([1, 4, 1, 0, 1, 6, 4])
@@ -139,7 +139,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("trains_input", [True, False])
-def test_gradients_are_those_of_autograd(trains_input: bool) -> None:
+def test_gradients_match_autograd(trains_input: bool) -> None:
     layer = Layer()
     ids = torch.tensor([[1, 7, 3], [3, 0, 7]])
     x = random(2, 3, 6).requires_grad_(trains_input)

@@ -86,14 +86,14 @@ def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyP
         gc.collect()  # pinned buffers are freed before the device
 
 
-def test_what_would_take_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_weight_reads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absent_weights, "_MAX_READ_ELEMENTS", 100)
     looking(monkeypatch, lambda model, ids: model.embed_tokens.weight.mean())
     with pytest.raises(UnsupportedModelError, match=r"uses model\.embed_tokens\.weight outside .* up to 100 elements"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32)
 
 
-def test_a_row_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_range_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     looking(monkeypatch, lambda model, ids: model.embed_tokens.weight[10**6])
     config = tiny_config("llama")
     graph = build_graph(config)

@@ -93,7 +93,7 @@ def test_a_layer_of_llama_by_hand() -> None:
     assert layer.attention.work == Work(0, attention, attention // 2, 0, 1)
 
 
-def test_a_head_of_many_pieces_is_that_of_its_first_ones() -> None:
+def test_head_work_is_extrapolated_from_its_first_pieces() -> None:
     """Work that depends on rows of logits grows with the rows, and every piece has the same number of launches."""
     graph = build_graph(tiny_config("llama", tied=False))
     few, many = (
@@ -139,7 +139,7 @@ CALLS: dict[str, tuple[Any, list[int]]] = {
 
 
 @pytest.mark.parametrize(("call", "nbytes"), CALLS.values(), ids=CALLS)
-def test_what_operators_read_and_write(call: Any, nbytes: list[int]) -> None:
+def test_bytes_read_and_written_by_operators(call: Any, nbytes: list[int]) -> None:
     with Moved() as moved:
         assert isinstance(call(), Tensor)
     assert moved.found == nbytes

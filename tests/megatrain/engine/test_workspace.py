@@ -30,7 +30,7 @@ from tiered.units import PAGE_BYTES
 CPU = torch.device("cpu")
 
 
-def test_the_peak_is_what_is_there_at_once() -> None:
+def test_workspace_peak_counts_concurrent_bytes() -> None:
     whole = Transient.of_tick("whole tick", 10, 3)
     first, second = Transient("first part", 5, (3, 1), (3, 1)), Transient("second part", 7, (3, 2), (3, 2))
     assert peak_bytes([]) == 0
@@ -61,16 +61,14 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
 
 
 @pytest.mark.parametrize(("num_lanes", "dtype", "num_sums"), [(1, torch.bfloat16, 1), (8, torch.float32, 3)])
-def test_sums_beside_the_blocks_of_gradients_are_counted_where_they_are_made(
-    num_lanes: int, dtype: torch.dtype, num_sums: int
-) -> None:
+def test_gradient_sums_are_counted_per_visit(num_lanes: int, dtype: torch.dtype, num_sums: int) -> None:
     """An fp32 block is itself a sum; otherwise each visit has sums of its size, not of the largest size."""
     _, largest, plain = program_of(1)
     _, _, with_sums = program_of(num_lanes, dtype)
     assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
 
 
-def test_what_code_between_visits_saves_stays_and_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams of hyper-connections are mixed between the units of a cut layer, in products that autograd saves."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 2048)
 
@@ -124,7 +122,7 @@ def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
     assert forward == max(kept.values()) > trace.visits[2].memory.forward_nbytes
 
 
-def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> None:
+def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
     """Two ranks with one shard each of a layout: two gathers ahead hold two full copies."""
     graph = build_graph(tiny_config("llama"))
     layout = next(iter(graph.layouts.values()))

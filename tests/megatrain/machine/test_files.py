@@ -59,7 +59,7 @@ def test_all_machines_can_be_used() -> None:
         assert bool(file.note) == (found.num_gpus > 1 or found.unified_bytes is not None), name
 
 
-def test_every_figure_says_where_it_comes_from() -> None:
+def test_every_machine_figure_names_its_source() -> None:
     for name in machine_names():
         for place, figure in read_machine(name)[1].figures():
             assert figure.measured is None, (name, place)  # this project measured none of the package's machines
@@ -110,7 +110,7 @@ def call(*words: object) -> Any:
     return CliRunner().invoke(command_group(), [str(word) for word in words])
 
 
-def test_sizes_left_to_the_machine_are_those_of_the_machine(tmp_path: Path) -> None:
+def test_unset_sizes_come_from_the_machine(tmp_path: Path) -> None:
     there = find_machine("rtx4090-128gb")
     plan = plan_run(resolve(load_config(config_at(tmp_path, drives=2)).config, there))
     assert plan.device.type == "cuda" and plan.graph.dtype == torch.bfloat16
@@ -159,7 +159,7 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
         resolve(load_config(config_at(tmp_path), (), ["device=cuda"]).config, laptop)
 
 
-def test_the_plan_says_whose_it_is(tmp_path: Path) -> None:
+def test_plan_names_its_machine(tmp_path: Path) -> None:
     path = config_at(tmp_path, drives=2)
     shown = call("plan", path, "--machine", "4xrtx4090-256gb", "--set", "train_batch_tokens=512")
     assert shown.exit_code == 0, shown.output

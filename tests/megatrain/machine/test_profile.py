@@ -39,7 +39,7 @@ def make_machine(**changes: object) -> MachineProfile:
     return MachineProfile.model_validate(values | changes)
 
 
-def test_what_is_stored_comes_back(tmp_path: Path) -> None:
+def test_stored_profile_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
     assert load_profile(path).machine is None
     assert load_profile(path).note is None
@@ -119,7 +119,7 @@ def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, "fast", None, float("inf"), float("nan")])
-def test_a_rate_that_is_none_makes_the_file_damaged(tmp_path: Path, rate: object) -> None:
+def test_invalid_rate_marks_the_profile_damaged(tmp_path: Path, rate: object) -> None:
     path = tmp_path / "profile.json"
     store_profile(make_machine(), path)
     values = json.loads(path.read_text())

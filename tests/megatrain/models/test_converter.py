@@ -101,7 +101,7 @@ def converted() -> tuple[Gains, ModelGraph]:
     return gains, converted_graph(tiny_config("llama", tied=False), (gains,))
 
 
-def test_names_and_units_are_those_that_a_converter_makes(converted: tuple[Gains, ModelGraph]) -> None:
+def test_names_and_units_come_from_the_converter(converted: tuple[Gains, ModelGraph]) -> None:
     gains, graph = converted
     assert gains.calls == ["take_out", "convert"] and graph.converters == (gains,)
     num_layers = graph.config.num_hidden_layers
@@ -133,7 +133,7 @@ def test_a_converted_model_is_streamed_like_any_other(converted: tuple[Gains, Mo
     assert all(bool(gradient != 0) for gradient in gradients.values())
 
 
-def test_an_export_writes_what_the_converter_gives(converted: tuple[Gains, ModelGraph], tmp_path: Path) -> None:
+def test_export_writes_converter_output(converted: tuple[Gains, ModelGraph], tmp_path: Path) -> None:
     _, graph = converted
 
     @contextmanager

@@ -77,7 +77,7 @@ def test_transformers_opens_the_same_bits(
     assert not weights.open_now
 
 
-def test_a_model_that_no_folder_gave_is_exported_too(family: str, tmp_path: Path) -> None:
+def test_model_built_without_a_folder_is_exported(family: str, tmp_path: Path) -> None:
     model = build_model(family)
     weights = Weights(build_graph(model.config))
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -107,7 +107,7 @@ KEEPS_FP32 = {
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", *KEEPS_FP32])
-def test_bfloat16_is_what_transformers_makes_of_the_master(name: str, tmp_path: Path) -> None:
+def test_bfloat16_export_matches_transformers(name: str, tmp_path: Path) -> None:
     """The master is rounded, except for tensors that transformers keeps in fp32: listed parameters, and buffers."""
     source, out = tmp_path / "source", tmp_path / "out"
     parameters = dict(checkpoint_of(name, source).named_parameters(remove_duplicate=False))
@@ -144,7 +144,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in tensors_in(out)
 
 
-def test_index_and_record_tell_the_truth(weights: Weights, tmp_path: Path) -> None:
+def test_index_and_export_record_match_the_files(weights: Weights, tmp_path: Path) -> None:
     out = export_model(weights.graph, weights.source, tmp_path / "out", max_shard_nbytes=20_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     total = 0
@@ -212,7 +212,7 @@ def test_an_earlier_export_is_replaced_and_nothing_is_left_over(weights: Weights
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
-def test_somebody_elses_folder_is_refused(weights: Weights, tmp_path: Path) -> None:
+def test_foreign_export_folder_is_refused(weights: Weights, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="no export of this program"):
         export_model(weights.graph, weights.source, tmp_path / "source")
     out = export_model(weights.graph, weights.source, tmp_path / "out")
@@ -225,7 +225,7 @@ def test_somebody_elses_folder_is_refused(weights: Weights, tmp_path: Path) -> N
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_too_little_room_is_refused_with_numbers(
+def test_too_little_space_error_states_the_sizes(
     weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
@@ -299,7 +299,7 @@ def test_a_file_may_be_as_large_as_it_may() -> None:
     assert [list(shard.offsets) for shard in plan_shards(tensors, 31)] == [["a"], ["b"], ["c"], ["d"]]
 
 
-def test_where_the_folder_cannot_get_its_name_the_earlier_export_keeps_it(
+def test_failed_rename_keeps_the_earlier_export(
     weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = export_model(weights.graph, weights.source, tmp_path / "out")

@@ -128,7 +128,7 @@ def test_container_parameters_are_a_unit_of_their_own() -> None:
     }
 
 
-def test_persistent_buffers_are_those_of_the_checkpoint() -> None:
+def test_persistent_buffers_match_the_checkpoint() -> None:
     graph = build_graph(tiny_config("deepseek_v3"))
     assert graph.persistent_buffers() == tuple(
         f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2)

@@ -68,7 +68,7 @@ def test_the_installed_version_has_all() -> None:
     check_internals(with_trainer=True)
 
 
-def test_what_is_gone_is_named_once_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_internals_are_named_once_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import masking_utils, modeling_utils
 
     run = make_run(tmp_path)
@@ -90,7 +90,7 @@ def test_what_is_gone_is_named_once_with_what_to_install(tmp_path: Path, monkeyp
     assert result.exit_code == 2 and said in result.output and "Traceback" not in result.output
 
 
-def test_the_canary_says_what_is_gone(tmp_path: Path) -> None:
+def test_canary_names_missing_internals(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatrain.models.internals"]
     good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert good.returncode == 0 and f"{len(USED)} of {len(USED)}" in good.stdout

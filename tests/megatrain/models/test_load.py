@@ -308,7 +308,7 @@ def test_a_missing_folder_is_an_error_of_its_own(tmp_path: Path) -> None:
         read_config(tmp_path / "absent")
 
 
-def test_the_folder_is_what_transformers_would_read(saved: tuple[PreTrainedModel, Path]) -> None:
+def test_loaded_folder_matches_transformers(saved: tuple[PreTrainedModel, Path]) -> None:
     _, path = saved
     theirs = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
     ours = load(path).named()

@@ -34,7 +34,7 @@ SHAPES: list[list[tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_parts_cover_a_layout_and_begin_where_partial_sums_do(
+def test_parts_cover_a_layout_at_partial_sum_boundaries(
     shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert PART_ALIGNMENT_ELEMENTS == kernels.NORM_BLOCK_ELEMENTS
@@ -81,7 +81,7 @@ def test_parameters_in_pieces_are_the_parameters(
 
 @pytest.mark.parametrize("sizes", [[65_536, 131_072, 7], [200_000]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_of_parts_is_that_of_the_whole(sizes: list[int], dtype: torch.dtype) -> None:
+def test_norm_of_parts_equals_the_whole_norm(sizes: list[int], dtype: torch.dtype) -> None:
     """This holds for any order of parts: the head's are in reverse."""
     gradient = torch.randn(sum(sizes)).to(dtype)
     norm = SquaredNorm()

@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     ("family", "name"),
     [("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("qwen3_next", "mtp.layers.0.mlp.up_proj.weight")],
 )
-def test_what_transformers_leaves_out_without_a_word_comes_back(family: str, name: str, folder: Path) -> None:
+def test_tensors_ignored_by_transformers_are_exported(family: str, name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(shrunk_config(family), dtype=torch.float32)
     model.save_pretrained(folder)
     before = edit(folder, lambda tensors: tensors.update({name: torch.randn(3, 5).half()}))
@@ -133,7 +133,7 @@ def test_a_folder_that_says_it_is_a_text_model_keeps_its_vision_tower(folder: Pa
     assert written == json.loads((folder / "config.json").read_text())
 
 
-def test_freezing_what_is_kept_is_no_mistake() -> None:
+def test_freezing_passthrough_tensors_is_allowed() -> None:
     config = tiny_image_text_config("llava")
     graph = spec.build_graph(config, freeze=["*vision_tower*", "*.embed_tokens.weight"])
     assert "model.language_model.embed_tokens.weight" not in graph.trainable_parameters
@@ -168,7 +168,7 @@ def test_a_folder_that_changed_or_vanished_is_named_at_the_export(folder: Path) 
     assert sorted(path.name for path in folder.parent.iterdir()) == ["out", "source"]
 
 
-def test_reading_what_is_kept_takes_a_piece_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_passthrough_tensors_takes_one_piece_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "PIECE_BYTES", 256)
     image_text_class("llava")._from_config(tiny_image_text_config("llava"), dtype=torch.float32).save_pretrained(folder)
     loader = WeightLoader(folder, build_graph(read_config(folder)).model)

@@ -30,7 +30,7 @@ from tiered import TransferError
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_any_part_of_a_weight_is_what_it_stands_for(tmp_path: Path, method: str) -> None:
+def test_any_part_of_a_quantized_weight_is_dequantized(tmp_path: Path, method: str) -> None:
     quantized, plain = quantized_pair(tmp_path, method)
     folder, expected = ModelFolder(quantized), load_file(plain / "model.safetensors")
     assert set(folder.records) == set(expected)
@@ -228,7 +228,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         ModelFolder(quantized)
 
 
-def test_a_quantized_conv1d_is_refused_whatever_its_shape(tmp_path: Path) -> None:
+def test_quantized_conv1d_of_any_shape_is_refused(tmp_path: Path) -> None:
     """transformers transposes it first: a square one would be read transposed without an error."""
     plain = tmp_path / "plain"
     AutoModelForCausalLM.from_config(tiny_config("gpt2"), dtype=torch.float32).save_pretrained(plain)
@@ -243,7 +243,7 @@ def test_a_quantized_conv1d_is_refused_whatever_its_shape(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_of_experts_are_those_of_the_plain_folder(
+def test_expert_parts_match_the_plain_folder(
     tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut, with plain biases between packed weights, in the compute dtype or in another one."""
@@ -278,7 +278,7 @@ def test_parts_of_experts_are_those_of_the_plain_folder(
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8 experts", "int4 experts"])
-def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, method: str) -> None:
+def test_fused_expert_blocks_match_the_plain_folder(tmp_path: Path, method: str) -> None:
     """Packed, transposed, or with a tensor for each expert: unpacking gives the same values as loading."""
     blocks = []
     for folder in quantized_pair(tmp_path, method):

@@ -14,7 +14,7 @@ from megatrain.optim.threads import KernelThreads
 SIZE, STEPS = 200_000, 6
 
 
-def test_it_is_torchs_average_of_the_masters_and_changes_nothing_else() -> None:
+def test_average_matches_torch_and_changes_nothing_else() -> None:
     alone = AdamW(threads=KernelThreads(1))
     optimizer = WeightAverage(AdamW(threads=KernelThreads(2)), 0.9)
     assert bytes_per_parameter(optimizer.state_kinds(True)) == 16

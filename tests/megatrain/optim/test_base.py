@@ -33,7 +33,7 @@ def test_only_matrices_that_no_glob_names_decay() -> None:
     assert not any(segment.state_starts for segment in segments)
 
 
-def test_with_nothing_excluded_vectors_decay_too() -> None:
+def test_vectors_decay_if_nothing_is_excluded() -> None:
     segments = build_segments(build_layout("layer", PARAMETERS, trainable=True), 0.1, ())
     assert {segment.weight_decay for segment in segments} == {0.1}
 
@@ -55,7 +55,7 @@ def test_matrices_decay_as_under_transformers(family: str) -> None:
         assert any(name.endswith("gate_up_proj_bias") for name in shapes)
 
 
-def test_globs_tell_upper_and_lower_case_apart() -> None:
+def test_globs_are_case_sensitive() -> None:
     layout = build_layout("layer", [("model.Norm.weight", (4, 4))], trainable=True)
     assert build_segments(layout, 0.1, ("*norm*",))[0].weight_decay == 0.1
 

@@ -75,7 +75,7 @@ def test_one_element_that_is_not_finite_is_noticed(value: float, position: int) 
     assert not math.isfinite(global_norm([1.0, squared_norm(gradient, KernelThreads(1))]))
 
 
-def test_the_coefficient_is_that_of_torch() -> None:
+def test_clip_coefficient_matches_torch() -> None:
     for norm_of_gradient, max_grad_norm in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 1.0), (123.0, 0.3)):
         parameter = torch.nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([norm_of_gradient])
@@ -91,7 +91,7 @@ def test_a_norm_that_is_not_finite_has_no_coefficient() -> None:
         clip_coefficient(math.nan, 1.0)
 
 
-def test_a_norm_that_is_not_finite_is_used_only_where_it_is_ignored() -> None:
+def test_nonfinite_norm_is_used_only_with_ignore() -> None:
     for norm in (math.nan, math.inf):
         assert gradient_scale(norm, 1.0, "stop") is None and gradient_scale(norm, 1.0, "skip") is None
     assert gradient_scale(math.inf, 1.0, "ignore") == 0.0
@@ -109,7 +109,7 @@ def test_gradients_of_use_sites_add_up(num_threads: int) -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(1, 70_000))
-def test_the_norm_of_bf16_gradients_is_that_of_their_values(seed: int, size: int) -> None:
+def test_norm_of_bf16_gradients_matches_their_values(seed: int, size: int) -> None:
     gradient = random_gradient(seed, size).to(torch.bfloat16)
     assert squared_norm(gradient) == squared_norm(gradient.float())
 

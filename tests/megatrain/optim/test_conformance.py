@@ -105,7 +105,7 @@ class Unnamed(Signum):
         (Unnamed, "test_it_is_an_optimizer"),
     ],
 )
-def test_the_suite_finds_what_breaks_the_contract(kind: Any, found: str) -> None:
+def test_suite_finds_contract_violations(kind: Any, found: str) -> None:
     assert found in run_suite(kind)
 
 
@@ -120,7 +120,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
 
-def test_mistakes_are_told_in_words(installed: None) -> None:
+def test_optimizer_mistakes_have_clear_errors(installed: None) -> None:
     assert set(available_optimizers()) >= {"none", "number", "order", "signum"}
     for name, arguments, message in (
         ("signun", {}, "no installed package has an optimizer of this name; there are: none, number, order, signum"),

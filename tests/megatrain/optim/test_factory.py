@@ -49,7 +49,7 @@ def test_every_name_makes_its_optimizer_and_takes_its_settings(name: str, kind: 
     assert {segment.weight_decay for segment in segments} == {0.0, 0.2}
 
 
-def test_betas_are_those_of_the_table_and_lion_has_its_own_default() -> None:
+def test_betas_come_from_the_table_and_lion_has_own_defaults() -> None:
     adamw = make_optimizer(table_of(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6))
     assert isinstance(adamw, AdamW)
     assert (adamw.beta1, adamw.beta2, adamw.eps) == (0.8, 0.9, 1e-6)
@@ -77,7 +77,7 @@ def test_groups_reach_the_segments() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
-def test_a_group_without_decay_stays_where_it_is_while_the_rest_decays(name: str) -> None:
+def test_group_without_decay_does_not_decay(name: str) -> None:
     """A decay of 0.0 is a set value, not a missing one."""
     names = ("model.layers.0.up.weight", "model.layers.1.up.weight", "model.norm.weight")
     layout = build_layout("layer", zip(names, ((16, 8), (16, 8), (8,)), strict=True), trainable=True)

@@ -34,7 +34,7 @@ def gradients(steps: int, size: int = SIZE) -> list[Any]:
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-def test_bits_are_those_of_the_oracle(state_dtype: StateDtype) -> None:
+def test_moments_match_the_oracle_bitwise(state_dtype: StateDtype) -> None:
     optimizer = AdamW(threads=KernelThreads(1), state_dtype=state_dtype, seed=SEED)
     blocks = new_blocks(optimizer, SIZE)
     weight = np.zeros(SIZE, np.float32)
@@ -122,7 +122,7 @@ def test_codes_round_to_the_nearest_number(signed: bool) -> None:
         assert torch.equal(blocks["m"], codes) and torch.equal(blocks["m_scale"], scales)
 
 
-def test_what_is_not_finite_shows_in_its_block_alone() -> None:
+def test_nonfinite_values_affect_only_their_block() -> None:
     optimizer = AdamW(threads=KernelThreads(1), state_dtype="int8")
     for value in (torch.nan, torch.inf):
         blocks, gradient = new_blocks(optimizer, 1024), torch.ones(1024)
@@ -145,7 +145,7 @@ def test_bytes_per_parameter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
-def test_the_code_is_that_of(library: str) -> None:
+def test_quantization_code_matches_the_library(library: str) -> None:
     names = {"bitsandbytes": "bitsandbytes.functional", "torchao": "torchao.optim.quant_utils"}
     pytest.importorskip(library)
     module = importlib.import_module(names[library])

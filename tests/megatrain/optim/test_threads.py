@@ -46,7 +46,7 @@ def test_every_call_is_made_once() -> None:
     assert sorted(done) == list(range(100))
 
 
-def test_threads_of_torchs_operations_make_every_call_once_and_are_those_of_before() -> None:
+def test_torch_operation_threads_run_each_call_once() -> None:
     threads, done, makers = KernelThreads(3, among_operations=True), list[int](), set[int]()
 
     def call(index: int) -> None:

@@ -65,7 +65,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
     sys.modules.pop(KERNELS)
 
 
-def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_triton_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels(monkeypatch)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(DeviceKernelError, match=r"updates on a GPU need Triton.*let the host make the updates"):
@@ -226,7 +226,7 @@ def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> No
         optimizer.update({**blocks, "m": torch.zeros(64, dtype=torch.bfloat16)}, torch.zeros(64), [], update)
 
 
-def test_a_warm_up_compiles_what_it_is_asked_for(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_compiles_the_requested_kernels(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, torch.dtype, list[int]]] = []
 
     def note(self: Any, blocks: Any, gradient: torch.Tensor, segments: Any, update: Update) -> None:

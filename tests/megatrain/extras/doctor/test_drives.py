@@ -42,7 +42,7 @@ def test_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.free_bytes > 0
 
 
-def test_no_long_write_where_none_was_asked_for(tmp_path: Path) -> None:
+def test_brief_check_skips_the_long_write(tmp_path: Path) -> None:
     assert measure_drive(tmp_path, BRIEF).sustained is None
 
 
@@ -89,7 +89,7 @@ def test_the_tier_moves_whole_blocks(tmp_path: Path) -> None:
             assert int(lease.tensor.count_nonzero()) > 0.9 * lease.tensor.numel()
 
 
-def test_the_motor_of_a_partition_is_that_of_its_disk(tmp_path: Path) -> None:
+def test_partition_inherits_the_rotation_of_its_disk(tmp_path: Path) -> None:
     disk = tmp_path / "devices" / "sda"
     (disk / "sda1").mkdir(parents=True)
     (disk / "queue").mkdir()

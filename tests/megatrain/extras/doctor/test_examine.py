@@ -66,7 +66,7 @@ def test_the_processor() -> None:
     assert min(found.ram_update, *found.adamw_params.values()) > 0
 
 
-def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_count_their_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock reports one second for every run, so the rate is the FLOPs of six products of a layer."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     tokens, width, inner = 512, 256, 768
@@ -79,7 +79,7 @@ def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_products_match_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forwards, two gradients of inputs, and two gradients of weights, which read and write fp32 sums."""
     seen: Counter[tuple[int, int, int]] = Counter()
     multiply, add = torch.mm, torch.addmm
@@ -103,7 +103,7 @@ def test_products_are_those_of_a_step(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert seen == Counter(wanted)
 
 
-def test_attention_and_the_rest_of_a_layer_count_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_and_layer_rest_count_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock reports one second for every run: two forwards and a backward of half of all pairs."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     attention, moved = processors.layer_rates(torch.device("cpu"), torch.float32, 1.0)
@@ -114,7 +114,7 @@ def test_attention_and_the_rest_of_a_layer_count_what_they_do(monkeypatch: pytes
     assert 2 * forward < moved < 5 * forward
 
 
-def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_data_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal numbers speed up a processor, and a link may compress them."""
     seen: list[torch.Tensor] = []
     multiply = torch.mm

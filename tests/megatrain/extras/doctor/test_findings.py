@@ -86,7 +86,7 @@ def test_gpu_and_gds() -> None:
     assert missing.severity == "note" and "nvidia-fs" in missing.seen
 
 
-def test_what_gds_needs(tmp_path: Path) -> None:
+def test_missing_gds_requirements_are_listed(tmp_path: Path) -> None:
     nothing = check_gds(tmp_path / "proc", tmp_path / "run")
     assert any("nvidia-fs" in text for text in nothing.missing) and any("udev" in text for text in nothing.missing)
     (tmp_path / "proc" / "driver" / "nvidia-fs").mkdir(parents=True)

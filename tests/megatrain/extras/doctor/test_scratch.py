@@ -24,7 +24,7 @@ def test_the_folder_goes_with_all_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_it_goes_after_errors_too(tmp_path: Path, error: type[BaseException]) -> None:
+def test_scratch_folder_is_removed_after_errors(tmp_path: Path, error: type[BaseException]) -> None:
     def work() -> None:
         with scratch_folder(tmp_path) as folder:
             (folder / "file").write_bytes(b"x")
@@ -36,7 +36,7 @@ def test_it_goes_after_errors_too(tmp_path: Path, error: type[BaseException]) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_goes_when_the_process_is_told_to_end(tmp_path: Path, number: signal.Signals) -> None:
+def test_scratch_folder_is_removed_on_sigterm(tmp_path: Path, number: signal.Signals) -> None:
     def work() -> None:
         with terminated_as_interrupted(), scratch_folder(tmp_path) as folder:
             (folder / "file").write_bytes(b"x")

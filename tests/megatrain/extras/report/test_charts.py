@@ -77,13 +77,13 @@ def test_averages_keep_the_last_step_and_the_mean(count: int) -> None:
         assert sum(value for _, value in found) / len(found) == pytest.approx((count + 1) / 2)
 
 
-def test_averages_leave_out_what_is_not_finite() -> None:
+def test_averages_skip_nonfinite_values() -> None:
     points = [(float(step), math.nan if step % 2 else 1.0) for step in range(1, 1001)]
     assert all(value == 1.0 for _, value in average(points))
     assert all(math.isnan(value) for _, value in average([(1.0, math.inf)] * 1000))
 
 
-def test_what_stays_zero_is_not_drawn() -> None:
+def test_constant_zero_curves_are_not_drawn() -> None:
     zero = [(1.0, 0.0), (2.0, 0.0)]
     assert lay_out(Chart("t", lines=[Curve("", zero)], starts_at_zero=True)) is None
     assert lay_out(Chart("a loss", lines=[Curve("", zero)])) is not None, "a figure may be 0; a count of 0 is omitted"

@@ -158,7 +158,7 @@ def test_evaluations_of_all_sets_are_shown(tmp_path: Path) -> None:
     assert all(html.escape(line) in page for line in lines)
 
 
-def test_evaluations_come_from_the_summary_where_no_metrics_were_kept(tmp_path: Path) -> None:
+def test_evaluations_fall_back_to_the_summary(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [])
     last = EvaluationMetrics(5, 8, "book", math.inf, 10, 0.5)
     write_summary(RunSummary(5, 1.0, 1.0, 1.0, 1, 1, evaluations={"book": last}), folder)
@@ -233,7 +233,7 @@ def test_why_a_run_failed(tmp_path: Path) -> None:
     assert "the &lt;gradient&gt; is not finite" in page_of(folder)
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_report_of_a_live_run(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.0], state="training")
     with RunFolder(folder):
         assert "training 2/8" in lines_of(folder)[0]
@@ -313,7 +313,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert "starts  continued once, after step 2" in report_lines(figures)
 
 
-def test_a_run_that_starts_anew_forgets_the_one_before(real_run: Path, tmp_path: Path) -> None:
+def test_restarted_run_drops_the_previous_metrics(real_run: Path, tmp_path: Path) -> None:
     config = load_config(real_run.parent / "run.toml", (), [f"output_dir={tmp_path}", "device=cpu"]).config
     plan = Trainer(config, observer=RunObserver()).plan
     for continued_from, count in ((None, 1), (3, 2), (None, 1), (0, 2)):

@@ -28,11 +28,11 @@ def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
         ("model: {name: a}\ndataset: {path: b}\ntraining: {}\n", "megatrain"),
     ],
 )
-def test_whose_it_is(tmp_path: Path, text: str, tool: Tool) -> None:
+def test_source_tool_is_detected(tmp_path: Path, text: str, tool: Tool) -> None:
     assert read_source(write(tmp_path, text)).tool == tool
 
 
-def test_whose_it_is_said_to_be(tmp_path: Path) -> None:
+def test_source_tool_can_be_given(tmp_path: Path) -> None:
     source = read_source(write(tmp_path, "base_model: a\n"), "trl")
     assert (source.tool, source.title) == ("trl", "TRL")
 

@@ -681,7 +681,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_what_is_not_done_here_is_refused_with_a_sentence(tmp_path: Path, case: str) -> None:
+def test_untranslatable_settings_are_refused_with_a_reason(tmp_path: Path, case: str) -> None:
     text, message = REFUSED[case]
     with pytest.raises(TranslationError, match=message) as caught:
         translate(tmp_path, text)
@@ -751,7 +751,7 @@ def test_values_that_cannot_be_here_are_taken_out_and_named(tmp_path: Path) -> N
     assert values["values"]["optimizer.learning_rate"]["value"] == 2e-5
 
 
-def test_paths_are_relative_to_where_the_config_lies(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_config_folder(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "models/base").mkdir(parents=True)
     path = tmp_path / "theirs.yaml"
@@ -901,7 +901,7 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
         ("a_template_of_mine", "<|im_start|>{{ role }}", "a different one changes every text", True),
     ],
 )
-def test_a_template_is_compared_with_that_of_the_model(
+def test_template_is_compared_with_the_model_template(
     tmp_path: Path, name: str, own: str, said: str, is_lost: bool
 ) -> None:
     (tmp_path / "model").mkdir()
