@@ -185,7 +185,7 @@ def test_no_circle_of_imports() -> None:
 UPWARD: dict[str, set[str]] = {}
 
 
-def test_rooms_import_those_below_them() -> None:
+def test_packages_import_only_lower_layers() -> None:
     upward = {f"{importer} -> {imported}" for importer, imported in house.upward_pairs()}
     known = {pair for pairs in UPWARD.values() for pair in pairs}
     assert upward <= known, f"these import a room above their own: {sorted(upward - known)}"
@@ -212,7 +212,7 @@ INTERNAL_IMPORTS_OF_TOOLS = {
 }
 
 
-def test_tools_import_what_is_public() -> None:
+def test_tools_import_only_public_names() -> None:
     inside = {f"{importer} -> {imported}" for importer, imported in house.internal_imports_of_tools()}
     known = {pair for pairs in INTERNAL_IMPORTS_OF_TOOLS.values() for pair in pairs}
     assert inside <= known, f"import these from megatrain.api: {sorted(inside - known)}"
@@ -255,7 +255,7 @@ def test_one_file_of_embedding_knows_several_ranks() -> None:
     assert importers == {"megatrain.embed.shared"}
 
 
-def test_what_is_public_for_tools_is_there() -> None:
+def test_public_names_for_tools_exist() -> None:
     code = """
 import sys, megatrain.api
 print("torch" in sys.modules)
@@ -332,7 +332,7 @@ def test_the_figures_of_the_house_only_shrink() -> None:
         ("assert {'ram->nvme per step'} <= names", 0),
     ],
 )
-def test_what_counts_as_a_figure_with_one_bound(text: str, count: int) -> None:
+def test_one_sided_figures_are_detected(text: str, count: int) -> None:
     found = house.one_sided_figures(ast.parse(f"def test() -> None:\n    {text}\n"))
     assert len(list(found)) == count
 
@@ -418,7 +418,7 @@ def test_tables_of_the_config_live_with_their_owners_and_import_nothing_heavy() 
 PUBLIC = {"tiered.__init__", "tiered.ext", "tiered.testing.__init__", "tiered.errors", "tiered.lazy", "tiered.units"}
 
 
-def test_other_packages_import_what_is_public() -> None:
+def test_other_packages_import_only_public_names() -> None:
     deep = [
         f"{source.name}:{line} imports {name}"
         for source in SOURCES
@@ -428,7 +428,7 @@ def test_other_packages_import_what_is_public() -> None:
     assert not deep, "\n".join(deep)
 
 
-def test_what_a_tier_can_do_is_a_protocol() -> None:
+def test_tier_capabilities_are_protocols() -> None:
     """`hasattr` checks a name; a protocol also defines the method's behaviour, and mypy checks it."""
     found = [
         f"{source.name}:{node.lineno}"
@@ -586,7 +586,7 @@ def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None
     assert run_python(f"{chosen}\n{code}") == "False :16:8"
 
 
-def test_public_names_are_found_at_first_use_beside_the_packages_of_their_names() -> None:
+def test_public_names_load_lazily_next_to_same_named_packages() -> None:
     code = """
 import sys, megatrain
 megatrain.load_config("examples/01_tiny.toml")

@@ -143,7 +143,7 @@ def test_step_measures_the_memory_of_each_side() -> None:
         assert rows[f"{side}.process.peak"] > rows[f"{side}.process.before"] > 0
 
 
-def test_embedded_optimizer_computes_what_torch_does() -> None:
+def test_embedded_optimizer_matches_torch() -> None:
     rows = {row["name"].split(".", 2)[2]: row for row in run("embed_optimizer")}
     for clipping in ("free", "clipped"):
         assert rows[f"{clipping}.ratio.step.tiered/torch_fused"]["target"] == 1.0
@@ -153,7 +153,7 @@ def test_embedded_optimizer_computes_what_torch_does() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_move_what_was_planned_at_the_losses_of_one_process() -> None:
+def test_rank_traffic_and_losses_match_plan_and_one_process() -> None:
     rows = {row["name"]: row["value"] for row in run("ranks")}
     assert rows["nvme.1x2.steps_that_differ"] == 0
     for link in ("ram->ranks", "nvme->ram"):
@@ -161,7 +161,7 @@ def test_ranks_move_what_was_planned_at_the_losses_of_one_process() -> None:
     assert rows["planned.1x2.4096.ratio.efficiency/one_gpu"] > 0 < rows["planned.2x1.4096.gpu->hosts.planned"]
 
 
-def test_what_is_computed_again_is_compared() -> None:
+def test_recompute_modes_are_compared() -> None:
     rows = {row["name"]: row["value"] for row in run("recompute")}
     layers = {name: (rows[f"{name}.layers_kept"], rows[f"{name}.layers_saving"]) for name in ("full", "nvme", "none")}
     assert layers == {"full": (0, 0), "nvme": (0, 4), "none": (4, 0)}
@@ -229,7 +229,7 @@ def test_disk_offload_gives_the_same_scores_and_tokens_from_as_little_memory() -
 
 
 @pytest.mark.slow
-def test_sides_on_one_device_compute_the_same_and_move_what_was_planned() -> None:
+def test_sides_on_one_device_agree_and_match_the_plan() -> None:
     rows = {row["name"]: row for row in run("gpu", "--parts", "rates,7b_4k_equal,plain,20b_nvme,long_32k")}
     assert rows["7b_4k_equal.ratio.ours/megatrain"]["target"] == 2.5 and rows["plain.ratio.ours/plain"]["target"] == 1.0
     for part, sides in {
@@ -290,7 +290,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
     assert found[f"{start}ram->gpu.moved"] > 0, "planned bytes are moved bytes, the profiled step included"
 
 
-def test_gaps_are_where_no_kernel_runs(tmp_path: Path) -> None:
+def test_gaps_are_times_without_kernels(tmp_path: Path) -> None:
     """As torch writes them: three kernels on two streams, of which the last runs alone, and an overlapping copy."""
     bars = [
         ("kernel", "gemm", 1000.0, 500.0),
@@ -402,7 +402,7 @@ def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) ->
     assert "torch" in (out / "machine.txt").read_text()
 
 
-def test_a_call_ends_where_the_tiny_model_fails(tmp_path: Path) -> None:
+def test_call_ends_if_the_tiny_model_fails(tmp_path: Path) -> None:
     """numba cannot be imported, and no wheel helps."""
     (tmp_path / "numba.py").write_text("raise ImportError('no numba here')")
     status, log, out = fifteen(tmp_path, "a", PYTHONPATH=str(tmp_path), CALL_S="300")
@@ -410,7 +410,7 @@ def test_a_call_ends_where_the_tiny_model_fails(tmp_path: Path) -> None:
     assert "gpu.py" not in log and not (out / "gpu.jsonl").exists()
 
 
-def test_files_that_are_too_large_are_left_behind(tmp_path: Path) -> None:
+def test_too_large_files_are_not_returned(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     for name, megabytes in {"small.json.gz": 1, "large.json.gz": 9, "larger.json.gz": 10}.items():
@@ -458,7 +458,7 @@ def test_a_call_with_wrong_arguments(tmp_path: Path) -> None:
         assert done.returncode == 2 and expected in done.stderr
 
 
-def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Path) -> None:
+def test_terminated_bench_keeps_finished_steps(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCH / "gpu.py"), "--quick", "--device", "cpu", "--parts", "14b,long_32k"]
     command += ["--steps", "2000", "--scratch", str(tmp_path), "--out", str(out)]
@@ -532,7 +532,7 @@ def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeyp
     assert (tmp_path / "ours.log").read_text() == ":4096:8\n"
 
 
-def test_the_end_of_a_failed_side_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_failed_side_reports_the_end_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """Its file is deleted with the scratch folder, and a row has space for three lines."""
     arguments = argparse.Namespace(
         layers=None,
@@ -580,7 +580,7 @@ def test_a_planned_peak_has_all_buffers() -> None:
     assert planned_peak(replace(placement, buffers={"gpu": {10: 1}}), "gpu") == 125
 
 
-def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:
+def test_missing_gpu_and_elapsed_time_are_reported(tmp_path: Path) -> None:
     def gpu(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(BENCH / "gpu.py"), "--json", *words]
         return warm.run(command, cwd=tmp_path, timeout=200)
@@ -595,7 +595,7 @@ def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) 
     assert all("out of time" in row["value"] for row in rows)
 
 
-def test_a_side_without_time_for_a_step_tells_of_its_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_side_without_finished_steps_reports_its_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     part = part_named("14b").small()
     result = {"num_parameters": 5, "optimizer": "AdamW", "start_s": 2.0, "start_parts_s": {"plan": 1.0}, "steps": []}
     rows = Rows(Report("gpu", as_json=True, tokens_per_step=part.tokens), "14b", part)
@@ -654,7 +654,7 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
+def test_commit_writes_ram_blocks_and_links_the_rest() -> None:
     rows = {row["name"]: row["value"] for row in run("checkpoint")}
     for size in ("0.002GB",):
         assert rows[f"{size}.ram0.written"] == rows[f"{size}.changed10.written"] == rows[f"{size}.ram100.linked"] == 0

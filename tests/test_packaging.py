@@ -43,7 +43,7 @@ def test_the_dockerfile_has_its_targets_and_known_instructions() -> None:
     assert users == ["trainer", "root", "trainer"], "nothing runs as root"
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
+def test_docker_copies_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert ignored[0] == "**"
     kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
@@ -92,7 +92,7 @@ def asked(line: str) -> tuple[str, str]:
     return CONDA_NAMES.get(name, name), bounds
 
 
-def test_the_recipe_asks_for_what_the_wheel_asks_for() -> None:
+def test_recipe_requirements_match_the_wheel() -> None:
     found = recipe()
     run = dict(map(asked, found["requirements"]["run"]))
     assert run.pop("python") == PROJECT["requires-python"] and run.pop("__linux") == ""

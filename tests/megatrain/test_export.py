@@ -130,7 +130,7 @@ def test_one_unit_in_memory_at_a_time(run: SavedRun, tmp_path: Path, monkeypatch
     assert most == 1 and not open_now
 
 
-def test_beside_a_living_run(run: SavedRun, tmp_path: Path) -> None:
+def test_export_works_during_a_run(run: SavedRun, tmp_path: Path) -> None:
     with RunFolder(run.out):
         assert export_checkpoint(run.out, tmp_path / "out").is_dir()
 
@@ -179,7 +179,7 @@ def test_another_model_is_refused(run: SavedRun, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_somebody_elses_folder_is_not_touched(run: SavedRun, tmp_path: Path) -> None:
+def test_foreign_folder_is_not_changed(run: SavedRun, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("precious")
     with pytest.raises(ExportError, match="is not empty"):

@@ -90,7 +90,7 @@ def test_experts_count_for_the_tokens_they_see() -> None:
     assert three - two == 6 * TOKENS * (3 * 32 * 24)
 
 
-def test_what_padding_and_labels_change() -> None:
+def test_flops_depend_on_padding_and_labels() -> None:
     trace = trace_of(tiny_config("llama", tied=False))
     whole = all_of(trace)
     half = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS // 2, num_trained_tokens=TOKENS)

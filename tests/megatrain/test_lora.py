@@ -122,7 +122,7 @@ def test_peft_opens_the_adapter_and_its_merge_is_the_same_model(model: Path, tmp
     assert json.loads((merged / "config.json").read_text())["model_type"]
 
 
-def test_merge_at_the_end_of_a_run_is_that_of_its_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_final_merge_matches_the_merged_checkpoint(model: Path, tmp_path: Path) -> None:
     train(tmp_path, lora_text(tmp_path, model, **ON_NVME) + "[export]\nmerge = true\n")
     merged = export_checkpoint(tmp_path / "out", tmp_path / "merged")
     final = tmp_path / "out/final/model.safetensors"
@@ -167,7 +167,7 @@ def test_prompts_are_continued_by_the_base_model_with_its_adapters_as_by_peft(
         assert any(len(ids) < num_new for ids in found) or generator.moved_bytes == generator.planned_bytes
 
 
-def test_training_goes_on_from_an_adapter(model: Path, tmp_path: Path) -> None:
+def test_training_starts_from_an_adapter(model: Path, tmp_path: Path) -> None:
     train(tmp_path / "a", lora_text(tmp_path / "a", model, DORA) + '[export]\ndtype = "float32"\n')
     first = tmp_path / "a/out/final"
     again = f'[lora]\nadapter_name_or_path = "{first}"\n'
@@ -228,7 +228,7 @@ def test_wrong_adapters_are_refused_by_name(model: Path, tmp_path: Path, monkeyp
         ('[lora]\nr = 4\ntarget_modules = ["embed_tokens"]\nuse_dora = true\n', "is an embedding"),
     ],
 )
-def test_targets_that_are_none(model: Path, tmp_path: Path, lora: str, words: str) -> None:
+def test_unknown_lora_targets_are_refused(model: Path, tmp_path: Path, lora: str, words: str) -> None:
     with pytest.raises(AdapterError, match=words):
         train(tmp_path, lora_text(tmp_path, model, lora))
 

@@ -59,7 +59,7 @@ def weights(run: SavedRun, out: str = "out") -> bytes:
 
 
 @pytest.mark.parametrize("steps", [3, 5])
-def test_a_run_goes_on_from_its_cursor(run: SavedRun, steps: int) -> None:
+def test_streamed_run_resumes_from_its_cursor(run: SavedRun, steps: int) -> None:
     """The run stops at a step without a regular save; another run length does not change the data."""
     assert run.call("run", streamed(run, steps=steps)).exit_code == 0
     result = run.call("run", streamed(run), "--allow-config-change")
@@ -83,7 +83,7 @@ def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
     assert result.exit_code == 0 and "continuing after step 2 of 4" in result.output
 
 
-def test_what_looks_at_streams(run: SavedRun) -> None:
+def test_check_and_data_commands_handle_streams(run: SavedRun) -> None:
     """``check`` lists shards, ``data preview`` reads the first rows, ``data stats`` explains why it cannot count."""
     path = streamed(run)
     result = run.call("check", path)
@@ -126,7 +126,7 @@ def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
         (("./shards-b", "./shards-c"), "there is no such file or folder"),
     ],
 )
-def test_what_does_not_go_together(run: SavedRun, change: tuple[str, str], said: str | None) -> None:
+def test_incompatible_stream_settings_are_refused(run: SavedRun, change: tuple[str, str], said: str | None) -> None:
     path = streamed(run)
     text = path.read_text()
     assert change[0] in text

@@ -28,7 +28,7 @@ SUITE = str(SUITES / "tier_suite.py")
         (AssertionError("the slot was changed"), SUITE, "assert not problems, problems[0]", True),
     ],
 )
-def test_what_is_judged(error: Exception, file: str, line: str, is_number: bool) -> None:
+def test_number_errors_are_recognized(error: Exception, file: str, line: str, is_number: bool) -> None:
     assert is_about_numbers(type(error), str(error), [(OURS, "..."), (file, line)]) is is_number
 
 
@@ -38,7 +38,7 @@ def test_a_comparison_of_torch_is_the_line_of_the_test_that_calls_it() -> None:
         assert is_about_numbers(AssertionError, "Scalars are not close!", [(TEST, line), inside]) is is_number
 
 
-def test_a_test_goes_on_behind_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_test_continues_after_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     # The sources come first: a folder of tests has a package's name, and would hide it.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS.parent), str(TESTS))))
     source = """
@@ -62,14 +62,14 @@ def test_a_test_goes_on_behind_a_number(pytester: pytest.Pytester, monkeypatch: 
     assert outcomes == {"xfailed": 1, "failed": 2, "passed": 1}
 
 
-def test_what_is_known_is_of_a_test_that_there_is() -> None:
+def test_known_failures_name_existing_tests() -> None:
     for name, part, why in KNOWN:
         file, _, function = name.partition("::")
         assert f"def {function}(" in (TESTS / "gpu" / file).read_text(encoding="utf-8")
         assert known(f"tests/gpu/{name}[real]", f"visit 1: {part}") == why and not known(f"tests/gpu/{name}", "OOM")
 
 
-def test_what_is_judged_of_calls(tmp_path: Path) -> None:
+def test_bench_rows_are_judged(tmp_path: Path) -> None:
     def row(name: str, ok: bool | None, timing: bool = False) -> str:
         return json.dumps({"name": name, "value": 1, "ok": ok, "timing": timing}) + "\n"
 

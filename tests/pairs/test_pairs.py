@@ -63,7 +63,7 @@ def test_every_pair_is_covered_or_excluded() -> None:
 
 
 @pytest.mark.slow
-def test_the_rows_are_those_that_the_generator_makes() -> None:
+def test_rows_match_the_generator() -> None:
     assert list(all_rows()) == array.generate(all_rows()), "run: python -m pairs.array"
 
 
@@ -71,7 +71,7 @@ def test_the_rows_are_those_that_the_generator_makes() -> None:
     ("exclusion", "levels"),
     [pytest.param(each, levels, id="-".join(levels.values())) for each, levels in cases()],
 )
-def test_what_is_refused_is_refused_in_these_words(
+def test_excluded_pairs_are_refused_with_their_message(
     exclusion: Exclusion, levels: Row, place: Place, tmp_path: Path
 ) -> None:
     said = refusal_of(refused_row(exclusion, levels), place, tmp_path / "run")

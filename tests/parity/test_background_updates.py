@@ -64,7 +64,7 @@ class Beside:
         monkeypatch.setattr(StoreAccess, "weights", noted)
 
 
-def test_layers_go_on_beside_an_update_and_wait_for_their_own(
+def test_layers_overlap_updates_and_wait_for_their_own(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(tmp_path / "ram", tiny_model, nvme=0)
@@ -78,9 +78,7 @@ def test_layers_go_on_beside_an_update_and_wait_for_their_own(
     assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
 
 
-def test_where_layers_run_on_the_host_updates_do_so_in_turn(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_layers_update_sequentially(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
     update = Updater.update
     monkeypatch.setattr(
@@ -120,7 +118,7 @@ def test_an_error_of_an_update_ends_the_step_and_nothing_runs_on(
     assert not left
 
 
-def test_what_stops_a_step_waits_for_the_updates_that_run(
+def test_failing_step_waits_for_running_updates(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update, begin = Updater.update, StoreAccess.begin

@@ -58,7 +58,7 @@ def test_one_graph_for_all_layers(dtype: str, tiny_model: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch itself warns when it first makes kernels
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_kernels_of_inductor_compute_what_layers_do(tiny_model: Path, tmp_path: Path) -> None:
+def test_inductor_kernels_match_eager_layers(tiny_model: Path, tmp_path: Path) -> None:
     compiled = run(tmp_path / "ram", tiny_model, "compile = true", nvme=0)
     on_nvme = run(tmp_path / "nvme", tiny_model, "compile = true", ram="7MiB", **ALL_NVME)
     assert (on_nvme.losses, on_nvme.digests) == (compiled.losses, compiled.digests)
@@ -153,7 +153,7 @@ def saved_nbytes(bound: BoundUnit) -> list[int]:
     return found
 
 
-def test_evaluations_are_compiled_too() -> None:
+def test_evaluations_are_compiled() -> None:
     plain, _, batch = prepared("llama", None)
     compiled, _, _ = prepared("llama", LayerCompiler("aot_eager"))
     for _ in range(2):

@@ -20,7 +20,7 @@ def steps(folder: Path, model: Path, **tables: str) -> AbstractContextManager[St
     return single_steps(folder, config_text(folder, model, nvme=0, **tables))
 
 
-def test_the_update_is_made_once_by_whoever_needs_it_first(tiny_model: Path, tmp_path: Path) -> None:
+def test_deferred_update_runs_once_at_first_use(tiny_model: Path, tmp_path: Path) -> None:
     with steps(tmp_path / "a", tiny_model) as late, steps(tmp_path / "b", tiny_model) as soon:
         before = late.digests()
         assert late.step() == soon.step()

@@ -128,7 +128,7 @@ def with_teacher(batches: Sequence[Mapping[str, Tensor]], temperature: float) ->
         ("mixtral", {"head_columns": 16}),
     ],
 )
-def test_every_gradient_is_that_of_plain_torch(family: str, options: dict[str, Any]) -> None:
+def test_every_gradient_matches_plain_torch(family: str, options: dict[str, Any]) -> None:
     config = tiny_config(family)
     spec = Distillation(2.0, 0.25, "bucket", K)
     objective = Objective(spec)
@@ -188,7 +188,7 @@ def distill_text(folder: Path, model: Path, scores: Path | None, table: str = ""
     return text + f'[distill]\nscores = "{scores}"\ntemperature = 2.0\nalpha = 0.25\n{table}\n'
 
 
-def test_the_plan_has_room_for_what_the_teacher_says(
+def test_plan_includes_the_teacher_scores(
     tiny_model: Path, scores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.toml"

@@ -345,7 +345,7 @@ def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) ->
     assert [evaluator.next_step(step) for step in range(NUM_STEPS)] == [3, 3, 3, 5, 5]
 
 
-def test_who_continues_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
+def test_resumed_run_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     """The run stops at a step with a due evaluation, after an evaluation that is lost with its step, and once more."""
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
     assert [line[0] for line in logged(stopped)] == [0, 0]

@@ -323,7 +323,7 @@ SCORED = {
 
 
 @pytest.mark.parametrize("place", SCORED)
-def test_scores_are_those_of_transformers(place: str, mixture: Path, tmp_path: Path) -> None:
+def test_scores_match_transformers(place: str, mixture: Path, tmp_path: Path) -> None:
     """The scores have the same bits wherever the experts are."""
 
     def score(name: str, *changes: str) -> tuple[Scorer, ScoreSummary, list[dict[str, Any]]]:
@@ -399,7 +399,7 @@ def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path:
     assert of_parts == pytest.approx(first, rel=1e-4)
 
 
-def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
+def test_completions_match_transformers(mixture: Path) -> None:
     """Both the weights and the cache are in parts."""
     values: dict[str, Any] = {
         "model": {"model_name_or_path": str(mixture), "split_experts": True},
@@ -451,7 +451,7 @@ def test_ranks_have_the_bits_of_one_process(mixture: Path, tmp_path: Path) -> No
     assert digests(results) == digests([expected])
 
 
-def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_path: Path) -> None:
+def test_experts_without_tokens_do_not_move(mixture: Path, tmp_path: Path) -> None:
     """Few tokens reach few experts: less moves than planned, and no bit depends on it."""
 
     def run(name: str, lora: str = "", **options: Any) -> TieredRun:

@@ -68,7 +68,7 @@ def plain(folder: Path, prompts: list[str], temperature: float, seed: int) -> li
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_are_those_of_transformers_wherever_the_cache_lives(
+def test_tokens_match_transformers_for_any_cache_placement(
     tiny_model: Path, tmp_path: Path, temperature: float
 ) -> None:
     expected = plain(tiny_model, PROMPTS, temperature, 7)

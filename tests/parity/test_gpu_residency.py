@@ -75,7 +75,7 @@ def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Base
 
 
 @pytest.mark.parametrize("optimizer", ["", NO_CHECKS], ids=["updates wait", "updates at once"])
-def test_what_fits_entirely_moves_nothing(optimizer: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+def test_run_that_fits_moves_nothing(optimizer: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     result = run(tmp_path, tiny_model, gpu="64MiB", optimizer=optimizer, ram="2MiB")
     assert set(result.plan.placement.homes.values()) == {"gpu"}
     assert groups_on_gpu(result)[0] == groups_on_gpu(result)[1] > 0

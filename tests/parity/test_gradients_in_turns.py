@@ -254,7 +254,7 @@ def test_a_step_that_is_not_finite_at_its_loss_changes_nothing(
         assert run.engine.num_updates == 1
 
 
-def test_ignore_by_layer_uses_what_is_not_finite(
+def test_ignore_per_layer_uses_nonfinite_gradients(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with steps(tmp_path / "a", tiny_model, f'{PER_LAYER}\nnonfinite = "ignore"') as run:

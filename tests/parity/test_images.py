@@ -212,7 +212,7 @@ size = "256MiB"
 
 
 @pytest.mark.parametrize("images", ["frozen", "trained"])
-def test_results_of_a_tower_are_saved_where_it_is_trained(images: str, folders: Path, tmp_path: Path) -> None:
+def test_results_of_a_trained_tower_are_saved(images: str, folders: Path, tmp_path: Path) -> None:
     model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
     path = tmp_path / "run.toml"
     path.write_text(config_text(tmp_path, model, rows, images, training='recompute = "selective:9"'))

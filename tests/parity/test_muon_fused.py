@@ -61,7 +61,7 @@ def by_torch(model: Path, micro_batches: list[dict[str, torch.Tensor]], *, whole
 
 
 @pytest.mark.parametrize("rule", ["auto", "whole"])
-def test_a_step_is_that_of_torch(rule: str, fused_model: Path, tmp_path: Path) -> None:
+def test_fused_muon_step_matches_torch(rule: str, fused_model: Path, tmp_path: Path) -> None:
     text = config_text(tmp_path, fused_model, optimizer=f'{MUON}\nmuon_fused = "{rule}"')
     found = run_config(text, tmp_path, num_steps=1).weights
     config = load_config(tmp_path / "run.toml").config

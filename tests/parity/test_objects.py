@@ -52,7 +52,7 @@ def test_same_bits_and_planned_traffic(tables: dict[str, Any], tiny_model: Path,
     assert result.moved is not None and f"nvme->{NAME}" not in result.moved.links
 
 
-def test_too_little_room_is_refused_and_a_replay_moves_what_is_planned(tiny_model: Path, tmp_path: Path) -> None:
+def test_too_small_object_tier_is_refused_and_replay_matches_the_plan(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text_of(tmp_path, tiny_model, ram="7MiB"))
     config = load_config(tmp_path / "run.toml").config
     with objects_tier((tmp_path / NAME).as_uri(), 64 * MiB):

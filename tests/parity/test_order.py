@@ -33,7 +33,7 @@ def ram(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{max(least, one.totals['ram'])}B"
 
 
-def test_one_at_a_time_where_more_is_kept(ram: str, tmp_path: Path) -> None:
+def test_micro_batches_run_sequentially_if_more_is_kept(ram: str, tmp_path: Path) -> None:
     by_layer = make_plan(tmp_path, ram=ram, advanced='micro_batch_order = "layer"')
     plan = make_plan(tmp_path, ram=ram)
     assert (by_layer.run.batch.order, plan.run.batch.order) == ("layer", "micro_batch")

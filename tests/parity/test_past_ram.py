@@ -78,7 +78,7 @@ def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Base
 @pytest.mark.parametrize("nvme", [1, 2])
 @pytest.mark.parametrize("gpu", ["6MiB", "9MiB", "16MiB"])
 @pytest.mark.parametrize("placement", ["", ALL_NVME], ids=["free", "all on drives"])
-def test_the_same_bits_and_what_was_planned(
+def test_direct_copies_are_bitwise_equal_and_match_the_plan(
     placement: str, gpu: str, nvme: int, tiny_model: Path, tmp_path: Path, baseline: Baseline
 ) -> None:
     tables: dict[str, Any] = {"gpu": gpu, "ram": "7MiB", "nvme": nvme, "placement": placement, "tiers": ON}
@@ -170,18 +170,18 @@ class TestProbe:
         config = load_config(self.folder / "run.toml").config
         return machine.moves_past_ram(resolve_tiers(config), torch.device("cuda"))
 
-    def test_auto_does_what_was_proved(self) -> None:
+    def test_auto_uses_proven_direct_copies(self) -> None:
         assert self._decide("")
         assert self._decide(ON)
         assert self.asked == [self.folder], "probed once, in the nearest existing folder"
 
-    def test_auto_goes_through_ram_where_it_was_not(self) -> None:
+    def test_auto_uses_ram_for_unproven_direct_copies(self) -> None:
         self.reason = "kvikio moved the bytes through host memory"
         assert not self._decide("")
         with pytest.raises(ConfigError, match=f'"on", but GPUDirect Storage does not work on .*drive0: {self.reason}'):
             self._decide(ON)
 
     @pytest.mark.parametrize("tiers", ['direct = "off"', 'verify = "always"'])
-    def test_nobody_asks_where_it_is_not_wanted(self, tiers: str) -> None:
+    def test_disabled_direct_copies_are_not_probed(self, tiers: str) -> None:
         assert not self._decide(tiers)
         assert self.asked == []

@@ -75,7 +75,7 @@ def in_ram(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeR
     return train_whole(folder, text_of(folder, tiny_model))
 
 
-def test_a_run_tells_what_it_prefers(in_ram: WholeRun) -> None:
+def test_run_reports_preference_metrics(in_ram: WholeRun) -> None:
     first, *_, last = in_ram.told.steps
     assert first.loss == pytest.approx(0.6931, abs=1e-4)  # the model is still its reference
     assert first.preferences["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
@@ -86,13 +86,13 @@ def test_a_run_tells_what_it_prefers(in_ram: WholeRun) -> None:
     assert has_asked(in_ram) and in_ram.plan.micro_batch_size == 4 and in_ram.plan.run.data.table.packing is False
 
 
-def test_another_run_of_the_same_model_and_rows_asks_nobody(tiny_model: Path, in_ram: WholeRun) -> None:
+def test_second_run_reuses_the_reference_scores(tiny_model: Path, in_ram: WholeRun) -> None:
     folder = in_ram.plan.run.output_dir.parent.with_name("again")
     again = train_whole(folder, text_of(folder, tiny_model))
     assert not has_asked(again) and again.figures == in_ram.figures
 
 
-def test_the_reference_moves_what_is_planned(tiny_model: Path, tmp_path: Path) -> None:
+def test_reference_traffic_matches_the_plan(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text_of(tmp_path / "run", tiny_model, more=f"[placement]\n{ALL_NVME}\n"))
     trainer = Trainer(load_config(path).config)
@@ -118,7 +118,7 @@ def test_the_reference_moves_what_is_planned(tiny_model: Path, tmp_path: Path) -
         assert stats.home_bytes <= stats.high_water_bytes <= trainer.plan.budgets[tier]
 
 
-def test_a_run_that_goes_on_has_its_reference(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
+def test_resumed_run_keeps_its_reference(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     folder = tmp_path / "run"
     text = text_of(folder, tiny_model)
     first = train_whole(folder, text, stop_after=2)

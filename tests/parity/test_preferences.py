@@ -205,7 +205,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
     "name",
     [pytest.param(name, marks=[] if name in ("smoothed", "kto", "orpo") else [pytest.mark.slow]) for name in LOSSES],
 )
-def test_losses_and_gradients_are_those_of_whole_logits(name: str) -> None:
+def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     setup = Setup(LOSSES[name], num_micro_batches=2, tie_word_embeddings=name == "ipo")
     expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
     expected.backward()

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", SETTINGS)
-def test_loss_and_gradients_are_those_of_peft_on_the_plain_model(method: str, tmp_path: Path) -> None:
+def test_quantized_lora_matches_peft_on_the_plain_model(method: str, tmp_path: Path) -> None:
     model, plain = quantized_pair(tmp_path, method)
     base = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     theirs = with_adapters(base, {"r": 4, "lora_alpha": 8, **SETTINGS[method]})

@@ -393,7 +393,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_several_ranks_cannot_do(case: str, tmp_path: Path) -> None:
+def test_settings_unsupported_on_several_ranks_are_refused(case: str, tmp_path: Path) -> None:
     (change, size), key = REFUSED[case], case.partition(",")[0]
     (tmp_path / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n[data]\nmax_length = 32\n'

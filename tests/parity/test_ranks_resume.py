@@ -37,7 +37,7 @@ def text_of(folder: Path, model: Path, **tables: Any) -> str:
 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 1), pytest.param((2, 1, 4, 3, 1), marks=pytest.mark.slow)])
-def test_another_world_goes_on_with_the_same_bits(worlds: tuple[int, ...], tiny_model: Path, tmp_path: Path) -> None:
+def test_another_world_size_resumes_bitwise_equal(worlds: tuple[int, ...], tiny_model: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     (unbroken,) = run_on_ranks(1, go_on, whole, text_of(whole, tiny_model), 0, len(worlds))
@@ -61,7 +61,7 @@ def test_another_world_goes_on_with_the_same_bits(worlds: tuple[int, ...], tiny_
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_export_of_ranks_is_that_of_one_process(size: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_export_of_ranks_matches_one_process(size: int, tiny_model: Path, tmp_path: Path) -> None:
     """The export is equal file by file; `ckpt` lists, verifies and removes the checkpoints."""
     for world in (1, size):
         folder = tmp_path / f"by{world}"

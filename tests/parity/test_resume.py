@@ -206,7 +206,7 @@ def test_runs_that_update_in_the_backward_continue(optimizer: str, tiny_model: P
     assert set(done.state) == durable, "a checkpoint has no gradient"
 
 
-def test_a_stop_amid_updates_goes_on_from_the_last_checkpoint(
+def test_stop_during_updates_resumes_from_the_last_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fourth step's gradient is NaN in one layer, after the layers nearer to the loss were updated."""
@@ -233,7 +233,7 @@ def test_a_stop_amid_updates_goes_on_from_the_last_checkpoint(
     done.assert_same(whole)
 
 
-def test_data_that_ends_where_the_run_was_saved_begins_its_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
+def test_data_exhausted_at_the_save_starts_the_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
     """Six rows are already used, and the new data has no more than six."""
     changes = {
         str(EXAMPLES / "quickstart" / "loomings.txt"): str(tmp_path / "rows.jsonl"),
@@ -306,7 +306,7 @@ def test_a_changed_config_is_refused_unless_allowed(tiny_model: Path, tmp_path: 
     assert any("weight_decay" in text for text in done.told.messages)
 
 
-def test_another_order_of_additions_is_told(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_summation_order_is_reported(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("megatrain.training.start.ARITHMETIC", 1)
         train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
@@ -335,7 +335,7 @@ def test_a_run_that_is_done_does_nothing(tiny_model: Path, tmp_path: Path) -> No
     assert not again.told.checkpoints
 
 
-def test_starting_anew_in_a_used_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_restart_in_a_used_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     with pytest.raises(CheckpointError, match="saved at step 2"):
         train(tmp_path / "w", tiny_model, IN_RAM, checkpoint='resume_from_checkpoint = "no"')

@@ -83,7 +83,7 @@ def assert_close(found: tuple[float, dict[str, Tensor]], expected: tuple[float, 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 6])
-def test_packed_rows_beside_empty_micro_batches(family: str, num_micro_batches: int) -> None:
+def test_router_loss_with_empty_micro_batches(family: str, num_micro_batches: int) -> None:
     config = tiny_config(family, **ROUTED)
     full, empty = packed(texts(), 60), packed([], 60)
     found = streamed(config, [full, *[empty] * (num_micro_batches - 1)])

@@ -231,7 +231,7 @@ def test_bits_do_not_depend_on_tiers_or_passes(teacher: Path, tmp_path: Path) ->
         assert_same(summary.folder, first.folder)
 
 
-def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
+def test_interrupted_scoring_resumes_and_ignores_partial_files(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = TEXTS[:4]
@@ -288,12 +288,12 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
         ('score.formats="csv"', "score.formats"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_in_words(teacher: Path, tmp_path: Path, change: str, text: str) -> None:
+def test_unsupported_scoring_is_refused_with_a_reason(teacher: Path, tmp_path: Path, change: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Scorer(config_of(teacher, tmp_path, change))
 
 
-def test_the_plan_is_shown_where_scores_are_begun(teacher: Path, tmp_path: Path) -> None:
+def test_plan_is_shown_when_scoring_starts(teacher: Path, tmp_path: Path) -> None:
     """As in `run`, a resumed scoring prints a line, and a finished one prints none."""
     config_of(teacher, tmp_path)
 

@@ -41,7 +41,7 @@ class Mixing(nn.Module):
         return self.down(torch.relu(self.up(hidden - hidden.mean(dim=-2, keepdim=True))))
 
 
-def test_what_is_position_wise_is_tried() -> None:
+def test_position_wise_modules_are_detected_by_trial() -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     assert is_position_wise(mlp, 8)
@@ -53,7 +53,7 @@ def test_what_is_position_wise_is_tried() -> None:
     ("family", "path"),
     [("llama", "mlp"), ("gpt2", "mlp"), ("gemma3_text", "mlp"), ("phi3", "mlp"), ("gpt_neox", "mlp")],
 )
-def test_mlps_are_found_by_what_they_do(family: str, path: str) -> None:
+def test_mlps_are_found_by_behavior(family: str, path: str) -> None:
     graph = build_graph(tiny_config(family))
     layers = [unit.name for unit in graph.units if unit.is_layer]
     assert find_position_wise(graph) == tuple(f"{layer}.{path}" for layer in layers)
@@ -61,7 +61,7 @@ def test_mlps_are_found_by_what_they_do(family: str, path: str) -> None:
 
 @pytest.mark.parametrize("images", ["off", "trained"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_of_a_model_that_reads_images_those_of_its_text_are_found(family: str, images: Images) -> None:
+def test_text_mlps_of_image_models_are_found(family: str, images: Images) -> None:
     graph = build_graph(tiny_image_text_config(family), images=images)
     text = [unit.name for unit in graph.units if unit.is_layer and unit.index not in graph.optional_units]
     assert text and find_position_wise(graph) == tuple(f"{layer}.mlp" for layer in text)
@@ -88,7 +88,7 @@ def gradients(family: str, rows: int, **values: Any) -> tuple[float, dict[str, t
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("rows", [5, 16])
-def test_gradients_are_those_of_the_whole(family: str, rows: int) -> None:
+def test_tiled_gradients_match_the_whole(family: str, rows: int) -> None:
     loss, whole = gradients(family, 0)
     tiled_loss, tiled = gradients(family, rows)
     assert tiled_loss == pytest.approx(loss, rel=1e-6)
@@ -113,7 +113,7 @@ def test_dropout_inside_is_the_same_in_the_recompute_of_a_piece() -> None:
         torch.testing.assert_close(ours, plain)
 
 
-def test_what_cannot_be_tiled_is_refused_with_a_reason() -> None:
+def test_untileable_model_is_refused_with_a_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"no submodule of its layers .* Write mlp_rows = 0"):
         tile_mlps(build_graph(tiny_config("opt")), 4)
     config = tiny_config("mixtral")
@@ -125,7 +125,7 @@ def test_what_cannot_be_tiled_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.slow
-def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
+def test_mlp_memory_is_that_for_one_piece(tmp_path: Path) -> None:
     """The plan counts one piece instead of the whole MLP, and the process stays within it.
 
     On the CPU a process keeps freed memory up to its planned heap and some space (decisions 0085 and 0112).

@@ -121,7 +121,7 @@ def replayed(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[di
 
 @pytest.mark.parametrize("max_grad_norm", [1, 0], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("share_of_gpu", [1.0, 1.5, None], ids=["least GPU", "more GPU", "no GPU"])
-def test_whatever_takes_how_long(
+def test_traffic_is_planned_at_any_speed(
     share_of_gpu: float | None,
     max_grad_norm: int,
     models: dict[str, Path],
@@ -189,7 +189,7 @@ def test_each_step_reports_the_bytes_of_its_own_uses(
     assert steps[1:] == [trainer.plan.traffic] * 7
 
 
-def test_a_run_that_saves_moves_what_its_stretches_move(
+def test_saving_run_moves_the_traffic_of_its_stretches(
     models: dict[str, Path], tmp_path: Path, late_links: None
 ) -> None:
     """The stretch between two checkpoints is planned as a run: no fetch passes an update made for the checkpoint."""

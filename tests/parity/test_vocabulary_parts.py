@@ -115,7 +115,7 @@ def plan_of(graph: ModelGraph) -> HeadPlan:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True])
-def test_losses_and_gradients_are_those_of_hugging_face(family: str, tied: bool) -> None:
+def test_losses_and_gradients_match_hugging_face(family: str, tied: bool) -> None:
     config = tiny_config(family, tied=tied)
     runner, _ = runner_of(config)
     assert (runner.head_columns, runner.head_parts) == (COLUMNS, PARTS)
@@ -284,7 +284,7 @@ def test_parts_follow_from_the_model_alone() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_softmax_in_parts_is_that_of_the_whole(smoothing: float) -> None:
+def test_partwise_softmax_matches_the_whole(smoothing: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 30 * torch.randn(9, 50, generator=generator)
     labels = torch.randint(0, 50, (9,), generator=generator)

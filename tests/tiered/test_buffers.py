@@ -91,7 +91,7 @@ def test_a_lease_evicts_a_copy_of_its_own_size(store: TieredStore, ram: Simulate
     assert ram.num_drops == before
 
 
-def test_what_fits_the_free_bytes_is_given_all_the_same(store: TieredStore, ram: SimulatedTier) -> None:
+def test_request_within_the_free_bytes_is_granted(store: TieredStore, ram: SimulatedTier) -> None:
     store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
     store.reserve("ram", 3 * MiB)
     before = ram.num_drops
@@ -110,6 +110,6 @@ def test_without_buffers_it_is_as_before(store: TieredStore, ram: SimulatedTier,
     assert ram.num_drops == before + 2 * 3
 
 
-def test_a_tier_that_is_not_there(store: TieredStore) -> None:
+def test_unknown_tier_is_refused(store: TieredStore) -> None:
     with pytest.raises(ValueError, match="no tier named 'gpu'"):
         store.keep_buffers("gpu", {SMALL: 1})

@@ -42,7 +42,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("home", ["ram", "nvme", None])
-def test_what_is_put_is_there(home: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_put_tensor_round_trips(home: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     wanted = numbers(7, 33, dtype=dtype)
     with make_store(tmp_path) as store:
         spec = store.put("a/b", wanted.T.contiguous().T, home=home)  # any strides
@@ -65,7 +65,7 @@ def make_tiers(path: Path) -> list[Any]:
     return [RamTier(MiB, pin_memory=False), NvmeTier([path / "a", path / "b"], 8 * MiB, chunk_bytes=16 * KiB)]
 
 
-def test_what_cannot_be_put_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_put_leaves_no_block(tmp_path: Path) -> None:
     with make_store(tmp_path, ram=64 * KiB) as store:
         with pytest.raises(CapacityError):
             store.put("a", numbers(1000, 100))  # a home on the drive, but no space to pass RAM
@@ -106,9 +106,7 @@ def test_rows_are_read_from_files_alone(shape: tuple[int, ...], verify: Verify, 
             store.read_rows("number", 0, 1)
 
 
-def test_who_writes_while_rows_are_read_waits_for_the_end_of_the_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writer_waits_for_a_row_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_range, reads, may_read = by_name.read_range, threading.Event(), threading.Event()
 
     def read_later(*arguments: Any) -> int:

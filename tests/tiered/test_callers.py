@@ -57,7 +57,7 @@ def _innermost(thread: threading.Thread) -> object:
 
 
 @pytest.mark.usefixtures("caller")
-def test_in_its_backward_a_callers_leases_are_ones_own(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_of_a_backward_belong_to_its_caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leasing, "_CAN_SEE_FRAMES", True)
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
     with pytest.raises(CapacityError):

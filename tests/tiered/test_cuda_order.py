@@ -282,7 +282,7 @@ def test_a_new_buffer_waits_for_no_kernel(device: LazyDevice) -> None:
     gpu.close()
 
 
-def test_a_buffer_forgets_what_is_done(device: LazyDevice) -> None:
+def test_buffer_drops_completed_events(device: LazyDevice) -> None:
     buffer, first, second = DeviceBuffer(torch.empty(0)), device.event(), device.event()
     first.record()
     buffer.add_event(first, device.default)
@@ -348,7 +348,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_kernel_sees_what_the_program_says(seed: int, device: LazyDevice) -> None:
+def test_every_kernel_sees_the_program_order_values(seed: int, device: LazyDevice) -> None:
     tiers = [device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]
     with TieredStore(tiers) as store:
         trainer = Trainer(store, device, seed)

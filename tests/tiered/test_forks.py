@@ -148,7 +148,7 @@ def check_store_of_child(folder: Path) -> None:
         assert float(store["a"].sum()) == MiB, "the parent's store continues to work"
 
 
-def test_memory_of_a_child_never_lies_where_a_slab_of_its_parent_is(tmp_path: Path) -> None:
+def test_child_memory_never_overlaps_a_parent_slab(tmp_path: Path) -> None:
     check_in_own_process(check_addresses_of_child, tmp_path)
 
 

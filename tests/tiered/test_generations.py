@@ -107,7 +107,7 @@ def test_a_commit_can_be_opened_again(make_tiers: MakeTiers, kind: str, tmp_path
         assert [value_of(store, key) for key in KEYS] == [10, 2, 3]
 
 
-def test_a_commit_tells_what_it_took(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+def test_commit_reports_its_cost(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         commit = store.commit()
         commit.wait(60)
@@ -300,7 +300,7 @@ def test_a_killed_commit_leaves_the_one_before(tmp_path: Path) -> None:
         assert not (tmp_path / "snap/00000002").exists()
 
 
-def test_a_failed_commit_is_told_and_removed(
+def test_failed_commit_is_reported_and_removed(
     make_tiers: MakeTiers, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
@@ -338,7 +338,7 @@ def test_a_full_drive_shows_before_a_block_is_half_written(tmp_path: Path, monke
         assert not (tmp_path / "run/snap/00000002").exists() and current_generation(tmp_path / "run") == 1
 
 
-def test_a_failure_nobody_waited_for_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unawaited_failure_raises_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise TransferError("no space", tier="ram", errno=28)
 
@@ -349,7 +349,7 @@ def test_a_failure_nobody_waited_for_is_warned_of(tmp_path: Path, monkeypatch: p
         store.close()
 
 
-def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_continues_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiered.durable import commit as module
 
     go, write = threading.Event(), module.write_array
@@ -373,7 +373,7 @@ def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("verify", ["resume", "off"])
-def test_checksums_of_a_commit_are_not_those_of_what_was_written_meanwhile(
+def test_commit_checksums_exclude_concurrent_writes(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next commit would reuse them for other contents, and no store could open it."""

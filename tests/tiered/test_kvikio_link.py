@@ -109,7 +109,7 @@ def test_without_gds_system_calls_carry_the_bytes(tmp_path: Path, engine: Engine
     nvme.close()
 
 
-def test_auto_takes_kvikio_only_where_every_path_has_gds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_kvikio_only_if_every_path_has_gds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tmp_path / "slow"
     made: list[bool] = []
     monkeypatch.setattr(route, "may_open_driver", lambda: True)
@@ -155,7 +155,7 @@ def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_kvikio
-def test_the_probe_finds_what_the_stand_in_can_do(
+def test_probe_detects_the_stand_in_capabilities(
     stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))  # in the probe's process: this one has started already
@@ -229,7 +229,7 @@ def test_a_folder_without_room_is_reported(tmp_path: Path) -> None:
     assert dataclasses.replace(found, reason="") == KvikioProbe()
 
 
-def test_the_process_of_a_probe_ends_by_itself_too(tmp_path: Path) -> None:
+def test_probe_process_ends_if_its_parent_dies(tmp_path: Path) -> None:
     """The process that waits for it may be killed."""
     (tmp_path / "first" / "kvikio").mkdir(parents=True)
     (tmp_path / "first" / "kvikio" / "__init__.py").write_text("while True: pass\n")

@@ -156,7 +156,7 @@ def test_an_older_generation_can_be_loaded_after_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("homes", ["nvme", "ram"])
-def test_missing_parts_and_damaged_manifests_too(tmp_path: Path, homes: str) -> None:
+def test_missing_parts_and_damaged_manifests_are_found(tmp_path: Path, homes: str) -> None:
     with make_store(tmp_path, homes) as store:
         for value in (10, 20):
             commit(store, value)
@@ -217,7 +217,7 @@ def test_mistakes_leave_everything_as_it_is(tmp_path: Path) -> None:
         store.load()
 
 
-def test_a_moved_directory_keeps_what_lies_on_the_drives(tmp_path: Path) -> None:
+def test_moved_directory_keeps_blocks_on_the_drives(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         commit(store, 10)
     moved = tmp_path / "deep/er"

@@ -65,7 +65,7 @@ def test_a_commit_refuses_when_its_lock_is_gone(tmp_path: Path, replaces: bool) 
         assert store["x"].tolist() == list(range(9))
 
 
-def test_a_commit_to_a_folder_without_a_tier_refuses_too(tmp_path: Path) -> None:
+def test_commit_to_a_folder_without_a_tier_refuses(tmp_path: Path) -> None:
     with TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path)) as store:
         store.put("x", torch.arange(9.0))
         store.commit().wait()

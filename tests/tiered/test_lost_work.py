@@ -67,7 +67,7 @@ def opened_value(root: Path, notices: list[str] | None = None) -> float:
 
 
 @pytest.mark.parametrize("top", [3, 1, 77, None, "damaged"])
-def test_the_newest_generation_is_opened_whatever_the_top_file_names(top: int | str | None, tmp_path: Path) -> None:
+def test_newest_generation_is_opened_despite_the_top_file(top: int | str | None, tmp_path: Path) -> None:
     make(tmp_path, 4)
     path = tmp_path / "drive" / MANIFEST_NAME
     if isinstance(top, int):
@@ -162,7 +162,7 @@ def test_damaged_generations_are_reported_and_passed_over(
     assert opened_value(root) == 9
 
 
-def test_what_was_passed_over_stays_until_newer_generations_replace_it(tmp_path: Path) -> None:
+def test_skipped_generations_stay_until_newer_ones_replace_them(tmp_path: Path) -> None:
     """Its missing part may be on an unmounted drive."""
     make(tmp_path, 2, keep=2)
     away = (tmp_path / "drive/snap/00000002/a").rename(tmp_path / "away")

@@ -52,7 +52,7 @@ def test_the_last_commit_is_current_and_older_ones_stay_readable(tmp_path: Path)
         read_manifest(tmp_path, 1)
 
 
-def test_candidates_for_opening_are_listed_whatever_is_damaged(tmp_path: Path) -> None:
+def test_opening_candidates_are_listed_despite_damage(tmp_path: Path) -> None:
     for generation in (1, 2, 12):
         write_manifest(tmp_path, sample(generation))
     assert newest_first(tmp_path) == [12, 2, 1]

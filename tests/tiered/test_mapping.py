@@ -75,7 +75,7 @@ def test_a_leased_block_is_not_deleted(store: TieredStore) -> None:
     assert list(store) == ["b"]
 
 
-def test_what_is_committed_outlives_a_deletion(tmp_path: Path) -> None:
+def test_committed_block_outlives_a_deletion(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         store["a"] = torch.ones(4)
         commit = store.commit()
@@ -90,7 +90,7 @@ def make_tiers(path: Path) -> list[Any]:
     return [RamTier(MiB, pin_memory=False), NvmeTier([path / "drive"], 8 * MiB, chunk_bytes=16 * KiB)]
 
 
-def test_a_block_that_was_never_written_is_there_without_contents(store: TieredStore) -> None:
+def test_unwritten_block_exists_without_contents(store: TieredStore) -> None:
     store.register("a", (4,), torch.float32, home="nvme")
     assert "a" in store and len(store) == 1
     with pytest.raises(UninitializedBlockError):
@@ -131,7 +131,7 @@ def test_numpy_arrays_are_stored(array: Any, store: TieredStore) -> None:
     assert np.array_equal(store["a"].numpy(), array)
 
 
-def test_rows_are_written_from_numpy_and_nothing_else_is_stored(store: TieredStore) -> None:
+def test_rows_are_written_from_numpy_and_other_types_are_refused(store: TieredStore) -> None:
     store["a"] = np.zeros((4, 2), dtype=np.float32)
     store.write_rows("a", 1, np.ones((2, 2), dtype=np.float32))
     assert store["a"].sum() == 4
@@ -160,7 +160,7 @@ def test_a_mode_that_there_is_not_is_refused(mode: Any, store: TieredStore) -> N
 
 
 @pytest.mark.parametrize("package", ["tiered", "megatrain"])
-def test_dir_names_what_is_public(package: str) -> None:
+def test_dir_lists_public_names(package: str) -> None:
     """Tab completion calls it before any import, and `help` then gets each name."""
     public = "sorted({*p.__all__, '__version__'} ^ set(dir(p)))"
     code = f"import sys, {package} as p; print({public}, 'torch' in sys.modules)"

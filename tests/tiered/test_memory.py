@@ -265,7 +265,7 @@ def test_kept_buffers_are_made_at_once_and_dropped_last() -> None:
     assert sorted(recorder.alive.values()) == [10, 90], "a buffer that fits the free bytes is given, kept or not"
 
 
-def test_kept_buffers_stop_where_there_is_no_room() -> None:
+def test_kept_buffers_are_limited_by_space() -> None:
     recorder = Recorder()
     pool = SlabPool(Ledger("pool", 100), recorder.make, recorder.drop)
     pool.keep({30: 5})
@@ -275,7 +275,7 @@ def test_kept_buffers_stop_where_there_is_no_room() -> None:
     assert pool.has(30) and not pool.has(60)
 
 
-def test_an_idle_buffer_is_handed_out_first_else_the_one_that_is_back_longest() -> None:
+def test_idle_then_longest_returned_buffer_is_reused() -> None:
     busy: set[int] = set()
     recorder = Recorder()
     pool = SlabPool(Ledger("pool", 100), recorder.make, recorder.drop, lambda buffer: buffer not in busy)
@@ -401,7 +401,7 @@ for size in (380, 300, 300, 200, 100, 380):
 """
 
 
-def test_spare_pages_make_way_where_addresses_are_few() -> None:
+def test_spare_pages_are_released_if_addresses_are_scarce() -> None:
     subprocess.run([sys.executable, "-c", _FEW_ADDRESSES], check=True, timeout=80)
 
 

@@ -283,7 +283,7 @@ def test_files_that_were_taken_over_are_kept_and_used_with_new_ones(tmp_path: Pa
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_only_a_dead_run_is_told_of(dies: bool, tmp_path: Path) -> None:
+def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], MiB)
     take(tier, 8192)
     tier.close()

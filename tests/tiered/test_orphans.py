@@ -44,12 +44,12 @@ def drive(tmp_path: Path) -> Path:
     return tmp_path / "drive"
 
 
-def test_what_is_known_is_no_orphan(drive: Path) -> None:
+def test_known_generations_are_not_orphans(drive: Path) -> None:
     assert find_orphans(drive) == []
     assert len(list(drive.glob("snap/0*"))) == 3
 
 
-def test_what_its_store_forgot_is_one(drive: Path) -> None:
+def test_forgotten_generation_is_an_orphan(drive: Path) -> None:
     forget_generation(drive.parent / "one", 1)
     (orphan,) = find_orphans(drive)
     assert (orphan.path, orphan.generation, orphan.is_store_gone) == (drive / "snap/00000001", 1, False)
@@ -62,7 +62,7 @@ def test_what_its_store_forgot_is_one(drive: Path) -> None:
             assert list(GenerationReader(drive.parent / name, number).problems()) == []
 
 
-def test_those_of_a_store_that_is_gone_are_told_apart(drive: Path) -> None:
+def test_orphans_of_a_removed_store_are_distinguished(drive: Path) -> None:
     shutil.rmtree(drive.parent / "one")
     orphans = find_orphans(drive)
     assert [(o.generation, o.is_store_gone) for o in orphans] == [(1, True), (2, True)]

@@ -154,7 +154,7 @@ def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path:
     assert contents(tmp_path, "two") == {1: 2}
 
 
-def test_the_first_path_of_a_tier_can_be_a_directory_of_others_too(tmp_path: Path) -> None:
+def test_first_path_of_a_tier_can_be_a_shared_directory(tmp_path: Path) -> None:
     def make(path: Path | None) -> TieredStore:
         tier = NvmeTier([tmp_path / "drive"], MiB, chunk_bytes=16 * KiB)
         store = TieredStore(
@@ -199,7 +199,7 @@ def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_what_is_left_of_a_folder_at_any_instant_says_whose_it_is(
+def test_partially_removed_folder_names_its_owner(
     is_reversed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise no store could remove the leftovers of a crash, in whatever order the file system lists them."""

@@ -75,7 +75,7 @@ def test_blocks_go_straight_both_ways(store: TieredStore) -> None:
     assert store.tiers_between("nvme", "gpu") == store.tiers_between("gpu", "nvme") == ()
 
 
-def test_ram_is_used_where_the_block_is_used_there(store: TieredStore) -> None:
+def test_direct_block_uses_ram_if_it_is_used_there(store: TieredStore) -> None:
     put(store, 1.0, "ram")
     assert value_in(store, "gpu") == 1.0
     put(store, 2.0)
@@ -95,7 +95,7 @@ def test_the_prefetcher_needs_no_room_in_ram(store: TieredStore) -> None:
     assert store.stats().prefetch_on_time == 1
 
 
-def test_a_failed_read_is_told_and_can_be_tried_again(store: TieredStore) -> None:
+def test_failed_read_raises_and_can_be_retried(store: TieredStore) -> None:
     put(store, 5.0)
     with mock.patch.object(os, "preadv", side_effect=EIO), pytest.raises(TransferError, match="read failed"):
         store.acquire("block", "gpu")
@@ -110,7 +110,7 @@ def test_a_failed_write_keeps_the_bytes_in_gpu_memory(store: TieredStore) -> Non
     assert value_in(store, "gpu") == 7.0
 
 
-def test_what_came_from_gpu_memory_gets_its_checksums_at_the_commit(store: TieredStore) -> None:
+def test_direct_writes_get_checksums_at_the_commit(store: TieredStore) -> None:
     put(store, 8.0)
     assert store.verify() == 0, "no checksum was taken on the way"
     store.commit().wait(30)
@@ -125,7 +125,7 @@ def test_what_came_from_gpu_memory_gets_its_checksums_at_the_commit(store: Tiere
         assert value_in(store, "gpu") == value
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_invalid_direct_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="past_ram goes with verify"):
         NvmeTier([tmp_path], MiB, past_ram=True, verify="always")
     with pytest.raises(ValueError, match="a power of two"):
@@ -172,7 +172,7 @@ def device_store(device: LazyDevice, tmp_path: Path) -> Iterator[TieredStore]:
         yield made
 
 
-def test_a_file_gets_what_the_kernel_before_it_makes(device: LazyDevice, device_store: TieredStore) -> None:
+def test_file_receives_the_preceding_kernel_output(device: LazyDevice, device_store: TieredStore) -> None:
     with device_store.acquire("block", "gpu", "w") as lease:
         tensor = lease.tensor
         tensor.zero_()

@@ -71,7 +71,7 @@ def test_a_tier_of_another_package_is_found_by_its_name_and_used(site: Path) -> 
     del sys.modules["shelf_of_others"]
 
 
-def test_an_unknown_name_says_what_there_is() -> None:
+def test_unknown_name_error_lists_the_names() -> None:
     with pytest.raises(TieredError, match=r"no tier is called 'tape'; there are gpu, ram, nvme.*'tiered.tiers'"):
         tiered.tier_class("tape")
 

@@ -18,12 +18,12 @@ def ranked(policy: EvictionPolicy, *candidates: Candidate) -> list[str]:
     return list(orders.pop())
 
 
-def test_lru_evicts_what_was_used_longest_ago() -> None:
+def test_lru_evicts_the_least_recently_used() -> None:
     a, b = Candidate("a", 1, True, 5, 11), Candidate("b", 9, False, 3, 12)
     assert ranked(LRU(), a, b, Candidate("c", 1, False, 3, 20)) == ["b", "c", "a"]
 
 
-def test_belady_evicts_what_is_needed_last() -> None:
+def test_belady_evicts_the_furthest_next_use() -> None:
     soon, late = Candidate("soon", 9, False, 1, 11), Candidate("late", 1, True, 9, 30)
     assert ranked(Belady(), soon, late, Candidate("unforeseen", 1, True, 9, NEVER)) == ["unforeseen", "late", "soon"]
 

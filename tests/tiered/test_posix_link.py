@@ -156,7 +156,7 @@ def test_first_write_error_ends_the_transfer_after_all_parts(rig: Rig, monkeypat
     assert set(rig.load(home, (250_000,), torch.uint8).tolist()) == {9}
 
 
-def test_other_exceptions_reach_the_waiter_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exceptions_reach_the_waiter(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def confused(*arguments: Any) -> int:
         raise RuntimeError("confused")
 
@@ -223,7 +223,7 @@ def test_reads_overtake_queued_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     rig.close()
 
 
-def test_a_link_goes_on_after_the_other_direction_was_closed(rig: Rig) -> None:
+def test_link_works_after_the_other_direction_is_closed(rig: Rig) -> None:
     home = rig.home(1000)
     rig.read.close()
     rig.read.close()

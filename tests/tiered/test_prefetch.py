@@ -53,13 +53,13 @@ def test_the_access_of_now_takes_room_and_is_not_fetched() -> None:
     assert picks("abcd", room=3) == "bc"
 
 
-def test_what_is_used_now_needs_room_once_more_when_it_comes_again() -> None:
+def test_block_in_use_needs_space_for_its_next_fetch() -> None:
     """Its copy may be evicted until then."""
     assert picks("abcda", room=4) == "bcd"
     assert picks("abcda", room=5) == "bcda"
 
 
-def test_what_is_there_takes_room_too() -> None:
+def test_present_copies_take_space() -> None:
     assert picks(".abcd", room=3, present="ab") == "c"
 
 
@@ -98,7 +98,7 @@ def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "
     return [(access.key, access.tier) for access in fetches]
 
 
-def test_what_passes_through_a_tier_takes_room_there() -> None:
+def test_pass_through_copies_take_space() -> None:
     """Otherwise a copy on its way to the GPU would evict one fetched for a later use in RAM."""
     accesses = [Access(1, "A", "gpu", "r"), Access(2, "B", "gpu", "r"), Access(3, "C", "ram", "r")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
@@ -185,7 +185,7 @@ def complete(*links: ManualLink) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(KEYS, MODES), min_size=1, max_size=5), st.lists(WORK, min_size=5, max_size=30))
-def test_a_walk_is_left_out_only_where_it_would_find_nothing(future: list[tuple[str, Mode]], work: list[Any]) -> None:
+def test_walk_is_skipped_only_if_nothing_changed(future: list[tuple[str, Mode]], work: list[Any]) -> None:
     """Every relevant change causes a walk, whatever the caller does, and other changes cause none."""
     up, down = ManualLink("ram", "gpu"), ManualLink("gpu", "ram")
     store = TieredStore([MemoryTier("gpu", 4), MemoryTier("ram", 9)], links=[up, down])

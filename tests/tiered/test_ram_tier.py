@@ -27,7 +27,7 @@ def test_padding_of_a_reused_slot_is_zero() -> None:
     assert int(tier.tensor(slot, (8192,), torch.uint8)[5000:].sum()) == 0
 
 
-def test_machine_without_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_GROWTH_S", 0.0)
     monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: 12)
     tier = RamTier(MiB)
@@ -40,7 +40,7 @@ def test_machine_without_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
     assert tier.usage().used_bytes == 0
 
 
-def test_what_slabs_took_to_make_is_counted_and_so_are_those_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slab_creation_and_release_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_register", lambda address, nbytes: time.sleep(0.01) or True)
     monkeypatch.setattr(slab_module, "_unregister", lambda address: None)
     tier = RamTier(MiB, pin_memory=True)
@@ -57,7 +57,7 @@ def test_what_slabs_took_to_make_is_counted_and_so_are_those_given_back(monkeypa
     assert tier.num_drops == 1, "there was no space next to the unused one"
 
 
-def test_a_machine_whose_memory_grows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_machine_memory_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, totals = [12, 12, 0], iter([8, 8, 16, 16, 24, 24])
     populated = []
 

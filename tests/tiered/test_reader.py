@@ -89,7 +89,7 @@ def check(reader: GenerationReader, times: int) -> None:
         assert torch.equal(out, tensor * times), key
 
 
-def test_every_block_can_be_read_beside_a_living_store(root: Path) -> None:
+def test_every_block_can_be_read_during_a_live_store(root: Path) -> None:
     with make_store(root) as store:
         register(store)
         store.load(1)
@@ -133,7 +133,7 @@ def test_drives_that_moved_are_searched(root: Path) -> None:
     assert list(reader.problems()) == []
 
 
-def test_a_folder_of_another_store_is_not_taken_for_ones_own(root: Path, tmp_path: Path) -> None:
+def test_folder_of_another_store_is_not_adopted(root: Path, tmp_path: Path) -> None:
     """Both have a generation 2 with the same blocks."""
     with make_store(tmp_path / "other") as store:
         register(store)
@@ -183,7 +183,7 @@ def test_every_damaged_and_every_missing_file_is_named(root: Path) -> None:
     assert open_and_check(root) == []
 
 
-def test_all_damages_are_told_not_only_the_first(root: Path) -> None:
+def test_all_damages_are_reported(root: Path) -> None:
     snap = root / "generations/snap/00000002"
     (root / "b/snap/00000002/layer.0/weight/c/1").unlink()
     (snap / "layer.0/zarr.json").write_text("{}")
@@ -234,7 +234,7 @@ def test_a_generation_is_removed_from_all_drives(root: Path) -> None:
     check(GenerationReader(root / "generations"), 5)
 
 
-def test_one_whose_manifest_is_damaged_can_be_removed(root: Path) -> None:
+def test_generation_with_a_damaged_manifest_can_be_removed(root: Path) -> None:
     (root / "generations/snap/00000002/MANIFEST.json").write_text("?")
     (root / "generations/MANIFEST.json").write_text("?")
     remove_generation(root / "generations", 2)
@@ -305,9 +305,7 @@ def test_a_block_with_another_number_of_checksums_is_damaged(root: Path) -> None
                 reader.read(key, torch.empty_like(tensor))
 
 
-def test_at_every_instant_of_a_removal_the_current_generation_is_there(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_current_generation_exists_throughout_a_removal(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, num_looks = root / "generations", 0
     with make_store(root) as store:
         register(store)

@@ -128,7 +128,7 @@ def test_a_snapshot_that_failed_half_way_can_be_tried_again(
     tier.close()
 
 
-def test_room_reserved_for_snapshots_is_what_they_take(tmp_path: Path) -> None:
+def test_snapshots_take_the_reserved_space(tmp_path: Path) -> None:
     """It is not reserved a second time: files that fit in addition are kept for reuse."""
     tier = NvmeTier([tmp_path], 4 * 16 * KiB)
     tier.reserve(2 * 16 * KiB)
@@ -204,7 +204,7 @@ def test_adopt_takes_over_another_cut_and_charges_it(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_adopt_says_what_is_missing(tmp_path: Path) -> None:
+def test_adopt_names_missing_files(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     tier = NvmeTier(paths, MiB, chunk_bytes=4096)
     slot = take(tier, 20_000)

@@ -47,7 +47,7 @@ def open_store(source: Numbers, *tiers: object) -> TieredStore:
     return store
 
 
-def test_contents_are_there_from_the_start_and_read_again_after_an_eviction() -> None:
+def test_source_contents_are_read_again_after_an_eviction() -> None:
     source = Numbers({"a": 3, "b": 4})
     with open_store(source, RamTier(MiB)) as store:
         assert store.where("a") == {"source": CopyState.CLEAN}
@@ -106,7 +106,7 @@ def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> Non
             assert bool((lease.tensor == 3).all())
 
 
-def test_beside_a_drive_neither_is_passed(tmp_path: object) -> None:
+def test_source_blocks_never_pass_the_drive(tmp_path: object) -> None:
     """Homes on the drive move as usual, the source's blocks pass through RAM, and the drive never holds them."""
     source = Numbers({"a": 3})
     tiers = (GpuTier(MiB, device="cpu"), RamTier(MiB), NvmeTier([str(tmp_path)], MiB))

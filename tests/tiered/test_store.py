@@ -72,7 +72,7 @@ def store(tmp_path: Path) -> Iterator[TieredStore]:
         yield made
 
 
-def test_a_block_is_what_was_written_last(store: TieredStore) -> None:
+def test_block_holds_its_last_write(store: TieredStore) -> None:
     spec = store.register("a", SHAPE, torch.float32, home="nvme")
     assert spec.nbytes == BLOCK_BYTES and list(store.blocks()) == [spec]
     assert store.where("a") == {"nvme": CopyState.STALE}
@@ -92,7 +92,7 @@ def test_a_block_is_what_was_written_last(store: TieredStore) -> None:
     assert store.where("a") == {"ram": CopyState.CLEAN, "nvme": CopyState.CLEAN}
 
 
-def test_eviction_writes_back_only_what_changed(store: TieredStore) -> None:
+def test_eviction_writes_back_only_dirty_copies(store: TieredStore) -> None:
     add(store, "a", "b")
     flush(store, "a", "b")
     before = store.stats()
@@ -119,7 +119,7 @@ def test_more_blocks_than_room_keep_their_contents(store: TieredStore) -> None:
     assert store.stats().tiers["nvme"].home_bytes == 16 * BLOCK_BYTES
 
 
-def test_the_copy_used_longest_ago_makes_way_without_any_tick(store: TieredStore) -> None:
+def test_least_recently_used_copy_is_evicted_without_ticks(store: TieredStore) -> None:
     add(store, *"dcba")
     read(store, "d")
     add(store, "e")
@@ -145,7 +145,7 @@ def test_copies_make_way_for_a_home(store: TieredStore) -> None:
         store.register("home2", (2 * BLOCK_BYTES,), torch.uint8, home="ram")
 
 
-def test_what_can_never_fit_is_refused_at_once(store: TieredStore) -> None:
+def test_block_larger_than_the_tier_is_refused_at_once(store: TieredStore) -> None:
     store.register("big", (5 * BLOCK_BYTES,), torch.uint8, home="nvme")
     with pytest.raises(CapacityError, match="to acquire big"):
         store.acquire("big", "ram", "w")
@@ -220,7 +220,7 @@ def test_two_that_gather_blocks_do_not_wait_for_each_others_share(tmp_path: Path
         assert [read(store, key) for key in keys] == [num_rounds] * len(keys)
 
 
-def test_waiting_for_ones_own_lease_is_an_error(store: TieredStore) -> None:
+def test_waiting_for_an_own_lease_is_an_error(store: TieredStore) -> None:
     add(store, "a")
     with store.acquire("a", "ram") as first, store.acquire("a", "ram") as second:
         assert first.tensor.data_ptr() == second.tensor.data_ptr(), "readers share"
@@ -424,7 +424,7 @@ def test_a_recorded_trace_becomes_a_schedule(store: TieredStore) -> None:
     assert len(trace.accesses) == 3, "later events are not in the record"
 
 
-def test_events_tell_every_movement(tmp_path: Path) -> None:
+def test_events_report_every_movement(tmp_path: Path) -> None:
     events: list[Event] = []
     with make_store(tmp_path, on_event=events.append) as store:
         add(store, "a")
@@ -484,9 +484,7 @@ def test_a_failed_write_back_keeps_the_contents(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["drive", "quota"])
-def test_a_write_waits_for_room_and_a_person_is_told_once(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_waits_for_space_with_one_notice(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[str] = []
     nvme = NvmeTier([tmp_path], MiB, on_full="pause", on_notice=notices.append)
     write, refusals = os.pwritev, [3]

@@ -111,7 +111,7 @@ class Caller:
 # -- leases and evictions ------------------------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_write_back_that_fails_is_told(make: Callable[..., Hand]) -> None:
+def test_failed_write_back_raises_in_its_waiter(make: Callable[..., Hand]) -> None:
     hand = make(4, 8)
     store = hand.store
     hand.add("a")
@@ -143,7 +143,7 @@ def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -
     assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
 
 
-def test_what_is_pinned_and_asked_for_is_no_room_that_is_missing(make: Callable[..., Hand]) -> None:
+def test_requested_pinned_copy_is_not_missing_space(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store
     hand.add("pinned", "other", "wanted")
@@ -237,7 +237,7 @@ def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[
     assert hand.num_moved(before) == {"gpu->ram": 1, "ram->disk": 1, "disk->ram": 1, "ram->gpu": 1}
 
 
-def test_room_that_an_eviction_leaves_serves_what_was_held_up(make: Callable[..., Hand]) -> None:
+def test_evicted_space_serves_blocked_requests(make: Callable[..., Hand]) -> None:
     hand = make(2, 1, 8)
     store = hand.store
     in_the_way = _blocked(hand)
@@ -253,7 +253,7 @@ def test_room_that_an_eviction_leaves_serves_what_was_held_up(make: Callable[...
     assert store.where("a") == {"disk": CopyState.CLEAN}
 
 
-def test_a_copy_stays_where_the_callers_own_leases_leave_it_no_way_out(make: Callable[..., Hand]) -> None:
+def test_copy_blocked_by_the_callers_leases_stays(make: Callable[..., Hand]) -> None:
     hand = make(2, 1, 8)
     store = hand.store
     hand.add("a", "b")
@@ -299,7 +299,7 @@ def test_an_eviction_counts_once_however_often_it_is_asked_for(make: Callable[..
     assert (window.evictions_dirty, window.evictions_clean) == (1, 1)
 
 
-def test_a_copy_that_somebody_waits_for_does_not_make_way(make: Callable[..., Hand]) -> None:
+def test_awaited_copy_is_not_evicted(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store
     hand.add("a", "b", "c")
@@ -316,7 +316,7 @@ def test_a_copy_that_somebody_waits_for_does_not_make_way(make: Callable[..., Ha
     assert hand.num_moved(before) == {"disk->ram": 1}
 
 
-def test_what_was_fetched_last_is_as_recent_as_what_was_used_last(make: Callable[..., Hand]) -> None:
+def test_fetch_counts_as_a_recent_use(make: Callable[..., Hand]) -> None:
     hand = make(3, 8)
     store = hand.store
     hand.add("a", "b", "c", "d")
@@ -348,7 +348,7 @@ def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable
     assert hand.read("a", "ram") == 3
 
 
-def test_a_write_back_ends_where_it_fails(make: Callable[..., Hand]) -> None:
+def test_write_back_ends_at_the_failed_hop(make: Callable[..., Hand]) -> None:
     """A partial copy of a failed hop never goes home."""
     hand = make(2, 2, 8)
     store = hand.store
@@ -387,7 +387,7 @@ def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand])
     assert hand.read("a", "gpu") == 2
 
 
-def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable[..., Hand]) -> None:
+def test_ended_lease_frees_space_for_scheduled_fetches(make: Callable[..., Hand]) -> None:
     hand = make(1, 8)
     store = hand.store
     hand.add("a", "b")
@@ -403,9 +403,7 @@ def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable
 
 
 @pytest.mark.parametrize("taken_by", ["a home", "a reservation", "a pin", "a pin of a missing block"])
-def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reservations_leave(
-    taken_by: str, make: Callable[..., Hand]
-) -> None:
+def test_write_before_use_finds_the_unreserved_space(taken_by: str, make: Callable[..., Hand]) -> None:
     """A copy fetched into that space would have to be evicted and fetched again."""
     hand = make(2, 8)
     store = hand.store
@@ -443,7 +441,7 @@ def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reser
     assert hand.under_way() == [("disk", "ram")]
 
 
-def test_so_many_bytes_are_fetched_ahead_at_once_and_then_the_next(make: Callable[..., Hand]) -> None:
+def test_prefetch_respects_max_inflight_bytes(make: Callable[..., Hand]) -> None:
     hand = make(4, 8, max_inflight_bytes=2)
     store = hand.store
     hand.add("a", "b", "c", "d")
@@ -491,7 +489,7 @@ def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) 
     assert [copy.nbytes for copy in hand.links["disk", "ram"].pending] == [3, 1]
 
 
-def test_what_passed_through_a_tier_takes_no_room_there_afterwards_and_gives_none(make: Callable[..., Hand]) -> None:
+def test_completed_pass_through_takes_no_space(make: Callable[..., Hand]) -> None:
     hand = make(2, 1, 8)
     store = hand.store
     hand.add("written", "used", "other")

@@ -99,7 +99,7 @@ def test_links_to_folders_are_not_followed(place: str, folder: Path, mine: Path)
 
 
 @pytest.mark.parametrize("place", ["snap", "live", ".pool"])
-def test_a_directory_whose_own_folders_are_links_is_refused(place: str, folder: Path, mine: Path) -> None:
+def test_directory_with_linked_folders_is_refused(place: str, folder: Path, mine: Path) -> None:
     link = folder / place
     shutil.rmtree(link, ignore_errors=True)
     link.symlink_to(mine, target_is_directory=True)
@@ -170,7 +170,7 @@ def test_records_that_make_no_sense(field: str, value: Any, says: str, folder: P
     use(folder)
 
 
-def test_paths_of_a_manifest_lead_to_nobody_elses_generations(folder: Path, tmp_path: Path) -> None:
+def test_manifest_paths_never_reach_foreign_generations(folder: Path, tmp_path: Path) -> None:
     """Removing a generation removes its parts on drives named in its manifest, if they belong to its store."""
     mine = tmp_path / "mine"
     with open_store(mine) as store:
@@ -181,7 +181,7 @@ def test_paths_of_a_manifest_lead_to_nobody_elses_generations(folder: Path, tmp_
     assert contents(mine) == before
 
 
-def test_a_named_pipe_makes_nobody_wait(folder: Path) -> None:
+def test_named_pipe_does_not_block(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file() and path.name in ("zarr.json", "OWNER.json", "0")]
     assert len(files) == 13
     for path in [*files, folder / "STORE.json"]:

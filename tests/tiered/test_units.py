@@ -22,7 +22,7 @@ def test_parse_size(text: str, nbytes: int) -> None:
     ("text", "advice"),
     [("110", 'Write "110GiB"'), ("ten GiB", "is not a size"), ("5 GX", "not a unit"), ("-1GiB", "size")],
 )
-def test_a_size_that_is_none_is_refused(text: str, advice: str) -> None:
+def test_invalid_size_is_refused(text: str, advice: str) -> None:
     with pytest.raises(ValueError, match=advice):
         parse_size(text)
 

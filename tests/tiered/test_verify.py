@@ -197,7 +197,7 @@ def test_off_takes_checksums_at_a_commit_only(tmp_path: Path) -> None:
             store.verify()
 
 
-def test_nobody_writes_a_block_that_is_being_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_under_verification_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, is_reading, may_read, found = os.preadv, threading.Event(), threading.Event(), []
 
     def held(*arguments: Any) -> int:

@@ -27,7 +27,7 @@ def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:
     assert ran == [("read", 0), ("read", 1), ("read", 2), ("write", 0), ("write", 1), ("write", 2)]
 
 
-def test_urgent_jobs_leave_a_thread_to_those_that_wait() -> None:
+def test_urgent_jobs_leave_a_thread_for_patient_jobs() -> None:
     workers = Workers(3, "test", num_patient=1)
     gate, patient_ran, num_holding = threading.Event(), threading.Event(), threading.Semaphore(0)
 
@@ -46,7 +46,7 @@ def test_urgent_jobs_leave_a_thread_to_those_that_wait() -> None:
     workers.close()
 
 
-def test_a_raising_job_is_reported_and_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raising_job_is_reported_and_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
     workers, ran = Workers(1, "test"), threading.Event()

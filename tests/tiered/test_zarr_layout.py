@@ -73,7 +73,7 @@ def test_unknown_dtype_name_is_refused() -> None:
             dtype_from_name(name)
 
 
-def test_group_documents_open_and_tell_whose_they_are(tmp_path: Path) -> None:
+def test_group_documents_open_and_name_their_format(tmp_path: Path) -> None:
     document = group_document({"page_bytes": 4096})
     (tmp_path / "zarr.json").write_text(json.dumps(document))
     assert zarr.open_group(tmp_path, mode="r").attrs["megatrain"] == {"format": 1, "page_bytes": 4096}

@@ -166,7 +166,7 @@ def test_readers_and_writers_of_one_key_see_whole_values(tiered_store: TieredSto
     assert len(list(tiered_store.blocks())) == 1
 
 
-def test_another_process_is_told_why_it_has_no_values(tiered_store: TieredStore) -> None:
+def test_unpickling_in_another_process_explains_the_missing_values(tiered_store: TieredStore) -> None:
     kind, (cls, _, arguments, read_only) = ZarrStore(tiered_store).__reduce__()
     with pytest.raises(TieredError, match="Commit there"):
         kind(cls, "of another process", arguments, read_only)

@@ -83,7 +83,7 @@ def test_a_wrong_input_in_a_process_of_its_own(name: str, command: str, folder: 
     assert faults(case, answer, locus) == []
 
 
-def test_every_class_of_input_is_there() -> None:
+def test_every_class_of_input_has_enough_cases() -> None:
     counts = Counter(case.kind.partition(":")[0] for case in CASES.values())
     assert len(CASES) >= 260
     assert {"config": 200, "data": 100, "model": 100, "run": 20}.items() <= {
@@ -148,7 +148,7 @@ RIGHT: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_accepted(name: str, folder: Path, base_model: Path) -> None:
+def test_correct_inputs_are_accepted(name: str, folder: Path, base_model: Path) -> None:
     """Otherwise the refusals above would prove nothing."""
     for command in ("check", "run") if name == "nothing" else ("check",):
         work = make_workplace(folder, base_model)
@@ -169,6 +169,6 @@ def test_what_is_right_is_accepted(name: str, folder: Path, base_model: Path) ->
         "the use of a file, or folder",
     ],
 )
-def test_a_sentence_that_only_says_what_is_wrong_is_no_remedy(text: str) -> None:
+def test_description_of_a_problem_is_not_a_remedy(text: str) -> None:
     assert not has_remedy(text)
     assert has_remedy(f"{text}. Write something else")

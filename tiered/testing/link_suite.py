@@ -175,7 +175,7 @@ class LinkSuite(PairSubject):
             rig.down.close()
             assert torch.equal(rig.fetch(home, rig.fast_slot(home.nbytes)), self._data(0))
 
-    def test_close_finishes_what_is_under_way(self) -> None:
+    def test_close_finishes_pending_transfers(self) -> None:
         with self.rig() as rig:
             homes = self._stored(rig, 8)
             targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]

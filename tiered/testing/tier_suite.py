@@ -84,7 +84,7 @@ class TierSuite(TierSubject):
             tier.free(slots.pop())
             self.allocate(tier, self.unit_bytes, "more")
 
-    def test_what_fits_the_free_bytes_is_given(self) -> None:
+    def test_requests_within_the_free_bytes_are_granted(self) -> None:
         """The store evicts until the free bytes are enough, and counts on getting them: no fragmentation."""
         chance = random.Random(0)
         with self._tier() as tier:

@@ -102,7 +102,7 @@ def test_state_is_saved_and_goes_to_torch_and_back(tmp_path: Path) -> None:
         assert all(twin.state[p]["momentum_buffer"].shape == p.shape for _, p in matrices)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
     with megatrain.open_store(ram="16MiB") as store:
         for number, (params, options, text) in enumerate(

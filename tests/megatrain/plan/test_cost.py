@@ -140,7 +140,7 @@ def test_flops_of_a_token_by_hand(plan: Plan) -> None:
     assert not any(flops for tick, flops in ticks if tick.phase == "update")
 
 
-def test_flops_that_no_trace_knows_are_those_of_all_parameters(plan: Plan) -> None:
+def test_untraced_flops_are_estimated_from_all_parameters(plan: Plan) -> None:
     guessed = _traced_otherwise(plan, replace(plan.trace, guesses=("a value was made up",)))
     assert flops_per_token(guessed) == 8 * plan.graph.num_parameters
     assert sum(tick_flops(guessed)) == pytest.approx(8 * plan.graph.num_parameters)
@@ -203,7 +203,7 @@ def test_the_host_moves_blocks_over_the_bus(tmp_path: Path) -> None:
     assert found.seconds["host"] == pytest.approx(1.05 * units / 20_000)
 
 
-def test_rates_that_nobody_measured_are_said_to_be_assumed(plan: Plan, tmp_path: Path) -> None:
+def test_unmeasured_rates_are_reported_as_assumed(plan: Plan, tmp_path: Path) -> None:
     assert "assumed" not in estimate(plan, tmp_path, **RATES).notes[0]
     unknown = make_machine(tmp_path)
     found = estimate_step(plan, shape_of(tmp_path), LoadedProfile(unknown))
@@ -233,7 +233,7 @@ def test_layers_that_no_trace_knows_are_products_alone(plan: Plan, tmp_path: Pat
     ],
     ids=["compute", "optimizer", "nvme"],
 )
-def test_what_bounds_the_step(plan: Plan, tmp_path: Path, changes: Mapping[str, object], bound_by: str) -> None:
+def test_step_bound_is_identified(plan: Plan, tmp_path: Path, changes: Mapping[str, object], bound_by: str) -> None:
     found = estimate(plan, tmp_path, **changes)
     assert found.bound_by == bound_by
     assert found.step_s is not None
@@ -262,7 +262,7 @@ def test_at_the_crossing_computing_takes_as_long_as_moving(plan: Plan, tmp_path:
     assert compute_per_token * at + found.seconds["optimizer"] == pytest.approx(moving, rel=1e-6)
 
 
-def test_no_crossing_where_activations_alone_take_longer(plan: Plan, tmp_path: Path) -> None:
+def test_no_crossing_if_activations_alone_take_longer(plan: Plan, tmp_path: Path) -> None:
     assert estimate(plan, tmp_path, matmul_flops_per_s={"cpu/float32": 1e18}).crossing_tokens is None
 
 
@@ -272,7 +272,7 @@ def test_always_compute_bound(plan: Plan, tmp_path: Path) -> None:
     assert not any("T*" in line for line in estimate_lines(found))
 
 
-def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
+def test_gpu_updates_overlap_the_forward(plan: Plan, tmp_path: Path) -> None:
     links = {"ram->gpu": 4_000_000_000, "gpu->ram": 1_000_000_000}
     placement = replace(plan.placement, traffic_bytes=links)
     on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
@@ -432,7 +432,9 @@ def test_nothing_is_predicted_without_a_profile(plan: Plan, tmp_path: Path) -> N
     ],
     ids=["nvme", "compute", "optimizer"],
 )
-def test_what_was_not_measured_is_said(plan: Plan, tmp_path: Path, changes: Mapping[str, object], missing: str) -> None:
+def test_missing_measurements_are_reported(
+    plan: Plan, tmp_path: Path, changes: Mapping[str, object], missing: str
+) -> None:
     found = estimate(plan, tmp_path, **changes)
     assert found.unmeasured == (missing,)
     assert missing not in found.seconds
@@ -479,7 +481,7 @@ def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
     assert not any("not timed" in line for line in estimate_lines(estimate(planned_with(tmp_path, ""), tmp_path)))
 
 
-def test_muons_products_take_their_time_where_the_model_computes(tmp_path: Path) -> None:
+def test_muon_products_are_timed_on_the_compute_device(tmp_path: Path) -> None:
     plan = planned_with(tmp_path, 'optim = "muon"', gpu="24MiB")
     shapes = [
         (entry.shape[0], entry.shape[1])
@@ -507,7 +509,7 @@ def test_muons_products_take_their_time_where_the_model_computes(tmp_path: Path)
     assert estimate(plan, tmp_path, matmul_flops_per_s=rates, gpu=gpu).unmeasured == ("gpu optimizer",)
 
 
-def test_old_figures_are_said_to_be_old(plan: Plan, tmp_path: Path) -> None:
+def test_old_measurements_are_reported(plan: Plan, tmp_path: Path) -> None:
     assert "measured by doctor today" in estimate(plan, tmp_path).notes[-1]
     old = estimate(plan, tmp_path, measured_at=NOW - timedelta(days=31))
     assert "31 days ago" in old.notes[-1] and "measure again" in old.notes[-1]
@@ -532,7 +534,7 @@ def test_wear(plan: Plan, tmp_path: Path) -> None:
     assert split(100, shape_of(tmp_path)) == {str(tmp_path): 100}
 
 
-def test_what_start_checkpoint_and_export_move(plan: Plan, tmp_path: Path) -> None:
+def test_traffic_of_start_checkpoint_and_export(plan: Plan, tmp_path: Path) -> None:
     durable = [block for block in plan.program.blocks.values() if block.kind in ("weights", "optimizer")]
     on_drives = sum(block.nbytes for block in durable if plan.placement.homes[block.key] == "nvme")
     weights = sum(b.nbytes for b in durable if b.kind == "weights" and plan.placement.homes[b.key] == "nvme")

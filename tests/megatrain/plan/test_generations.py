@@ -44,7 +44,7 @@ def durable_bytes(plan: Plan, tier: str) -> int:
         (OFF, 0),
     ],
 )
-def test_each_generation_takes_what_is_durable(tmp_path: Path, overrides: tuple[str, ...], sets: int) -> None:
+def test_each_generation_takes_the_durable_bytes(tmp_path: Path, overrides: tuple[str, ...], sets: int) -> None:
     plan = make_plan(tmp_path, *overrides, placement=ON_DRIVE)
     held = durable_bytes(plan, "nvme")
     # fp32 weights, m and v of each parameter, and alignment.
@@ -57,7 +57,7 @@ def test_each_generation_takes_what_is_durable(tmp_path: Path, overrides: tuple[
     assert plan.checkpoint_bytes_in_output_dir == 0
 
 
-def test_what_lies_in_ram_goes_to_the_output_folder(tmp_path: Path) -> None:
+def test_blocks_in_ram_are_saved_to_the_output_folder(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
     assert not any(plan.placement.generation_bytes.values())
     assert "checkpoints" not in [kind for kind, _, _ in table_rows(plan)]
@@ -93,11 +93,11 @@ def test_every_size_that_is_named_is_the_smallest_that_does(tmp_path: Path, limi
     assert named == sorted(named, reverse=True)
 
 
-def test_without_checkpoints_nothing_is_said_of_them(tmp_path: Path) -> None:
+def test_plan_without_checkpoints_does_not_mention_them(tmp_path: Path) -> None:
     assert "checkpoint" not in str(refused(tmp_path, "4KiB", *OFF, placement=ON_DRIVE))
 
 
-def test_a_tight_drive_is_relieved_of_what_takes_its_bytes_several_times(tmp_path: Path) -> None:
+def test_tight_drive_sheds_blocks_with_several_generations(tmp_path: Path) -> None:
     usual = make_plan(tmp_path, ram="8MiB")
     need = refused(tmp_path, "4KiB", ram="8MiB").need_bytes
     assert need < usual.totals["nvme"]

@@ -34,14 +34,14 @@ def config_of(folder: Path, tiers: str) -> RunConfig:
         (16 * GiB, '[tiers.gpu]\nsize = "15.5GiB"\n', 15 * GiB + 512 * MiB),
     ],
 )
-def test_the_margin_is_what_libraries_take_at_least(
+def test_margin_is_the_minimum_of_the_libraries(
     total: int, tiers: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
     assert machine.gpu_capacity_bytes(resolve_tiers(config_of(tmp_path, tiers)), CUDA) == expected
 
 
-def test_a_tier_that_leaves_libraries_too_little_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tier_that_leaves_libraries_too_little_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 * GiB, 16 * GiB))
     monkeypatch.setattr(machine, "is_one_memory", lambda planned: False)

@@ -170,7 +170,7 @@ def what_fits() -> ModuleType:
     return module
 
 
-def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: ModuleType) -> None:
+def test_fit_page_marks_assumed_rates(what_fits: ModuleType) -> None:
     """These are the rates whose origin in the machine's file is an estimate, and no others."""
     page = what_fits.TABLES.read_text(encoding="utf-8")
     assert page.startswith(what_fits.TABLES_HEAD) and what_fits.PAGE.read_text(encoding="utf-8").startswith(
@@ -194,7 +194,7 @@ def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: Mod
 
 
 @pytest.mark.timeout(PATIENCE_S)
-def test_the_page_of_what_fits_where_says_what_the_planner_says(what_fits: ModuleType) -> None:
+def test_fit_page_matches_the_planner(what_fits: ModuleType) -> None:
     """The test covers some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
     page = what_fits.TABLES.read_text(encoding="utf-8")
     for name in ("rtx4090-128gb", "h200-1.5tb", "laptop-32gb"):

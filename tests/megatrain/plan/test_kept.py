@@ -43,7 +43,7 @@ def kept_bytes(plan: Plan, visits: list[int]) -> int:
     return plan.num_micro_batches * sum(plan.trace.visits[visit].memory.graph_nbytes for visit in visits)
 
 
-def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
+def test_last_layers_are_kept_up_to_the_memory(tmp_path: Path) -> None:
     none = make_plan(tmp_path, training='recompute = "full"')
     least, everything = none.totals["ram"], make_plan(tmp_path)
     assert not none.program.recompute.kept_graphs and none.kept_bytes == 0
@@ -97,7 +97,7 @@ def test_a_number_of_layers(tmp_path: Path) -> None:
     assert not away.program.recompute.kept_graphs and away.kept_bytes == 0
 
 
-def test_a_number_that_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
+def test_too_many_kept_layers_are_refused_with_a_remedy(tmp_path: Path) -> None:
     least = make_plan(tmp_path, training='recompute = "full"').totals["ram"]
     with pytest.raises(DoesNotFitError, match=r"Graphs that are kept take .*: write training.recompute") as refused:
         make_plan(tmp_path, ram=f"{least}B", training='recompute = "none:2"')
@@ -192,13 +192,13 @@ def test_results_that_would_move_are_left_to_measured_rates(tmp_path: Path) -> N
     assert plan.program.recompute.saved_results == {3, 4}
 
 
-def test_none_saves_results_where_a_graph_cannot_be_kept(tmp_path: Path) -> None:
+def test_recompute_none_saves_results_without_kept_graphs(tmp_path: Path) -> None:
     away = {"nvme": 1, "placement": 'weights = ["nvme"]'}
     plan = make_plan(tmp_path, training='recompute = "none"', **away)
     assert not plan.program.recompute.kept_graphs and plan.program.recompute.saved_results == {1, 2, 3, 4}
 
 
-def test_results_that_do_not_fit_are_refused_with_what_would_do(tmp_path: Path) -> None:
+def test_saved_results_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path) -> None:
     least = make_plan(tmp_path, training='recompute = "full"').totals["ram"]
     with pytest.raises(DoesNotFitError, match=r"Results that are saved take .*: write training.recompute") as refused:
         make_plan(tmp_path, ram=f"{least}B", training=SELECTIVE)
@@ -257,7 +257,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     assert replays[0] - replays[1] == pytest.approx(less * TOKENS / 1e10, rel=0.02)  # blocks are padded
 
 
-def test_the_plan_says_what_is_computed_again_and_what_saving_it_takes(tmp_path: Path) -> None:
+def test_plan_reports_recompute_and_the_memory_to_avoid_it(tmp_path: Path) -> None:
     """The share matches PyTorch's count for a model that keeps its graphs, and the plan that saves everything."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     none = make_plan(tmp_path, training='recompute = "none"')

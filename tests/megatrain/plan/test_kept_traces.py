@@ -40,7 +40,7 @@ def num_traces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: len(traces)
 
 
-def test_a_trace_is_made_for_each_of_what_it_depends_on(
+def test_trace_cache_distinguishes_all_its_inputs(
     tmp_path: Path, num_traces: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
@@ -77,7 +77,7 @@ plan_run(resolve(load_config("run.toml").config))
 """
 
 
-def test_another_process_takes_it_where_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpatched_process_reuses_the_stored_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "traces"
     folder.mkdir()
     monkeypatch.setenv(traces.FOLDER, str(folder))

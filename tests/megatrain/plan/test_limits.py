@@ -75,7 +75,7 @@ def test_ram_beyond_the_machine(write: Write) -> None:
         ("14GiB", 13, "size"), ("14GiB", 12, "note"),
     ],
 )  # fmt: skip
-def test_what_is_free_now_counts_for_what_the_plan_needs(write: Write, size: str, need: int, kind: str | None) -> None:
+def test_free_memory_is_compared_with_the_plan(write: Write, size: str, need: int, kind: str | None) -> None:
     config = write(f'[tiers.ram]\nsize = "{size}"')
     found = find_objections(tiers_of(config), CPU, {"ram": need * GiB})
     assert [each.kind for each in found] == ([kind] if kind else [])
@@ -124,7 +124,7 @@ def test_drives_beyond_their_file_system(write: Write, tmp_path: Path) -> None:
     assert not any(each.refuses for each in share)
 
 
-def test_paths_on_one_drive_share_what_is_free(write: Write, tmp_path: Path) -> None:
+def test_paths_on_one_drive_share_its_free_bytes(write: Write, tmp_path: Path) -> None:
     one = '[[tiers.nvme]]\npath = "{}"\n'
     both = write(one.format("a") + one.format("b"))
     alone = machine.nvme_capacity_bytes(tiers_of(write(one.format("a"))), tmp_path)
@@ -142,7 +142,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_file_system_is(kind: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_kinds_are_classified(kind: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     there = FileSystem("0:99", kind, "source", "/")
     assert there.nature == KINDS[kind]
     monkeypatch.setattr(limits, "file_system_of", lambda path: there)
@@ -157,7 +157,7 @@ WINDOWS = {"9p": r"9p C:\134 rw,aname=drvfs;path=C:\;uid=1000", "virtiofs": "vir
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_drive_of_windows_under_wsl_is_told_with_the_way_out(
+def test_windows_drive_under_wsl_is_reported_with_a_remedy(
     kind: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts, point = tmp_path / "mountinfo", tmp_path / "mnt" / "c"

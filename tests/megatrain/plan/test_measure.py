@@ -158,7 +158,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
-def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write, optim: str) -> None:
+def test_kept_graphs_are_timed_with_shared_weight_memory(write: Write, optim: str) -> None:
     """Updates of later layers write there between a forward and its backward: wrong numbers, but no refusal."""
     plan = planned(write(training='recompute = "none:3"', optimizer=f'optim = "{optim}"'))
     assert plan.kept_bytes
@@ -179,7 +179,7 @@ def test_a_timed_plan_has_the_places_of_the_plan(write: Write) -> None:
     assert found.placement == plan.placement and found.traffic == plan.traffic
 
 
-def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
+def test_plan_is_kept_if_it_cannot_be_timed(write: Write) -> None:
     plan = planned(write())
 
     def refuse(plan: Plan, **rates: float | None) -> MeasuredTicks:

@@ -53,7 +53,7 @@ def profile(folder: Path, *, drive: float, flops: float = 1e11) -> LoadedProfile
     return LoadedProfile(machine)
 
 
-def test_where_everything_fits_nothing_is_kept_open(tmp_path: Path) -> None:
+def test_no_memory_is_reserved_if_everything_fits(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "64MiB")
     assert not any(plan.traffic.values())
 
@@ -80,7 +80,7 @@ def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drive", "flops", "saves"), [(1e11, 1e9, True), (1e7, 1e13, False)])
-def test_results_are_saved_where_blocks_move_if_that_is_faster(
+def test_results_are_saved_next_to_moving_blocks_if_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It pays with a fast drive and a slow processor, not in reverse; and never on a drive, which it would wear."""
@@ -98,7 +98,7 @@ def test_results_are_saved_where_blocks_move_if_that_is_faster(
 
 
 @pytest.mark.parametrize(("ram", "num_layers"), [("14MiB", 1), ("18MiB", 3)])
-def test_as_many_layers_save_results_as_have_room(
+def test_number_of_layers_that_save_results_is_optimal(
     ram: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with every valid number of layers: the shortest step without additional writes to the drive."""

@@ -144,7 +144,7 @@ def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
     assert all(0 < with_kernels.memory.backward_nbytes < eager.memory.backward_nbytes for eager, with_kernels in layers)
 
 
-def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp_path: Path) -> None:
+def test_micro_batches_run_sequentially_if_it_reduces_the_cost(tmp_path: Path) -> None:
     """Weights and gradient sums stay in GPU memory, state in RAM; there is space for results of one micro-batch."""
 
     def plan(number: int, gpu: int, order: str = "auto", **values: object) -> Plan:
@@ -167,7 +167,7 @@ def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp
 
 
 @pytest.mark.gpu
-def test_it_is_what_is_counted_where_the_gpu_is(tmp_path: Path) -> None:
+def test_planned_gpu_work_matches_a_real_gpu(tmp_path: Path) -> None:
     here, there = planned(tmp_path, ""), planned(tmp_path, "h200-1.5tb")
     for phase, work in work_of_phases(here).items():
         other = work_of_phases(there)[phase]

@@ -80,7 +80,7 @@ def test_several_processes_on_each_of_several_hosts_are_refused(config: Path) ->
     assert "Start one process on each host, or all processes on one host" in said
 
 
-def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path) -> None:
+def test_plan_without_ranks_is_for_the_fullest_rank(config: Path) -> None:
     """Five micro-batches in four lanes: the last of four ranks has two."""
     run = resolve(load_config(config, (), ["training.gradient_accumulation_steps=5"]).config)
     one = run.batch.micro_batch_rows * run.batch.max_length
@@ -92,7 +92,7 @@ def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path)
     assert json.loads(result.stdout)["estimate"]["tokens_per_step"] == 2 * one, result.output
 
 
-def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
+def test_prefetched_gathers_hide_rank_traffic(config: Path) -> None:
     ahead, blocking = plan_of(config, 2), plan_of(config, 2, "advanced.prefetch=0")
     assert (ahead.program.sharding.gathers_ahead, blocking.program.sharding.gathers_ahead) == (1, 0)
     more = ahead.placement.workspace_bytes["ram"] - blocking.placement.workspace_bytes["ram"]
@@ -110,7 +110,7 @@ def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
     assert 3 * free.step_s <= slow.step_s <= 4 * free.step_s
 
 
-def test_weights_are_gathered_further_ahead_where_that_is_free(config: Path) -> None:
+def test_weights_are_gathered_further_ahead_at_no_cost(config: Path) -> None:
     once, ahead = (plan_of(config, 2, most_ahead=most) for most in (1, MOST_GATHERS_AHEAD))
     assert (once.program.sharding.gathers_ahead, ahead.program.sharding.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
     assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes

@@ -42,7 +42,7 @@ def refused(path: Path, *changes: str) -> DoesNotFitError:
     return info.value
 
 
-def test_each_way_needs_what_the_refusal_says(path: Path) -> None:
+def test_each_remedy_needs_the_stated_bytes(path: Path) -> None:
     error = refused(path)
     assert error.tier == "ram"
     by_change = {remedy.change: remedy for remedy in error.remedies}
@@ -76,7 +76,7 @@ def test_a_way_that_fits_says_so(path: Path) -> None:
     assert f'optimizer.clip_scope = "layer": ram needs {format_size(need)}, fits' in str(error)
 
 
-def test_only_what_helps_is_named(path: Path) -> None:
+def test_only_effective_remedies_are_named(path: Path) -> None:
     """Covers a run that holds no gradients, and a run that may skip a whole step."""
     changes = [remedy.change for remedy in refused(path, BY_LAYER, BF16_GRADIENTS).remedies]
     assert changes == ["a [[tiers.nvme]]"]

@@ -75,7 +75,7 @@ def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_move_saves_what_it_was_counted_for(form: str, tmp_path: Path) -> None:
+def test_every_chosen_move_saves_its_estimate(form: str, tmp_path: Path) -> None:
     """Compares the chooser's seconds with the traffic of whole steps, after each of its moves."""
     program = make_plan(tmp_path, **FORMS[form]).program
     homes = dict.fromkeys(program.blocks, "ram")
@@ -125,7 +125,7 @@ def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> 
             assert homes[key] == "gpu"
 
 
-def test_what_an_update_in_ram_takes_can_put_groups_first(tmp_path: Path) -> None:
+def test_update_scratch_in_ram_can_prioritize_groups(tmp_path: Path) -> None:
     program = make_plan(tmp_path, training='recompute = "full"').program
     room = sum(block.nbytes for block in program.blocks.values() if block.kind == "activations")
     by_bytes = homes_after(program, room, Residency(ALL_KINDS))
@@ -162,7 +162,7 @@ def test_without_a_kernel_no_state_lives_there(tmp_path: Path) -> None:
         ("12MiB", ["moved per step  gpu->ram", "of gpu are prefetch room", "3 of 6 groups of blocks,"]),
     ],
 )
-def test_the_plan_says_what_lives_there(gpu: str, lines: list[str], tmp_path: Path) -> None:
+def test_plan_lists_resident_blocks_of_the_gpu(gpu: str, lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(config_text(tmp_path, MODEL, nvme=0, gpu=gpu))
     result = CliRunner().invoke(command_group(), ["plan", str(tmp_path / "run.toml")])
     assert result.exit_code == 0, result.output
@@ -170,7 +170,7 @@ def test_the_plan_says_what_lives_there(gpu: str, lines: list[str], tmp_path: Pa
         assert line in result.output, result.output
 
 
-def test_a_plan_says_what_buffers_of_copies_need(tmp_path: Path) -> None:
+def test_plan_reports_the_bytes_of_copy_buffers(tmp_path: Path) -> None:
     """If the buffers of two ticks fit together, they are made; otherwise the plan reports the missing bytes."""
     in_ram = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
     tight, wide = (make_plan(tmp_path, gpu, placement=in_ram) for gpu in ("5MiB", "12MiB"))

@@ -40,7 +40,7 @@ def rates(*, nvme: float = 1e9, flops: float = 1e10) -> SimulatedRates:
         {"ram": "5500KiB"},
     ],
 )
-def test_the_replay_moves_what_is_planned(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_replayed_traffic_equals_the_plan(tables: dict[str, Any], tmp_path: Path) -> None:
     plan = make_plan(tmp_path, **tables)
     step = simulate_step(plan, TOKENS, rates())
     assert step.moved_bytes == plan.traffic
@@ -51,13 +51,13 @@ def test_the_replay_moves_what_is_planned(tables: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize(("gpu", "placement"), [("16MiB", ALL_NVME), ("12MiB", ""), ("32MiB", "")])
-def test_a_device_tier_is_replayed_too(gpu: str, placement: str, tmp_path: Path) -> None:
+def test_device_tier_is_replayed(gpu: str, placement: str, tmp_path: Path) -> None:
     plan = make_plan(tmp_path, placement=placement, gpu=gpu, ram="7MiB")
     assert plan.tiers == ("gpu", "ram", "nvme")
     assert simulate_step(plan, TOKENS, rates()).moved_bytes == plan.traffic
 
 
-def test_updates_on_the_host_run_beside_the_kernels_that_are_queued(tmp_path: Path) -> None:
+def test_host_updates_overlap_queued_kernels(tmp_path: Path) -> None:
     waiting = make_plan(
         tmp_path, placement='optimizer = ["ram"]\nweights = ["ram"]\ngradients = ["ram"]', gpu="12MiB", nvme=0
     )

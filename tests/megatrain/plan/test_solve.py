@@ -68,7 +68,7 @@ def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, f
     assert solve(READS, ram).lookahead == fits
 
 
-def test_what_passes_is_there_one_after_the_other() -> None:
+def test_pass_through_copies_are_sequential() -> None:
     placement = solve(program(tick([("b", "r")], [("x", "r"), ("y", "r")])), 60)
     assert placement.working_bytes["ram"] == 10 + 50
     with pytest.raises(DoesNotFitError, match="needs at least 60 "):
@@ -81,13 +81,13 @@ def test_room_that_is_kept_open_is_no_home(open_bytes: int, home: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("weights", 200), ("optimizer", 200), ("gradients", 0), ("activations", 0)])
-def test_generations_take_room_for_what_outlives_a_step(kind: Kind, kept: int) -> None:
+def test_generations_take_space_for_durable_blocks(kind: Kind, kept: int) -> None:
     steps, drive = program(tick([("a", "r")]), kind=kind), TierBudget("nvme", 10_000, int, generations=2, links=LINKS)
     placement = PlacementSolver(steps, [TierBudget("ram", 100, int), drive], DRIVE).solve()
     assert placement.generation_bytes["nvme"] == kept and placement.peak_bytes("nvme") == 100 + kept
 
 
-def test_what_does_not_fit_leaves_the_others_their_place() -> None:
+def test_block_that_does_not_fit_leaves_space_for_others() -> None:
     """RAM holds ``b`` in addition to the largest tick, but neither ``a`` nor ``c``."""
     placement = solve(READS, 110, EITHER)
     assert placement.homes == {"a": "nvme", "b": "ram", "c": "nvme"}
@@ -107,7 +107,7 @@ MODES: dict[str, tuple[tuple[Mode, Mode], str, tuple[int, int], tuple[int, int]]
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_what_is_newer_than_its_home_is_written_there_once(name: str) -> None:
+def test_dirty_copy_is_written_home_once(name: str) -> None:
     (first, second), spent, plain, staying = MODES[name]
     steps = program(tick([("b", first)]), tick([("b", second)], spent=spent))
     for stays, (read, written) in (({}, plain), ({(0, "b"): 1}, staying)):
@@ -116,24 +116,24 @@ def test_what_is_newer_than_its_home_is_written_there_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(("ram", "stays"), [(159, False), (160, True)])
-def test_a_copy_stays_where_every_tick_in_between_has_room_beside_its_neighbour(ram: int, stays: bool) -> None:
+def test_copy_stays_if_all_pairs_of_ticks_have_space(ram: int, stays: bool) -> None:
     """Ticks two and three of the stay need 150 bytes together; the first fits with either neighbour."""
     steps = program(*(tick([(key, "r")]) for key in "bxyab"))
     assert ((0, "b") in solve(steps, ram, stay_share=1.0).stays) == stays
 
 
-def test_what_is_written_next_does_not_stay() -> None:
+def test_copy_that_is_overwritten_next_does_not_stay() -> None:
     steps = program(tick([("b", "r")]), tick([("x", "r")]), tick([("b", "w")]), tick([("x", "r")]))
     assert set(solve(steps, 1000, stay_share=1.0).stays) == {(1, "x"), (2, "b"), (3, "x")}
 
 
-def test_a_run_moves_its_first_step_the_others_and_what_is_left() -> None:
+def test_run_traffic_sums_first_later_and_final_traffic() -> None:
     placement = solve(READS, 110, EITHER)
     assert placement.run_traffic_bytes(1)["nvme->ram"] == 200
     assert placement.run_traffic_bytes(3)["nvme->ram"] == 600
 
 
-def test_the_workspace_has_all_streams_twice_what_stays_once_and_one_computation() -> None:
+def test_workspace_counts_streams_twice_and_masks_once() -> None:
     """Between two units each micro-batch has one unit's input and the other's output, and masks and tables."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
@@ -150,7 +150,7 @@ def test_the_workspace_has_all_streams_twice_what_stays_once_and_one_computation
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2 + 4 + 2)])
-def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dtype: torch.dtype, nbytes: int) -> None:
+def test_loaded_weights_count_with_master_and_low_half(dtype: torch.dtype, nbytes: int) -> None:
     size = PAGE_BYTES
     blocks = [
         BlockPlan(weight_key("layer"), "weights", size, dtype),
@@ -159,7 +159,7 @@ def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dt
     assert filling_bytes(StepProgram({block.key: block for block in blocks}, (), "gpu")) == nbytes * size
 
 
-def test_an_export_has_room_for_the_master_of_a_layout_whose_blocks_are_parts_and_shards() -> None:
+def test_export_has_space_for_the_master_of_parts_and_shards() -> None:
     """Each block has 2 bytes for an element, its low half 2 more; the master has 4 for all elements of the layout."""
     size, name = PAGE_BYTES, weight_key("layer")
     blocks = [
@@ -174,7 +174,7 @@ def test_an_export_has_room_for_the_master_of_a_layout_whose_blocks_are_parts_an
 
 @settings(max_examples=60)
 @given(st.data())
-def test_what_is_refused_unseen_would_not_have_fitted(data: st.DataObject) -> None:
+def test_blocks_refused_by_the_bound_would_not_fit(data: st.DataObject) -> None:
     """A bound of the fullest tick refuses most blocks. A reused solver returns the same result as a new one."""
     count = data.draw(st.integers(1, 5))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=3 * count, max_size=3 * count))

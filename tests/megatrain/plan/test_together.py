@@ -51,7 +51,7 @@ def test_ranks_of_one_machine_plan_with_its_rates(tmp_path: Path) -> None:
     assert loaded.machine == here and not loaded.ranks
 
 
-def test_what_one_rank_has_not_measured_is_not_known(tmp_path: Path) -> None:
+def test_rate_missing_on_one_rank_is_unknown(tmp_path: Path) -> None:
     here = make_machine(tmp_path, gpu=GPU)
     own = here.drives[file_system_of(tmp_path).key]
     places = {"nvme": tmp_path, "output_dir": tmp_path}

@@ -90,7 +90,7 @@ def test_an_error_of_another_package_keeps_its_name() -> None:
     assert str(found) == "OutOfMemoryError: too much"
 
 
-def test_what_cannot_be_sent_is_named() -> None:
+def test_unsendable_value_is_named() -> None:
     with pytest.raises(TypeError, match=r"a value of builtins\.object"):
         encode([object()])
 
@@ -153,7 +153,7 @@ class OwnRecord:
         {},
     ],
 )
-def test_messages_that_are_none(tree: object) -> None:
+def test_invalid_messages_are_refused(tree: object) -> None:
     with pytest.raises(MessageError):
         decode(message(tree))
 

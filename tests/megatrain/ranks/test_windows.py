@@ -25,7 +25,7 @@ from oracles.tiered_run import config_text, make_loader, parts_passing, write_ti
 
 
 @pytest.mark.parametrize(("size", "num_hosts"), [(2, 1), (3, 1), (4, 1), (6, 1), (3, 3)])
-def test_an_exchange_holds_what_was_planned(
+def test_exchange_memory_matches_the_plan(
     size: int, num_hosts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)

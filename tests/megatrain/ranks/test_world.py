@@ -62,7 +62,7 @@ def test_an_environment_that_cannot_be(environment: dict[str, str], says: str) -
     assert says in str(raised.value)
 
 
-def test_where_to_meet_is_not_guessed() -> None:
+def test_missing_master_port_is_an_error() -> None:
     with pytest.raises(WorldError, match="MASTER_PORT"):
         meeting_point({**TORCHRUN, "MASTER_ADDR": "h"})
 

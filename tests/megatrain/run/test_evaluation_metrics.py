@@ -35,7 +35,7 @@ def test_the_line() -> None:
 @pytest.mark.parametrize(
     ("loss", "perplexity"), [(0.0, 1.0), (math.nan, math.nan), (math.inf, math.inf), (1e6, math.inf)]
 )
-def test_what_is_not_finite_is_text_in_json(loss: float, perplexity: float, tmp_path: Path) -> None:
+def test_nonfinite_metrics_are_text_in_json(loss: float, perplexity: float, tmp_path: Path) -> None:
     found = metrics(loss=loss)
     assert found.perplexity == perplexity or math.isnan(found.perplexity)
     assert "at step 400" in format_evaluation(found)
@@ -50,7 +50,7 @@ def test_what_is_not_finite_is_text_in_json(loss: float, perplexity: float, tmp_
         assert values["perplexity"] == (perplexity if math.isfinite(perplexity) else str(perplexity))
 
 
-def test_a_continued_log_knows_what_was_evaluated(tmp_path: Path) -> None:
+def test_resumed_log_returns_earlier_evaluations(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert last_evaluations(path, 3) == {}
     with MetricsLog(path) as log:

@@ -74,7 +74,7 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         assert folder.dead_owner is None
 
 
-def test_a_dead_owner_is_nobody(tmp_path: Path) -> None:
+def test_dead_process_owns_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with another_process(tmp_path) as process:
         owner = living_owner(tmp_path)
@@ -87,7 +87,7 @@ def test_a_dead_owner_is_nobody(tmp_path: Path) -> None:
         assert folder.dead_owner is not None and f"process {process.pid} on" in folder.dead_owner
 
 
-def test_the_name_of_the_lock_is_that_of_the_store() -> None:
+def test_lock_name_matches_the_store() -> None:
     assert LOCK_NAME == locks.LOCK_NAME
 
 
@@ -133,7 +133,7 @@ def test_a_look_at_the_lock_does_not_keep_a_run_out(tmp_path: Path, monkeypatch:
         assert living_owner(tmp_path) is not None
 
 
-def test_status_is_what_was_written(tmp_path: Path) -> None:
+def test_status_round_trips(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     with RunFolder(tmp_path) as folder:
         status = RunStatus("training", run_name="r", step=3, max_steps=9, metrics=replace(METRICS, loss=math.nan))
@@ -248,7 +248,7 @@ def test_how_it_failed_is_kept(tmp_path: Path, error: BaseException, state: str,
     assert found is not None and (found.state, found.message) == (state, message)
 
 
-def test_what_the_run_before_wrote_stands_until_there_is_news(tmp_path: Path) -> None:
+def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
     def starting(step: int | None) -> RunStatus:
         if step is not None:
             (tmp_path / "checkpoints").mkdir(exist_ok=True)

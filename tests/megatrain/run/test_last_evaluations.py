@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_kept_from_training_are_evaluated_and_told(folder: Path) -> None:
+def test_held_out_rows_are_evaluated_and_reported(folder: Path) -> None:
     summary, listener = run(folder)
     assert [(each.name, each.step) for each in listener.evaluations] == [("val", 0), ("val", 3), ("val", 4)]
     assert any(text.startswith("val: 6 rows kept from training (data.val_size), ") for text in listener.messages)
@@ -82,7 +82,7 @@ def test_rows_kept_from_training_are_evaluated_and_told(folder: Path) -> None:
     assert again.evaluations == summary.evaluations and not silent.evaluations
 
 
-def test_a_continued_run_knows_what_was_before(folder: Path) -> None:
+def test_resumed_run_keeps_earlier_evaluations(folder: Path) -> None:
     first, _ = run(folder)
     rest = ("training.max_steps=5", "evaluation.eval_strategy=no")
     second, listener = run(folder, *rest)

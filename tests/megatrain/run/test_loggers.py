@@ -83,7 +83,7 @@ def test_an_unknown_place_is_refused(make_config: Any) -> None:
         make_config('report_to = ["jsonl", "visdom"]')
 
 
-def test_what_is_missing_is_said_before_anything_starts(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_loggers_are_reported_before_the_start(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = make_config('report_to = ["jsonl", "tensorboard", "wandb"]')
     with pytest.raises(ConfigError) as caught:
@@ -97,7 +97,7 @@ def test_what_is_missing_is_said_before_anything_starts(make_config: Any, monkey
     check_loggers(resolve_logging(make_config()))
 
 
-def test_json_lines_go_on_where_the_run_does(make_config: Any) -> None:
+def test_json_lines_continue_at_the_resumed_step(make_config: Any) -> None:
     config = make_config()
     for continued_from, first, last in ((None, 1, 5), (3, 4, 6)):
         [log] = make_loggers(resolve_logging(config), continued_from)

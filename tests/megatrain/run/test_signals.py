@@ -42,7 +42,7 @@ def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> N
         assert heard.stop_requested
 
 
-def test_a_stop_ends_at_once_what_cannot_end_by_itself() -> None:
+def test_stop_interrupts_a_stuck_run_at_once() -> None:
     with RunSignals(stops_after_step=True, is_stuck=lambda: True), pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM)
     with RunSignals(stops_after_step=True) as heard:
@@ -74,7 +74,7 @@ def test_without_saves_a_closed_terminal_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_the_notice_goes_to_the_view_where_there_is_one(is_watched: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stop_notice_goes_to_the_live_view_if_present(is_watched: bool, capfd: pytest.CaptureFixture[str]) -> None:
     activity = Activity()
     activity.is_watched = is_watched
     with RunSignals(stops_after_step=True, activity=activity):

@@ -105,7 +105,7 @@ def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> Non
     )
 
 
-def test_a_warm_up_is_told_of() -> None:
+def test_warm_up_is_reported() -> None:
     text = "warm-up: the learning rate rises from 0 to 0.001 over 3 steps"
     assert warmup_notice(0.0, 1e-3, 3, is_start=True) == f"{text}; the first one changes no weights, as in transformers"
     assert warmup_notice(0.0, 1e-3, 3, is_start=False) == text

@@ -65,7 +65,7 @@ def plain_loss(model: Any, batch: dict[str, Tensor], center: float) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("center", [0.0, 0.01])
-def test_losses_and_gradients_are_those_of_the_plain_model(family: str, center: float) -> None:
+def test_losses_and_gradients_match_the_plain_model(family: str, center: float) -> None:
     config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **SHAPE, **FAMILIES[family])
     graph = build_graph(config, of_task=HeadSpec(center), text_only=True)
     torch.manual_seed(3)
@@ -220,7 +220,7 @@ def test_adapters_and_the_new_head_are_trained_and_open_in_peft(folder: Path) ->
         (CONFIG.replace('.jsonl" }', '.jsonl", format = "classification" }'), "classification\" is not supported"),
     ],
 )  # fmt: skip
-def test_what_is_refused(folder: Path, config: str, said: str) -> None:
+def test_invalid_settings_are_refused(folder: Path, config: str, said: str) -> None:
     write()
     Path("run.toml").write_text(config)
     result = CliRunner().invoke(command_group, ["check", "run.toml"])

@@ -18,7 +18,7 @@ def accumulator_of(*passes: SummedLoss) -> MeanLoss:
     return accumulator
 
 
-def test_the_mean_does_not_depend_on_who_has_which_pass() -> None:
+def test_mean_is_independent_of_rank_assignment() -> None:
     alone = accumulator_of(*PASSES).judge(lambda own: [own])
     shown: list[Any] = []
     ranks = [accumulator_of(PASSES[2]), accumulator_of(*PASSES[:2])]

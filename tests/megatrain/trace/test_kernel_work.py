@@ -33,7 +33,7 @@ def kernel(out_ptr: Any, sums_ptr: Any, left_ptr: Any, right_ptr: Any, kept_ptr:
     tl.atomic_add(sums_ptr, left)
 
 
-def test_what_is_read_and_written_is_found_in_the_source() -> None:
+def test_kernel_accesses_are_found_in_the_source() -> None:
     found = accesses(kernel)
     pointers = {name: times for name, times in found.items() if name.endswith("_ptr")}
     assert pointers == {"out_ptr": 1, "sums_ptr": 2, "left_ptr": 1, "right_ptr": 1, "kept_ptr": 2}
@@ -45,7 +45,7 @@ def product(out_ptr: Any, left_ptr: Any, right_ptr: Any) -> None:
     tl.store(out_ptr, tl.dot(tl.load(left_ptr), tl.load(right_ptr)))
 
 
-def test_products_of_a_kernel_are_said_not_to_be_counted() -> None:
+def test_uncounted_kernel_products_are_reported() -> None:
     assert has_products(product) and not has_products(kernel)
     said: list[str] = []
     with FakeTensorMode(), kernels_counted(lambda work, uncounted, tensors: said.append(uncounted)):
@@ -145,6 +145,6 @@ def unneeded_products(*, is_told: bool) -> set[str]:
     return set(uses.unneeded([result]).weights)
 
 
-def test_products_that_a_kernel_reads_are_needed_where_its_result_is() -> None:
+def test_products_read_by_a_needed_kernel_are_needed() -> None:
     assert unneeded_products(is_told=True) == set()
     assert unneeded_products(is_told=False) == {"weight"}, "skipped if the launch is not reported"

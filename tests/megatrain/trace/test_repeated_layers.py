@@ -72,7 +72,7 @@ def check(config: Any, left_out: int, **options: Any) -> None:
         ("gemma3n_text", torch.float32, 0),
     ],
 )
-def test_the_trace_is_that_of_all_layers(family: str, dtype: torch.dtype, left_out: int) -> None:
+def test_trace_of_repeated_layers_matches_all_layers(family: str, dtype: torch.dtype, left_out: int) -> None:
     trace, whole, num = traced(build_graph(tiny_config(family), dtype=dtype), dtype)
     assert trace == whole
     assert num == left_out
@@ -81,7 +81,7 @@ def test_the_trace_is_that_of_all_layers(family: str, dtype: torch.dtype, left_o
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_of_any_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_layers_match_for_any_model_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     with fake_cuda() if device == "cuda" else nullcontext():
         try:
@@ -101,7 +101,9 @@ OTHER_FAMILIES = [pytest.param(name, 0, marks=pytest.mark.slow) for name in FAMI
 # The trace knows numbers and sizes of images, which decide the operations of the tower's layers.
 @pytest.mark.parametrize("images", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "left_out"), [("internvl", 4), *OTHER_FAMILIES])
-def test_of_images(family: str, left_out: int, images: Literal["trained", "frozen"], tmp_path: Path) -> None:
+def test_repeated_layers_match_for_image_models(
+    family: str, left_out: int, images: Literal["trained", "frozen"], tmp_path: Path
+) -> None:
     folder = make_folder(family, tmp_path)
     try:
         example = ImageProcessor(str(folder), load_tokenizer(str(folder)), 192).example(1)
@@ -119,7 +121,7 @@ def test_one_layer_of_many_is_run() -> None:
     check(config, 4, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
 
 
-def test_products_that_nobody_needs_go_by_the_names_of_each_layer() -> None:
+def test_unneeded_products_are_named_per_layer() -> None:
     trace, _, num = traced(build_graph(tiny_config("llama")))
     assert num == 2
     layers = [visit for visit in trace.visits if visit.has_backward and visit.unneeded.weights]

@@ -76,7 +76,7 @@ def test_it_is_exact_and_puts_nothing_on_the_device(family: str, dtype: torch.dt
         assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1]) and buffer.device.type == "cpu"
 
 
-def test_that_of_a_generation_as_well() -> None:
+def test_generation_trace_uses_a_fake_cache() -> None:
     """A generation's cache, of any size, is also fake."""
     graph = build_graph(tiny_config("llama"), dtype=torch.bfloat16, is_trained=False)
     (trace, nbytes), (on_cpu, same) = (trace_generation(graph, 2, 16, device=name) for name in ("cuda", "cpu"))
@@ -109,7 +109,7 @@ def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **option
         (1, 512 * 1024, 37.6, 7.5, 7.5),
     ],
 )
-def test_what_the_backward_of_flash_attention_allocates(
+def test_flash_attention_backward_allocations(
     rows: int, length: int, in_order: float, in_any_order: float, expanded: float
 ) -> None:
     """A 7B shape on 132 multiprocessors: fp32 gradients of queries per split, and of 28 heads of keys and values.
@@ -124,7 +124,7 @@ def test_what_the_backward_of_flash_attention_allocates(
         assert (grouped - alike) / GB == pytest.approx(expanded, rel=0.04)
 
 
-def test_what_other_backwards_allocate() -> None:
+def test_allocations_of_other_attention_backwards() -> None:
     heads, few = (1, 28, 32 * 1024, 128), (1, 4, 32 * 1024, 128)
     sums = 28 * 32 * 1024 * 4
     in_fp32 = sums * 128
@@ -206,7 +206,7 @@ def _formulas_of_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_formulas_of_2_11")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_grouped_queries_are_counted_whatever_torch_has_formulas_for(device: str) -> None:
+def test_grouped_queries_are_counted_without_torch_formulas(device: str) -> None:
     grouped, alike = (
         trace_of(config=tiny_config("llama", tied=False, num_key_value_heads=heads), device=device, padded=False)
         for heads in (2, 4)
@@ -220,7 +220,7 @@ def test_grouped_queries_are_counted_whatever_torch_has_formulas_for(device: str
 @pytest.mark.parametrize(
     "name", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
 )
-def test_flops_are_those_of_keys_repeated_for_every_head(name: str) -> None:
+def test_grouped_query_flops_match_repeated_keys(name: str) -> None:
     heads, few = (3, 8, 40, 16), (3, 2, 50, 16)
     value = (3, 2, 50, 24)
     func, (out, query, key, values, *_) = call(name, heads, few, value)
@@ -305,7 +305,7 @@ def test_the_command_says_whether_the_plan_is_exact(
 @pytest.mark.parametrize(
     ("num_failing", "size", "refuses"), [(4, "", True), (4, "60%", False), (3, "", False)], ids=["all", "sized", "some"]
 )
-def test_a_size_is_not_chosen_where_no_layer_could_be_traced(
+def test_size_is_not_chosen_if_no_layer_was_traced(
     num_failing: int, size: str, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Failed layers are planned without any compute, so there would be no space for any of them."""
@@ -337,7 +337,7 @@ def test_a_size_is_not_chosen_where_no_layer_could_be_traced(
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_attention_would_save(padded: bool) -> None:
+def test_bytes_saved_by_attention(padded: bool) -> None:
     """Output and sums of flash attention, for whole rows and for documents, and almost nothing else."""
     config = tiny_config("llama", tied=False)
     trace = trace_of(config=config, length=512, padded=padded)

@@ -108,9 +108,7 @@ def random_bytes(nbytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_paths", [1, 3])
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 64 * KiB, 262_145, 1_000_003])
-def test_bytes_are_those_of_posix_and_zarr_reads_them(
-    tmp_path: Path, num_paths: int, direct_io: bool, nbytes: int
-) -> None:
+def test_bytes_match_posix_and_zarr_reads_them(tmp_path: Path, num_paths: int, direct_io: bool, nbytes: int) -> None:
     paths = [tmp_path / str(number) for number in range(num_paths)]
     rig = Rig(paths, direct_io=direct_io)
     raw = random_bytes(nbytes)
