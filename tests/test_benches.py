@@ -192,7 +192,7 @@ def test_links_moves_the_same_bytes_through_every_tier_and_peer() -> None:
         assert rows[f"1MiB.{side}.wrong_blocks"] == 0
 
 
-def test_links_says_which_peers_are_missing_and_why() -> None:
+def test_links_reports_missing_peers_with_reasons() -> None:
     rows = {row["name"]: row["value"] for row in run("links")}
     peers = ("fio_libaio_1M_qd32", "kvikio", "deepspeed_aio_1M_qd32_x1")
     assert all(f"read.1MiB.{peer}.rate" in rows or rows[f"1MiB.{peer}.skipped"] for peer in peers)
@@ -208,7 +208,7 @@ def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
     assert rows["ours_bf16.memory_for_state"] < 12 * rows["ours_bf16.parameters"]  # the state is not all in RAM
 
 
-def test_comparison_without_deepspeed_says_so() -> None:
+def test_comparison_without_deepspeed_is_reported() -> None:
     command = [sys.executable, str(BENCH / "compare" / "deepspeed.py"), "--json", "--python", "/nowhere/python"]
     done = warm.run(command, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ class OptimizerSuite:
 
     # -- interface -----------------------------------------------------------------------------------------------
 
-    def test_it_is_an_optimizer(self) -> None:
+    def test_optimizer_implements_the_protocol(self) -> None:
         optimizer = self.make_optimizer()
         assert isinstance(optimizer, Optimizer), f"{type(optimizer).__name__} lacks state_kinds, update or warm_up"
         for split_master, first in ((True, ["weight", "low"]), (False, ["weight"])):

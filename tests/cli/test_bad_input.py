@@ -248,7 +248,7 @@ def test_drive_with_less_free_space_than_the_plan_needs(work: Work, monkeypatch:
     assert work.tree() == before
 
 
-def test_gradient_that_is_not_finite(work: Work) -> None:
+def test_nonfinite_gradient_ends_the_run(work: Work) -> None:
     work.swap("= 1e-3", "= 1e30")
     work.swap("max_steps = 1", "max_steps = 3")
     check_failure(work.run(), 1, "gradient")

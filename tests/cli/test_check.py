@@ -176,7 +176,7 @@ def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
     assert "does not end within" in findings(result)["steps"][0]["text"]
 
 
-def test_each_source_has_its_own_problem(run: SavedRun) -> None:
+def test_each_source_reports_its_problem(run: SavedRun) -> None:
     (run.folder / "broken.jsonl").write_text("{\n")
     more = '[[data.train]]\npath = "nowhere.txt"\n[[data.train]]\npath = "broken.jsonl"\n'
     result = check(run, "--json", more=more)
@@ -185,7 +185,7 @@ def test_each_source_has_its_own_problem(run: SavedRun) -> None:
     assert "nowhere.txt" in texts[0] and "broken.jsonl line 1" in texts[1]
 
 
-def test_rows_that_are_left_out_are_explained(run: SavedRun) -> None:
+def test_dropped_rows_are_explained(run: SavedRun) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"messages": [{"role": "nobody", "content": "x"}]}]
     (run.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--set", "task=sft", "--set", "data.train.0.path=" + str(run.folder / "rows.jsonl"))
@@ -243,7 +243,7 @@ def test_rows_to_evaluate_on(run: SavedRun) -> None:
     assert "nowhere.txt" in findings(missing)["eval data"][0]["text"]
 
 
-def test_a_tracker_that_is_not_installed(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_is_reported(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "comet_ml" else real(name))
     result = check(run, "--json", top='logging.report_to = ["jsonl", "comet_ml"]')

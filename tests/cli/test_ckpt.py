@@ -89,7 +89,7 @@ def test_rm_removes_a_checkpoint_with_a_damaged_manifest(run: SavedRun) -> None:
     assert generations(run) == [1, 3]
 
 
-def test_rm_asks_on_a_terminal(run: SavedRun, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_confirms_on_a_terminal(run: SavedRun, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["ckpt", "rm", str(run.out), "--step", "2"]
     monkeypatch.setattr(cli_module("ckpt"), "_is_terminal", lambda: True)
     refused = CliRunner().invoke(command_group(), words, input="n\n")
@@ -106,7 +106,7 @@ def test_rm_all_lets_the_run_start_again(run: SavedRun) -> None:
     assert result.exit_code == 0 and "step 1/6" in result.output, result.output
 
 
-def test_nothing_is_removed_while_the_run_lives(run: SavedRun) -> None:
+def test_removal_is_refused_during_a_run(run: SavedRun) -> None:
     with RunFolder(run.out):
         for words in (["--all"], ["--step", 2]):
             result = run.call("ckpt", "rm", run.out, *words, "--yes")

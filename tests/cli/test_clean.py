@@ -97,7 +97,7 @@ def test_generations_stay_and_open(tmp_path: Path, run: Run) -> None:
         assert set(lease.tensor.tolist()) == {2}
 
 
-def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
+def test_foreign_files_are_kept(tmp_path: Path, run: Run) -> None:
     make_store(tmp_path / "a").close()
     foreign = ["live/layer.0/thesis.tex", "live/layer.0/m/c/notes", ".pool/4096/notes.1", "thesis.tex"]
     foreign = [*(f"a/{name}" for name in foreign), "b/live/c/0"]
@@ -118,7 +118,7 @@ def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
     assert not list((tmp_path / "a/live").rglob("c/0"))
 
 
-def test_generations_that_no_store_names_go_when_asked_to(tmp_path: Path, run: Run) -> None:
+def test_orphaned_generations_are_removed_on_request(tmp_path: Path, run: Run) -> None:
     for name in ("forgetful", "gone"):
         tier = NvmeTier([tmp_path / "drive"], 4 * MiB, on_notice=lambda text: None)
         with TieredStore([RamTier(4 * MiB, pin_memory=False), tier], path=str(tmp_path / name)) as store:
@@ -181,7 +181,9 @@ def test_a_run_that_starts_after_the_listing_is_not_touched(
     stores[0].close()
 
 
-def test_asked_on_a_terminal(tmp_path: Path, run: Run, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_confirms_on_a_terminal(
+    tmp_path: Path, run: Run, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_store(tmp_path / "a").close()
     before = allocated(tmp_path)
     monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: False)
@@ -190,7 +192,7 @@ def test_asked_on_a_terminal(tmp_path: Path, run: Run, cli_module: CliModule, mo
     assert run(tmp_path).exit_code == 0 and allocated(tmp_path) == 0
 
 
-def test_json_never_asks(tmp_path: Path, run: Run) -> None:
+def test_json_output_never_prompts(tmp_path: Path, run: Run) -> None:
     make_store(tmp_path / "a").close()
     result = run(tmp_path, "--json")
     assert result.exit_code == 2
@@ -198,7 +200,7 @@ def test_json_never_asks(tmp_path: Path, run: Run) -> None:
     assert store["nbytes"] == allocated(tmp_path) > 0 and not store["removed"]
 
 
-def test_nothing_there(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_folder_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run()
     assert result.exit_code == 0 and "no folder of a [[tiers.nvme]] in the current folder" in result.stdout

@@ -129,7 +129,7 @@ def test_a_killed_run(run: SavedRun, start: Start) -> None:
     assert f"continuing after step {saved}" in result.output or result.exit_code == 2, result.output
 
 
-def test_a_run_that_cannot_be_asked_is_left_alone(run: SavedRun) -> None:
+def test_starting_run_gets_no_signal(run: SavedRun) -> None:
     """SIGUSR1 ends a process without a handler, so a run that is still starting must not get it."""
     run.out.mkdir()
     (run.out / "metrics.jsonl").touch()
@@ -172,7 +172,9 @@ def test_waiting_ends(run: SavedRun) -> None:
     [((4, "2026-01-01T00:00:02"), True), ((3, "2026-01-01T00:00:02"), True), ((2, "2026-01-01T00:00:02"), False)],
     ids=["of a later step", "of the very step", "of a step before"],
 )
-def test_which_checkpoint_answers(run: SavedRun, checkpoint: tuple[int, str], is_enough: bool) -> None:
+def test_any_later_checkpoint_answers_a_save_request(
+    run: SavedRun, checkpoint: tuple[int, str], is_enough: bool
+) -> None:
     """The request comes after step 3, so any checkpoint with those steps answers it. This process plays the run."""
 
     def save(number: int, frame: object) -> None:

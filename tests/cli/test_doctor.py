@@ -36,7 +36,7 @@ def drive(tmp_path: Path) -> Path:
     return tmp_path / "drive"
 
 
-def test_it_measures_prints_and_keeps(call: Call, drive: Path) -> None:
+def test_doctor_measures_prints_and_stores(call: Call, drive: Path) -> None:
     result = call("--quick", drive)
     assert result.exit_code == 0, result.output
     for word in ("RAM ", "AdamW", str(drive), "the tier gets", "page-locking", "stored in"):
@@ -92,7 +92,7 @@ def test_a_path_that_cannot_be_used(call: Call, path: str) -> None:
     assert not profile_path().exists()
 
 
-def test_ctrl_c_leaves_nothing(call: Call, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_no_files(call: Call, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: TierProbe, seconds: float) -> float:
         raise KeyboardInterrupt
 

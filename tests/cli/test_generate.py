@@ -102,7 +102,7 @@ def test_a_conversation_outlives_a_refused_turn_on_a_terminal(
     assert generated(with_template, f"<user>Hi\n<assistant>{first}\n<user>So?\n<assistant>") in shown.stdout
 
 
-def test_a_line_that_is_not_utf8_is_refused(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_utf8_line_is_refused(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda prompt: "caf\udce9")
     result = converse(run.out, "")
     assert result.exit_code == 2 and "a line of stdin is not UTF-8" in result.stderr

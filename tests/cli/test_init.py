@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_in_is_named(here: Path) -> None:
     assert result.exit_code == 2 and "/sys/here: this folder cannot be made (" in result.stderr, result.output
 
 
-def test_nothing_is_overwritten(here: Path) -> None:
+def test_init_overwrites_no_file(here: Path) -> None:
     Path("run.toml").write_text("mine")
     result = call("init")
     assert result.exit_code == 2 and "run.toml: already exists; nothing was written" in result.stderr
@@ -74,7 +74,7 @@ def test_nothing_is_overwritten(here: Path) -> None:
     assert "properties" in Path(SCHEMA_FILE_NAME).read_text(), "an older schema of this program is renewed"
 
 
-def test_with_a_model_and_data_it_passes_check(here: Path) -> None:
+def test_config_with_model_and_data_passes_check(here: Path) -> None:
     make_run(here)
     (here / "configs").mkdir()
     result = call("init", "configs", "--task", "pretrain", "--model", "model", "--data", "data.txt", "--json")
@@ -224,7 +224,7 @@ def test_plain_text_is_pretrained_on(here: Path) -> None:
     assert load_config("own.toml").config.task == "sft", "an explicit option has priority"
 
 
-def test_a_first_row_that_cannot_be_used_decides_nothing(here: Path) -> None:
+def test_unusable_first_row_does_not_decide_the_format(here: Path) -> None:
     same, pair = ({"prompt": "a", "chosen": "b", "rejected": answer} for answer in "bc")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (same, pair)))
     result = call("init", "--data", "rows.jsonl")

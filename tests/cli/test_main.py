@@ -187,7 +187,7 @@ def test_options_change_the_config(
     assert (used.seed, used.optimizer.learning_rate, used.training.max_steps) == (9, 2e-5, 7)
 
 
-def test_dry_run_trains_nothing(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+def test_dry_run_does_not_train(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
     result = call("run", config, "--dry-run")
     assert result.exit_code == 0
     assert not trainer["trained"]
@@ -524,7 +524,7 @@ def test_exclusive_files_overwrite_nothing(
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_init_on_a_full_drive_leaves_nothing(cli_module: CliModule, tmp_path: Path) -> None:
+def test_init_on_a_full_drive_leaves_no_file(cli_module: CliModule, tmp_path: Path) -> None:
     with full_drive(100):
         result = CliRunner().invoke(cli_module("main").command_group, ["init", str(tmp_path / "run.toml")])
     assert result.exit_code == 1 and "megatrain-tier.schema.json: File too large" in result.stderr, result.output

@@ -73,7 +73,7 @@ def test_packing_defaults_to_off_if_documents_would_mix(scan: SavedRun) -> None:
 
 
 @pytest.mark.parametrize("values", [SCAN, ATTENTION], ids=lambda values: values["model_type"])
-def test_packing_that_was_asked_for_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+def test_explicit_packing_is_refused_for_mixing_models(values: dict[str, Any], tmp_path: Path) -> None:
     run = make_mixing_run(tmp_path / "w", values)
     for command in ("run", "plan"):
         result = run.call(command, run.write_config(), "--set", "data.packing=true")

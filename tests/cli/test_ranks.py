@@ -146,7 +146,7 @@ def test_externally_started_ranks_must_match_the_config(made: SavedRun) -> None:
     assert "distributed.processes = 3, but 2 processes were started on this machine" in told
 
 
-def test_each_rank_takes_its_gpu_before_it_asks_for_any(made: SavedRun, tmp_path: Path) -> None:
+def test_each_rank_selects_its_gpu_before_the_first_query(made: SavedRun, tmp_path: Path) -> None:
     """CUDA reads the variable at its first query, even one for whether a GPU exists; setting it later has no effect."""
     files = [tmp_path / f"asked{rank}" for rank in range(2)]
     happens = ";".join(f"{rank}:asks:{file}" for rank, file in enumerate(files))
@@ -182,7 +182,7 @@ def read_run(run: SavedRun) -> tuple[list[tuple[float, float]], bytes, list[dict
     ],
     ids=["ram", "drives", "ram, 4"],
 )
-def test_the_same_bits_on_any_number_of_ranks(
+def test_runs_are_bitwise_equal_for_any_world_size(
     made: SavedRun, tmp_path: Path, sizes: Sequence[int], places: Sequence[str]
 ) -> None:
     """For whole runs, losses, norms and the export match; the traffic within and between ranks is as planned."""
@@ -214,7 +214,7 @@ def test_the_same_bits_on_any_number_of_ranks(
     assert all(each == found[sizes[0]] for each in found.values())
 
 
-def test_preferences_have_the_bits_of_one_process(made: SavedRun, tmp_path: Path) -> None:
+def test_preference_runs_on_ranks_match_one_process_bitwise(made: SavedRun, tmp_path: Path) -> None:
     """The reference log-probabilities, losses, figures, evaluations and the model match."""
     keys = (
         "training.gradient_lanes=4",

@@ -195,7 +195,7 @@ def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
     )
 
 
-def test_figures_of_one_of_several_processes_are_named_so(cli_module: CliModule) -> None:
+def test_summary_labels_single_rank_figures(cli_module: CliModule) -> None:
     lines = cli_module("render").summary_lines(dataclasses.replace(SUMMARY, num_processes=2))
     assert "ranks  2 processes; peak, moved and wrote are of the first one" in lines
     assert not any(line.startswith("ranks") for line in cli_module("render").summary_lines(SUMMARY))

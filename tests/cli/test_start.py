@@ -69,7 +69,7 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
     assert "learning_rate: 0.001 -> 0.0005" in checked and "the rows of [[data.train]] differ" in checked
 
 
-def test_a_refusal_lists_data_that_is_not_compared(trained: SavedRun) -> None:
+def test_refusal_lists_uncompared_data(trained: SavedRun) -> None:
     """Covers another data set of the hub, which is not fetched to compare it, and files that are now streamed."""
     wrong = ("--set", "lr_scheduler_type=cosine", "--set", "learning_rate=5e-4")
     for words, line in (
@@ -106,7 +106,7 @@ def test_missing_path_error_names_the_config_line(trained: SavedRun) -> None:
     assert second.stderr.startswith(f"error: {path}:{lines['model_name_or_path']}, model.model_name_or_path: ")
 
 
-def test_a_run_that_is_done_says_how_to_train_on(trained: SavedRun, tmp_path: Path) -> None:
+def test_finished_run_explains_how_to_train_further(trained: SavedRun, tmp_path: Path) -> None:
     run = trained.copy(tmp_path / "w")
     before = (run.out / "status.json").read_bytes()
     words = ("--set", "lr_scheduler_type=cosine")

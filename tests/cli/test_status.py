@@ -73,7 +73,7 @@ def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     assert seen[0]["status"]["step"] == 412 and seen[0]["owner"].startswith(f"process {os.getpid()} on")
 
 
-def test_a_run_that_waits_for_room_says_so_on_a_full_drive(
+def test_waiting_status_is_written_on_a_full_drive(
     tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new file gets no space, so the run overwrites the existing one, also with a shorter text."""
@@ -96,7 +96,7 @@ def test_a_run_that_waits_for_room_says_so_on_a_full_drive(
     assert found is not None and (found.state, found.message) == ("training", "")
 
 
-def test_a_living_run_that_says_nothing(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_silent_live_run_is_reported(tmp_path: Path, call: Callable[..., Result]) -> None:
     with RunFolder(tmp_path / "out") as folder:
         write_status(folder.path, STATUS)
         values = json.loads((folder.path / "status.json").read_text())
@@ -106,7 +106,7 @@ def test_a_living_run_that_says_nothing(tmp_path: Path, call: Callable[..., Resu
     assert lines[2].startswith("  silent   nothing written for 1 min, which it does every second, 2 s a step is usual.")
 
 
-def test_a_start_with_nothing_to_do_leaves_the_status(tmp_path: Path) -> None:
+def test_start_of_a_finished_run_keeps_the_status(tmp_path: Path) -> None:
     done = replace(STATUS, state="done", step=1000, exit_code=0)
     leave(tmp_path, done, saved_step=1000, ago=timedelta(hours=3))
     before = (tmp_path / "status.json").read_bytes()
@@ -232,7 +232,7 @@ def test_all_runs_below_a_folder(tmp_path: Path, call: Callable[..., Result], mo
     assert [line for line in call("b").stdout.splitlines() if not line.startswith(" ")] == ["b/run2"]
 
 
-def test_nothing_there(tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_folder_is_reported(tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (call().exit_code, call().stdout) == (0, "no run in the current folder or below\n")
     assert json.loads(call("--json").stdout) == {"runs": []}

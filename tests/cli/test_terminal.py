@@ -155,7 +155,7 @@ def test_a_wrong_config_is_answered_without_torch(cli_package: str, tmp_path: Pa
     assert screen(terminal.text)[0].startswith("error:"), "the spinner is gone"
 
 
-def test_ctrl_c_while_it_starts_leaves_nothing(cli_package: str) -> None:
+def test_ctrl_c_during_the_start_leaves_no_process(cli_package: str) -> None:
     code = AT_TORCH.replace("DO", "import time; time.sleep(60)")
     with Terminal(python_words(cli_package, ["plan", "examples/01_tiny.toml"], code), is_cold=True) as terminal:
         terminal.wait_for(r"\[HEAVY\]")
@@ -221,7 +221,7 @@ def words_of(run: SavedRun, *options: str, **config: object) -> list[str]:
     return [*command_words(), "run", str(run.write_config(**config)), *options]  # type: ignore[arg-type]
 
 
-def test_ctrl_c_in_a_step_saves_and_leaves_a_whole_terminal(run: SavedRun) -> None:
+def test_ctrl_c_in_a_step_saves_and_restores_the_terminal(run: SavedRun) -> None:
     with Terminal(words_of(run, steps=MANY, checkpoint='save_strategy = "no"')) as terminal:
         terminal.wait_for(r"s/step \(mean\)")  # drawn a few times a second, so some steps after the first
         terminal.wait_for(r"now .{0,400}(update|forward|head|backward) ")
@@ -254,7 +254,7 @@ def test_closed_terminal_saves_and_output_continues_in_the_log(run: SavedRun) ->
     assert text.endswith(f"interrupted at step {step}, saved: run the same command again to continue\n")
 
 
-def test_with_nohup_a_run_outlives_its_terminal(run: SavedRun) -> None:
+def test_run_under_nohup_outlives_its_terminal(run: SavedRun) -> None:
     """SIGHUP is ignored and every write gives EIO, but the run continues to its end."""
     with Terminal(words_of(run, steps=40), ignored=(signal.SIGHUP,)) as terminal:
         terminal.wait_for("fits")

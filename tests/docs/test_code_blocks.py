@@ -296,7 +296,7 @@ def test_parse_only_commands_appear_on_the_pages() -> None:
     assert {"run", "plan", "check", "export", "ckpt"} <= given
 
 
-def test_nothing_passes_that_should_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_code_blocks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test itself can fail: it rejects wrong options, keys, targets, extras, programs and unknown commands."""
     (tmp_path / "w").mkdir()
     monkeypatch.chdir(tmp_path / "w")

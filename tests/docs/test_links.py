@@ -163,7 +163,7 @@ def test_the_reference_has_every_public_name(package: str) -> None:
     assert sorted(names) == sorted(importlib.import_module(package).__all__)
 
 
-def test_pages_deny_nothing_that_import_translates() -> None:
+def test_pages_list_keys_that_import_translates() -> None:
     """The keys of preferences that `import` translates are on the page that users of that tool read first."""
     for tool in ("llamafactory", "trl"):
         text = (ROOT / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")

@@ -94,7 +94,7 @@ def test_incompressible_data_takes_its_full_size() -> None:
         assert torch.equal(get(store, "noise"), noise)
 
 
-def test_promised_room_that_compression_does_not_give_costs_no_bytes() -> None:
+def test_overestimated_compression_loses_no_data() -> None:
     noise = torch.randint(0, 256, (600_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tier = compressed.CompressedRamTier(4 * tiered.MiB, memory_bytes=tiered.MiB)
     with tiered.TieredStore([tiered.RamTier(2 * tiered.MiB), tier]) as store:

@@ -15,7 +15,7 @@ FILE = EXAMPLES / "python/kv_cache.py"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-def test_it_runs_in_its_budget_with_the_same_bits() -> None:
+def test_example_runs_in_its_budget_bitwise_equal() -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(FILE)]
     result = warm.run(command, env=environment, timeout=120)
@@ -26,7 +26,7 @@ def test_it_runs_in_its_budget_with_the_same_bits() -> None:
     ]
 
 
-def test_it_has_less_than_50_lines_of_code() -> None:
+def test_example_has_less_than_50_lines_of_code() -> None:
     text = FILE.read_text(encoding="utf-8")
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.FunctionDef)]
     documented = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]

@@ -61,7 +61,7 @@ IN_CI = ("smollm3_3b", "qwen3_8b", "gpt_oss_20b")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in MODELS]
 )
-def test_an_example_is_planned_as_its_comment_says(name: str) -> None:
+def test_example_plan_matches_its_comment(name: str) -> None:
     path = FOLDER / f"{name}.toml"
     text, like = path.read_text(encoding="utf-8"), None
     lines = []

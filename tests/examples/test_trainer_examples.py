@@ -70,7 +70,7 @@ def test_trains_in_less_ram_than_the_state_takes(name: str) -> None:
 
 
 @pytest.mark.fault
-def test_resumes_from_the_trainers_own_checkpoint(name: str, whole: Path, tmp_path: Path) -> None:
+def test_training_resumes_from_the_trainer_checkpoint(name: str, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "interrupted"  # stopped after step 4, and moved to another folder with an empty store
     shutil.copytree(whole / "checkpoint-4", folder / "checkpoint-4")
     run(EXAMPLES / f"{name}.py", folder, "--resume")

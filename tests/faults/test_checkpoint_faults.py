@@ -267,7 +267,7 @@ def test_stop_without_space_reports_the_last_checkpoint(
 
 
 @pytest.mark.fault
-def test_the_room_of_the_oldest_checkpoint_serves_the_next(
+def test_next_checkpoint_reuses_the_oldest_space(
     on_drive: Work, small_drive: Any, before_save: Callable[..., None]
 ) -> None:
     """A drive with space for exactly the kept checkpoints is enough."""
@@ -432,7 +432,7 @@ def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str
     assert saved.files() == before
 
 
-def test_a_newer_file_that_names_the_current_generation_hides_nothing(saved: Work) -> None:
+def test_newer_format_of_the_top_file_hides_no_checkpoint(saved: Work) -> None:
     edit(saved.checkpoints / "MANIFEST.json", lambda body: None, version=99)
     result = saved.run()
     if result.exit_code:

@@ -65,7 +65,7 @@ def test_eio_on_a_read_names_file_and_errno_and_the_next_try_works(make_rig) -> 
     assert [rig.get(number) for number in range(3)] == [{0}, {1}, {2}]
 
 
-def test_eio_on_a_write_loses_nothing_and_the_next_try_works(make_rig) -> None:
+def test_write_after_eio_succeeds_without_loss(make_rig) -> None:
     rig = make_rig(Fault("error", "write", errno.EIO, path="block.1/", skip=1, times=1))
     with rig.store.acquire("block.1", "ram", "w") as lease:
         lease.tensor.fill_(77)

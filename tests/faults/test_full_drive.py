@@ -271,7 +271,7 @@ def test_a_directory_of_generations_can_refuse(small_drive) -> None:
     assert list(GenerationReader(small_drive.store, 2).problems()) == []
 
 
-def test_files_kept_for_reuse_make_room_for_a_commit(small_drive) -> None:
+def test_reusable_files_are_removed_for_a_commit(small_drive) -> None:
     tier = NvmeTier([small_drive.store], 40 * MiB, on_notice=Notices())
     with TieredStore([RamTier(8 * MiB, pin_memory=False), tier]) as store:
         store.register("freed", (12 * MiB,), torch.uint8, home="nvme")
@@ -339,7 +339,7 @@ def test_requested_space_suffices_for_the_whole_run(small_drive, quick_retry) ->
         assert sum("is full" in text for text in notices.texts) == 1, notices.texts
 
 
-def test_without_a_small_drive(tmp_path: Path, faulty_links, quick_retry) -> None:
+def test_pause_with_a_simulated_full_drive(tmp_path: Path, faulty_links, quick_retry) -> None:
     """The same pause without a mounted drive: the drive is full for the first five writes."""
     notices = Notices()
     tier = NvmeTier([tmp_path / "store"], 40 * MiB, on_full="pause", on_notice=notices)

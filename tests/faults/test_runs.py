@@ -157,7 +157,7 @@ def test_eio_ends_the_run_with_one_message(work: Work, faults, on: str) -> None:
     assert not (work.folder / "out/final").exists()
 
 
-def test_one_eio_on_a_write_ends_the_run_or_changes_nothing(work: Work, faults) -> None:
+def test_single_eio_ends_the_run_or_has_no_effect(work: Work, faults) -> None:
     faults.append(Fault("error", "write", errno.EIO, skip=30, times=1))
     result = work.run()
     if result.exit_code:  # a fetch waited for exactly that space
@@ -168,7 +168,7 @@ def test_one_eio_on_a_write_ends_the_run_or_changes_nothing(work: Work, faults) 
 
 
 @pytest.mark.parametrize("kind", ["short", "flip"])
-def test_a_drive_that_lies_ends_the_run(work: Work, faults, kind: str) -> None:
+def test_silently_corrupting_drive_ends_the_run(work: Work, faults, kind: str) -> None:
     faults.append(Fault(kind, "write", skip=30, times=1))  # type: ignore[arg-type]
     result = work.run(verify="always")
     check_failure(result, "is damaged: checksum", "scratch/live/", "bytes 0 to")

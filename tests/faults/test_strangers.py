@@ -101,7 +101,7 @@ def listed(folder: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("path", ["../../mine/out/checkpoints", "ABSOLUTE", ".", "rank00001", "rank00000/../..", ""])
-def test_ranks_lie_in_no_other_folder(path: str, run: SavedRun, done: SavedRun, tmp_path: Path) -> None:
+def test_rank_paths_outside_the_run_are_refused(path: str, run: SavedRun, done: SavedRun, tmp_path: Path) -> None:
     """Otherwise `ckpt rm` on a stranger's folder would remove the user's checkpoint."""
     mine = done.copy(tmp_path / "mine")
     before = contents(mine.folder)
@@ -146,7 +146,7 @@ def test_any_state_is_read_or_refused(done: SavedRun, data: st.DataObject) -> No
         assert state.mean_losses is None or len(state.mean_losses) == 3
 
 
-def test_a_whole_state_is_as_it_was(done: SavedRun) -> None:
+def test_complete_run_state_round_trips(done: SavedRun) -> None:
     meta = state_of(done)
     assert json.loads(json.dumps(RunState.from_meta(meta, where="here").to_meta())) == meta
 

@@ -50,14 +50,14 @@ def test_write_count_continues_across_runs(tmp_path: Path) -> None:
     assert count(tmp_path, 0) + count(tmp_path, 1) == 3 * NUM_BYTES
 
 
-def test_a_run_that_writes_nothing_counts_nothing(tmp_path: Path) -> None:
+def test_run_without_writes_counts_no_bytes(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.register("block", (NUM_BYTES,), torch.uint8, home="nvme")
     assert not (tmp_path / "0" / WEAR_NAME).exists()
 
 
 @pytest.mark.parametrize("limited", [0, 1])
-def test_the_limit_is_never_passed_and_nothing_is_lost(tmp_path: Path, limited: int) -> None:
+def test_write_limit_is_kept_without_loss(tmp_path: Path, limited: int) -> None:
     limits: list[int | None] = [None, None]
     limits[limited] = NUM_BYTES + 100
     with open_store(tmp_path, 2, limits) as store:
@@ -90,7 +90,7 @@ def fill_in_turn(store: TieredStore) -> None:
             lease.tensor.fill_(number)
 
 
-def test_a_write_that_waits_for_room_hears_of_the_limit(tmp_path: Path) -> None:
+def test_waiting_write_observes_the_limit(tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path / "0"], 4 * MiB, max_written_bytes=[3 * NUM_BYTES], on_notice=lambda text: None)
     with TieredStore([RamTier(2 * NUM_BYTES, pin_memory=False), tier]) as store:
         for number in range(4):
@@ -157,7 +157,7 @@ def test_the_file_is_moved_ahead_in_steps(tmp_path: Path) -> None:
     assert WearCounter(tmp_path).written_bytes == 3000
 
 
-def test_a_drive_that_cannot_keep_the_count_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_is_disabled_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = WearCounter(tmp_path, ahead_bytes=1000)
 
     def refuse(source: Path, target: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_tier_gives_memory_back_to_the_device() -> None:
     assert torch.cuda.memory_reserved() <= before
 
 
-def test_a_device_without_that_memory_says_so() -> None:
+def test_out_of_gpu_memory_is_reported() -> None:
     gpu = GpuTier(1 << 50)
     with pytest.raises(TransferError, match="fewer bytes"):
         gpu.allocate(1 << 49, name="block", home=False)

@@ -94,7 +94,7 @@ def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(store: T
     assert seen.eq(1.0).all()
 
 
-def test_reading_a_copy_that_is_being_written_back_waits_for_nothing(store: TieredStore) -> None:
+def test_read_does_not_wait_for_a_write_back(store: TieredStore) -> None:
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
         lease.tensor.fill_(4.0)
@@ -125,7 +125,7 @@ def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel() -> None:
         part.close()
 
 
-def test_memory_goes_back_after_its_last_kernel_and_new_memory_waits_for_none() -> None:
+def test_memory_returns_after_its_last_kernel_without_waits() -> None:
     gpu = GpuTier(2 * NBYTES)
     slot = slot_of(gpu)
     tensor = gpu.tensor(slot, (N,), torch.float32).fill_(1.0)

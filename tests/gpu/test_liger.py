@@ -36,7 +36,7 @@ def config_with_key(folder: Path, model: Path, **tables: Any) -> str:
 
 
 @pytest.mark.usefixtures("liger")
-def test_a_step_makes_the_host_wait_for_nothing_but_its_end(tiny_model: Path, tmp_path: Path) -> None:
+def test_host_waits_only_for_the_end_of_a_step(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(config_with_key(tmp_path, tiny_model, placement=ALL_RAM))
     config = load_config(tmp_path / "run.toml").config
     plan = plan_run(resolve(config))

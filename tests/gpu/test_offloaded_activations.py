@@ -22,7 +22,7 @@ def _offloading(virtual: VirtualCuda | None) -> Iterator[None]:
         yield
 
 
-def test_each_stream_that_unpacks_a_saved_tensor_has_memory_of_its_own() -> None:
+def test_each_unpacking_stream_has_separate_memory() -> None:
     numbers = torch.linspace(-1, 1, 4096)
     with TieredStore([RamTier(MiB)]) as store:
         source = numbers.to("cuda").requires_grad_()

@@ -130,7 +130,7 @@ def specs_of(folder: Path, tiers: str = "") -> machine.TierSpecs:
 
 
 @pytest.mark.usefixtures("integrated")
-def test_a_tenth_of_the_memory_is_left_to_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenth_of_the_memory_is_reserved_for_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
     monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
     cuda = torch.device("cuda")
@@ -142,7 +142,7 @@ def test_a_tenth_of_the_memory_is_left_to_the_machine(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("integrated")
-def test_a_gpu_tier_of_a_size_lies_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sized_gpu_tier_uses_the_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy if one tier does not work: copies as on any GPU, and both tiers within the shared memory."""
     monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
     monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
@@ -153,7 +153,7 @@ def test_a_gpu_tier_of_a_size_lies_in_the_same_memory(tmp_path: Path, monkeypatc
         machine.ram_capacity_bytes(specs_of(tmp_path, '[tiers.ram]\nsize = "60GiB"\n[tiers.gpu]\nsize = "60GiB"\n'))
 
 
-def test_a_plan_for_such_a_machine_has_one_tier_and_moves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_shared_memory_plan_has_one_tier_without_traffic(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         config_text(tmp_path, tiny_model, nvme=0, ram="auto").replace('device = "cpu"', 'device = "auto"')
     )

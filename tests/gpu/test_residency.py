@@ -186,9 +186,7 @@ def moved_state(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_rows_keep_to_a_tier_that_has_no_room_for_a_mask(
-    virtual: VirtualCuda | None, tmp_path: Path, packing: str
-) -> None:
+def test_rows_fit_a_tier_without_space_for_a_mask(virtual: VirtualCuda | None, tmp_path: Path, packing: str) -> None:
     """Neither packed documents nor single rows make a mask of [S, S]."""
     model = write_tiny_model(tmp_path / "model")
     size = "30MiB" if virtual is None else "19MiB"  # a GPU's attention takes workspace

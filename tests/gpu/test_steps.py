@@ -54,7 +54,7 @@ def engine_in(
 @pytest.mark.parametrize("placement", ["", ALL_RAM], ids=["auto", "all in RAM"])
 @pytest.mark.parametrize("packing", ["false", "true"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_a_step_makes_the_host_wait_for_nothing_but_its_end(
+def test_host_waits_only_for_the_end_of_a_step(
     max_grad_norm: float, packing: str, placement: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """torch raises at every operation that waits. The read at the end is an event, which it allows."""
@@ -79,7 +79,7 @@ def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
 
 
 @pytest.mark.parametrize("placement", ["", ALL_RAM], ids=["auto", "all in RAM"])
-def test_nothing_grows_over_fifty_steps(
+def test_memory_is_constant_over_fifty_steps(
     placement: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
 ) -> None:
     num_steps, num_warm = (50, 10) if virtual is None else (12, 4)
@@ -178,7 +178,7 @@ def test_the_script_for_the_checker_runs(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+def test_compute_sanitizer_reports_no_error(tool: str, tmp_path: Path) -> None:
     checker = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(checker).exists():
         pytest.skip("compute-sanitizer is not installed")

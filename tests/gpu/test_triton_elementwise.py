@@ -62,7 +62,7 @@ def test_bits_equal_the_host_kernel(
         assert differing == [], grad_scale
 
 
-def test_every_pattern_of_a_split_master_survives_an_update_that_changes_nothing() -> None:
+def test_split_masters_keep_all_bits_in_a_null_update() -> None:
     """Covers every high half of an fp32 number with some low halves; with lr 0 a master keeps its bits."""
     optimizer, lows = TritonOptimizer(HOSTS["adamw"]), (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     for low in lows:

@@ -53,7 +53,7 @@ def test_updates_ahead_match_host_decided_updates_bitwise(
         assert [skipped for *_, skipped in results] == [False, True, False, False]
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(
+def test_nonfinite_step_changes_no_state_and_is_reported(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_in(tmp_path / "run", tiny_model) as run:

@@ -30,7 +30,7 @@ def consensus_of(group: Group) -> tuple[Consensus, RunSignals]:
     return Consensus(group, signals), signals  # type: ignore[arg-type]
 
 
-def test_one_process_asks_its_signals() -> None:
+def test_single_process_reads_its_signals() -> None:
     consensus, signals = consensus_of(Group(is_single=True))
     assert consensus.agree(USAGE, is_due=True, is_paused=False) == ()
     assert not consensus.stops and not consensus.saves_at_once
@@ -54,7 +54,7 @@ def test_ranks_stop_when_all_know_of_it() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_first_rank_says_when_a_checkpoint_is_due(is_first: bool) -> None:
+def test_first_rank_decides_when_a_checkpoint_is_due(is_first: bool) -> None:
     consensus, signals = consensus_of(Group(is_single=False, is_first=is_first))
     consensus.agree(USAGE, is_due=True, is_paused=False)
     assert consensus.is_due(not is_first) == is_first

@@ -57,7 +57,7 @@ def run(trained: Callable[[str], SavedRun], tmp_path: Path) -> SavedRun:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_the_same_files_as_the_run_itself(trained: Callable[[str], SavedRun], tmp_path: Path, name: str) -> None:
+def test_exported_files_match_the_final_model(trained: Callable[[str], SavedRun], tmp_path: Path, name: str) -> None:
     run = trained(name)
     units: list[tuple[str, int, int]] = []
     out = export_checkpoint(run.out, tmp_path / "out", on_progress=lambda *unit: units.append(unit))
@@ -135,7 +135,7 @@ def test_export_works_during_a_run(run: SavedRun, tmp_path: Path) -> None:
         assert export_checkpoint(run.out, tmp_path / "out").is_dir()
 
 
-def test_a_checkpoint_that_goes_meanwhile(run: SavedRun, tmp_path: Path) -> None:
+def test_checkpoint_removed_during_the_export_is_reported(run: SavedRun, tmp_path: Path) -> None:
     def remove(what: str, done: int, total: int) -> None:
         if 1 in list_generations(run.out / "checkpoints"):
             remove_checkpoint(run.out, list_checkpoints(run.out)[0])
@@ -157,7 +157,7 @@ def test_damage_is_named_and_nothing_is_written(run: SavedRun, tmp_path: Path) -
     assert export_checkpoint(run.out, tmp_path / "out", step=4).is_dir()
 
 
-def test_the_model_folder_is_gone(tmp_path: Path) -> None:
+def test_missing_model_folder_is_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "w")
     assert run.run(steps=2).exit_code == 0
     (run.folder / "model").rename(tmp_path / "elsewhere")

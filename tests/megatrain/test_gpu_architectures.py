@@ -159,7 +159,9 @@ def forms() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("capability", "name"), list(forms()))
-def test_a_kernel_spills_nothing(capability: int, name: str, compiler: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_kernels_spill_no_registers(
+    capability: int, name: str, compiler: dict[str, ModuleType], tmp_path: Path
+) -> None:
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     case = CASES[name]

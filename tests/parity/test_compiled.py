@@ -162,7 +162,7 @@ def test_evaluations_are_compiled() -> None:
     assert num_graphs() == 2  # one with gradients, one without
 
 
-def test_layers_of_another_kind_get_a_graph_of_their_own() -> None:
+def test_layers_of_another_kind_get_a_separate_graph() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     values = {"sliding_window": 8, "layer_types": kinds}
     plain = gradients("gemma3_text", None, **values)
@@ -172,7 +172,7 @@ def test_layers_of_another_kind_get_a_graph_of_their_own() -> None:
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_layer_that_is_not_one_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_graph_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     forward = LlamaMLP.forward

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TABLE = 'optim = "custom"\ncustom_optimizer = "signum"\noptim_args = { momentum = 0.95 }'
 
 
-def test_the_same_bits_everywhere_and_mistakes_in_words(
+def test_custom_optimizer_is_bitwise_equal_everywhere(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "site" / "signs-1.2.dist-info"
@@ -48,7 +48,7 @@ def test_the_same_bits_everywhere_and_mistakes_in_words(
         assert result.exit_code == 2 and said in result.output, result.output
 
 
-def test_layers_and_names_have_rates_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+def test_layers_and_names_have_separate_rates(tiny_model: Path, tmp_path: Path) -> None:
     """Plain SGD moves each weight by its rate: all runs are compared with one that has a single rate."""
     table = 'optim = "sgd"\nsgd_momentum = 0.0\nweight_decay = 0.0\nmax_grad_norm = 0.0\n'
     groups = '[[optimizer.groups]]\nparams = ["*.mlp.*"]\nlr_mult = 0.25\n'

@@ -37,7 +37,7 @@ def test_deferred_update_runs_once_at_first_use(tiny_model: Path, tmp_path: Path
         assert late.digests() == soon.digests()
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing(
+def test_nonfinite_gradient_stops_the_run_without_changes(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with steps(tmp_path / "a", tiny_model) as run:

@@ -444,7 +444,7 @@ def train_on_rank(world: World, folder: Path, model: Path) -> RankResult:
 
 
 @pytest.mark.slow
-def test_ranks_have_the_bits_of_one_process(mixture: Path, tmp_path: Path) -> None:
+def test_ranks_match_one_process_bitwise(mixture: Path, tmp_path: Path) -> None:
     (expected,) = run_on_ranks(1, train_on_rank, tmp_path, mixture)
     results = run_on_ranks(2, train_on_rank, tmp_path, mixture)
     assert all(result.losses == expected.losses and result.norms == expected.norms for result in results)

@@ -152,7 +152,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ALL_NVME.replace("nvme", "gpu"),
     ],
 )
-def test_homes_that_were_asked_for(placement: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+def test_requested_homes_are_used(placement: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     result = run(tmp_path, tiny_model, gpu="24MiB", ram="12MiB", placement=placement)
     for line in placement.splitlines():
         kind, _, tiers = line.partition(" = ")

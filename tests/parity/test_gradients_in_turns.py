@@ -164,7 +164,7 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", LEAST)
-def test_a_run_fits_the_least_that_is_asked_for(case: str, tmp_path: Path) -> None:
+def test_run_fits_its_minimum_memory(case: str, tmp_path: Path) -> None:
     """Loading, steps, a checkpoint and the export: a layer's fp32 copy cannot use space of gradients."""
     wide = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, vocab_size=4096)
     path = tmp_path / "run.toml"
@@ -221,7 +221,7 @@ def test_skip_by_layer_leaves_out_that_layer_alone(
 
 
 @pytest.mark.parametrize("optimizer", [NO_CLIPPING, PER_LAYER])
-def test_stop_by_layer_uses_nothing_from_there_on(
+def test_stop_per_layer_skips_all_later_updates(
     optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with steps(tmp_path / "a", tiny_model, optimizer) as run:
@@ -238,9 +238,7 @@ def test_stop_by_layer_uses_nothing_from_there_on(
                 call()
 
 
-def test_a_step_that_is_not_finite_at_its_loss_changes_nothing(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonfinite_loss_changes_no_state(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly every step that is not finite is of this kind: all gradients are NaN, the first one before any update."""
     with steps(tmp_path / "a", tiny_model, NO_CLIPPING) as run:
         run.step()

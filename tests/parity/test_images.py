@@ -246,7 +246,7 @@ def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str
         pytest.param("llava", "trained", 3, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_have_the_bits_of_one_process(family: str, images: str, size: int, folders: Path, tmp_path: Path) -> None:
+def test_ranks_match_one_process_bitwise(family: str, images: str, size: int, folders: Path, tmp_path: Path) -> None:
     """A rank without images still gathers and exchanges the tower like the others."""
     model, rows = folder_of(family, folders), write_rows(tmp_path / "data", FEW_IMAGES[size])
     alone = train_ranks(World.single(), tmp_path / "alone", model, rows, images)

@@ -135,7 +135,7 @@ def test_z_loss(family: str, smoothing: float, columns: int) -> None:
     assert_close((total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}), found)
 
 
-def test_a_loss_of_a_models_own_cannot_be_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_model_loss_cannot_be_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.engine.forward.plan_head", lambda graph: None)
     with pytest.raises(UnsupportedModelError, match="label_smoothing_factor"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(CrossEntropy(FACTOR)))

@@ -103,7 +103,9 @@ def test_direct_copies_are_bitwise_equal_and_match_the_plan(
     ],
     ids=["bf16", "micro-batches", "updates at once", "no prefetch", "all prefetch", "lru", "frozen"],
 )
-def test_however_a_step_goes(tables: dict[str, Any], tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+def test_direct_copies_work_for_any_step_order(
+    tables: dict[str, Any], tiny_model: Path, tmp_path: Path, baseline: Baseline
+) -> None:
     given = {"gpu": "12MiB", "ram": "7MiB", "placement": ALL_NVME, "tiers": ON, **tables}
     result = run_config(text_of(tmp_path, tiny_model, **given), tmp_path, num_steps=NUM_STEPS)
     result.assert_same(baseline(**tables))
@@ -139,7 +141,7 @@ def test_less_passes_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -
     assert passed["on"] == NUM_STEPS * 7 * of_moments // 2 < passed["off"]
 
 
-def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_path: Path) -> None:
+def test_plan_and_replay_agree_on_direct_copies(tiny_model: Path, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME, tiers=ON)
     assert 0 < plan.traffic["gpu->nvme"] < plan.traffic["nvme->gpu"], "weights are only read"
     assert not plan.traffic["ram->gpu"] and not plan.traffic["gpu->ram"]

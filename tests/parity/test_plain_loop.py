@@ -49,7 +49,7 @@ def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> N
     assert torch.isfinite(torch.tensor(ours.losses)).all()
 
 
-def test_nothing_excluded_everything_decays(tiny_model: Path, tmp_path: Path) -> None:
+def test_all_parameters_decay_if_nothing_is_excluded(tiny_model: Path, tmp_path: Path) -> None:
     """This includes vectors, as with `torch.optim.AdamW` over all parameters in one group."""
     text = config_text(tmp_path, tiny_model, ram="5500KiB", optimizer="weight_decay = 5.0\nweight_decay_exclude = []")
     ours = run_config(text, tmp_path, num_steps=3)

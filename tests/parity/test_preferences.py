@@ -333,7 +333,7 @@ def trl_inputs(setup: Setup, trainer: Any) -> Any:
     "name", [pytest.param(name, marks=[] if name in ("sigmoid", "orpo") else [pytest.mark.slow]) for name in TRL]
 )
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_one_step_is_trls(name: str, tmp_path: Path) -> None:
+def test_preference_step_matches_trl(name: str, tmp_path: Path) -> None:
     """The same rows pass through TRL's tokenization, collator and loss."""
     # TRL's ORPO likelihood includes the prompt, the papers' only the answer: a one-token prompt makes both equal.
     setup = Setup(TRL[name], rows=[{**row, "prompt": "Q"} for row in PAIRS] if name == "orpo" else None)

@@ -266,7 +266,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
     done.assert_same(unbroken)
 
 
-def test_a_fallback_to_another_config_says_so(tiny_model: Path, tmp_path: Path) -> None:
+def test_fallback_to_another_config_is_reported(tiny_model: Path, tmp_path: Path) -> None:
     """The newest checkpoint has this config, which was allowed; it is damaged, and the one before has another."""
     decay = {"optimizer": "weight_decay = 0.2"}
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
@@ -327,7 +327,7 @@ def test_other_data_is_refused(tiny_model: Path, tmp_path: Path) -> None:
         train(tmp_path / "w", tiny_model, IN_RAM, changes={book: str(other)})
 
 
-def test_a_run_that_is_done_does_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_finished_run_does_not_train(tiny_model: Path, tmp_path: Path) -> None:
     first = train(tmp_path / "w", tiny_model, IN_RAM)
     again = train(tmp_path / "w", tiny_model, IN_RAM)
     assert any("this run is done" in text for text in again.told.messages)

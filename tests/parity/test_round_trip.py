@@ -67,7 +67,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
         *(pytest.param(image_text_model, name, id=f"image-{name}") for name in IMAGE_TEXT_TYPES),
     ],
 )
-def test_no_step_changes_nothing(make: Any, model_type: str, tmp_path: Path) -> None:
+def test_export_without_a_step_is_unchanged(make: Any, model_type: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     torch.manual_seed(1)
     try:

@@ -171,7 +171,7 @@ def test_runs_over_late_links(
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_each_step_reports_the_bytes_of_its_own_uses(
+def test_each_step_reports_the_bytes_it_uses(
     has_gpu: bool, models: dict[str, Path], tmp_path: Path, late_links: None
 ) -> None:
     """Copies for the next step may arrive before or after the end of a step; they count in the step that uses them."""

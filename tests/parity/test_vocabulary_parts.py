@@ -81,7 +81,7 @@ def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, d
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "granite"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_logits_that_are_a_product_are_made_without_the_model_with_the_same_bits(
+def test_product_logits_without_the_model_are_bitwise_equal(
     family: str, dtype: torch.dtype, in_turn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, calls = tiny_config(family), mock.Mock(wraps=HeadModel._call)

@@ -101,7 +101,7 @@ def test_request_within_the_free_bytes_is_granted(store: TieredStore, ram: Simul
         assert ram.usage().used_bytes == ram.capacity_bytes == 2 * LARGE
 
 
-def test_without_buffers_it_is_as_before(store: TieredStore, ram: SimulatedTier, clock: SimulatedClock) -> None:
+def test_store_works_after_buffers_are_removed(store: TieredStore, ram: SimulatedTier, clock: SimulatedClock) -> None:
     store.keep_buffers("ram", {SMALL: 3, LARGE: 1})
     store.keep_buffers("ram", {})
     run_steps(store, clock, 2)

@@ -238,7 +238,7 @@ def test_a_stream_ends_with_its_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["4GiB", 0.5])
-def test_a_size_that_is_no_number_of_bytes_is_refused(size: Any, tmp_path: Path) -> None:
+def test_invalid_byte_size_is_refused(size: Any, tmp_path: Path) -> None:
     for make in (lambda: RamTier(size, pin_memory=False), lambda: NvmeTier([tmp_path], size)):
         with pytest.raises(ValueError, match=r"such as 4 \* tiered.GiB"):
             make()

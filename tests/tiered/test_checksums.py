@@ -29,6 +29,6 @@ def test_checksum_is_xxh3_of_the_concatenation() -> None:
         (5000 * MiB + 3, 10 * 32 * PIECE_BYTES),
     ],
 )
-def test_no_piece_of_a_block_lies_in_two_of_its_files(nbytes: int, expected: int) -> None:
+def test_no_checksum_piece_spans_two_files(nbytes: int, expected: int) -> None:
     """Files have equal lengths up to 512 MiB; a block of several files has whole pieces of 16 MiB in each."""
     assert array_bytes(BlockSpec("block", (nbytes,), torch.uint8, "ram")) == expected

@@ -53,7 +53,7 @@ def read_in_ram(store: TieredStore, key: str) -> list[float]:
 # -- one rule each -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_runs_before_it_must(device: LazyDevice) -> None:
+def test_device_runs_work_as_late_as_possible(device: LazyDevice) -> None:
     done: list[int] = []
     device.launch(lambda: done.append(1))
     other = device.stream()
@@ -136,7 +136,7 @@ def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevic
     link.close()
 
 
-def test_reading_a_copy_that_is_being_written_back_waits_for_nothing(device: LazyDevice, store: TieredStore) -> None:
+def test_read_does_not_wait_for_a_write_back(device: LazyDevice, store: TieredStore) -> None:
     """Both only read, so the lease may be granted before the copy out has ended."""
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
@@ -202,7 +202,7 @@ def test_an_error_after_the_copy_was_queued_waits_for_the_copy(
     link.close()
 
 
-def test_the_link_says_when_host_memory_is_not_page_locked(device: LazyDevice) -> None:
+def test_unlocked_host_memory_is_reported(device: LazyDevice) -> None:
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=True)
     up, down = CudaLink(ram, gpu), CudaLink(gpu, ram)
     assert up.path == down.path == "cuda"
@@ -214,7 +214,7 @@ def test_the_link_says_when_host_memory_is_not_page_locked(device: LazyDevice) -
     down.close()
 
 
-def test_leases_that_end_together_share_an_event_and_nothing_waits_for_its_own_stream(device: LazyDevice) -> None:
+def test_leases_that_end_together_share_an_event(device: LazyDevice) -> None:
     gpu, keys = device.gpu_tier(4 * NBYTES), "abc"
     with TieredStore([gpu]) as store:
         for key in keys:
@@ -231,9 +231,7 @@ def test_leases_that_end_together_share_an_event_and_nothing_waits_for_its_own_s
             assert wait.call_count == num_waits
 
 
-def test_leases_of_a_group_ask_once_for_the_stream_and_wait_for_no_fill_that_ended(
-    device: LazyDevice, store: TieredStore
-) -> None:
+def test_group_leases_query_the_stream_once(device: LazyDevice, store: TieredStore) -> None:
     for key, value in (("a", 1.0), ("b", 2.0)):
         store.register(key, (N,), torch.float32, home="gpu")
         in_ram(store, key, value)
@@ -360,7 +358,7 @@ def test_every_kernel_sees_the_program_order_values(seed: int, device: LazyDevic
             assert read_in_ram(store, key) == [value]
 
 
-def test_prefetches_change_nothing(device: LazyDevice) -> None:
+def test_prefetches_change_no_result(device: LazyDevice) -> None:
     """The prefetcher starts copies from the threads of links, whenever space becomes free."""
     order = [0, 1, 2, 3, 3, 2, 1, 0] * 4
     with TieredStore([device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as store:

@@ -53,7 +53,7 @@ def made_store(folder: Path) -> TieredStore:
 
 
 @pytest.mark.parametrize("nbytes", [4096, 3 * MiB])
-def test_slabs_are_left_out_of_forks(nbytes: int) -> None:
+def test_slabs_are_excluded_from_forks(nbytes: int) -> None:
     slab = HostSlab(nbytes)
     (flags,) = re.findall(r"^VmFlags:(.*)$", mapping_of(slab.address), re.MULTILINE)
     assert "dc" in flags.split()

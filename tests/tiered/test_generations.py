@@ -246,7 +246,7 @@ def test_a_flipped_byte_is_found(make_tiers: MakeTiers, kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("new_kind", ["ram", "elsewhere"])
-def test_it_opens_with_other_tiers(make_tiers: MakeTiers, kind: str, new_kind: str, tmp_path: Path) -> None:
+def test_generation_opens_with_other_tiers(make_tiers: MakeTiers, kind: str, new_kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         store.commit().wait(60)
     tiers: list[Tier] = [ram()] if new_kind == "ram" else [ram(), file_tier(tmp_path / "new")]

@@ -95,7 +95,7 @@ def test_kvikio_without_a_driver_is_a_clear_error(tmp_path: Path) -> None:
         default_links([RamTier(MiB), tier(tmp_path, "kvikio")])
 
 
-def test_kvikio_that_is_not_installed_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kvikio_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(TieredError, match=r"not installed: pip install 'megatrain-tier\[gds\]'.*engine 'posix'"):
         default_links([RamTier(MiB), tier(tmp_path, "kvikio")])
@@ -178,9 +178,7 @@ def test_a_driver_without_a_device_is_reported(stand_in: Path, tmp_path: Path, m
 
 @needs_kvikio
 @pytest.mark.skipif(probe_module.may_open_driver(), reason="libcufile's driver would be opened first")
-def test_bytes_that_come_out_wrong_prove_nothing(
-    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_rejects_wrong_bytes(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))
     monkeypatch.setenv("STAND_IN_CUDA", "wrong-bytes")
     found = probe_kvikio(tmp_path)

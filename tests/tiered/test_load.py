@@ -61,7 +61,7 @@ def inodes(*roots: Path) -> set[int]:
 
 @pytest.mark.parametrize("homes", ["nvme", "ram", "mixed"])
 @pytest.mark.parametrize("homes_then", ["nvme", "ram", "mixed"])
-def test_homes_may_be_others_than_at_the_commit(tmp_path: Path, homes_then: str, homes: str) -> None:
+def test_homes_may_change_after_the_commit(tmp_path: Path, homes_then: str, homes: str) -> None:
     with make_store(tmp_path, homes_then) as store:
         commit(store, 10)
     with make_store(tmp_path, homes) as store:
@@ -96,7 +96,7 @@ def test_files_that_are_in_place_are_adopted_and_not_copied(tmp_path: Path) -> N
         (("a", "b"), {"capacity_bytes": 4 * MiB}),
     ],
 )
-def test_paths_may_be_others_than_at_the_commit(tmp_path: Path, drives: tuple[str, ...], options: dict) -> None:
+def test_paths_may_change_after_the_commit(tmp_path: Path, drives: tuple[str, ...], options: dict) -> None:
     with make_store(tmp_path, drives=("a", "b")) as store:
         commit(store, 10)
     with make_store(tmp_path, drives=drives, **options) as store:

@@ -51,7 +51,7 @@ def test_a_deleted_lock_lets_no_second_process_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_commit_refuses_when_its_lock_is_gone(tmp_path: Path, replaces: bool) -> None:
+def test_commit_without_its_lock_is_refused(tmp_path: Path, replaces: bool) -> None:
     with make_store(tmp_path) as store:
         store.put("x", torch.arange(9.0))
         store.commit().wait()
@@ -103,7 +103,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     assert caught.value.errno == number
 
 
-def test_looking_for_the_owner_needs_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_is_read_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = lock_directory(tmp_path)
     refuse_locks(monkeypatch)
     mine = f"process {os.getpid()} on {socket.gethostname()}"

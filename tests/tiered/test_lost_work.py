@@ -211,7 +211,7 @@ def test_tiers_of_a_refused_store_give_up_their_lock_when_dropped(tmp_path: Path
     kept[-1].close()
 
 
-def test_open_of_a_missing_directory_makes_none(tmp_path: Path) -> None:
+def test_open_does_not_create_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match="nothere' is no directory"):
         TieredStore.open(str(tmp_path / "nothere"), [RamTier(MiB, pin_memory=False)])
     assert list(tmp_path.iterdir()) == []
@@ -302,9 +302,7 @@ def test_a_store_opens_after_any_failing_system_call_of_a_commit(
     assert num_failed * stride > 40 and num_raised > num_failed / 2
 
 
-def test_a_flush_that_fails_after_the_rename_keeps_the_generation_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_flush_after_the_rename_keeps_the_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, 2)
     real, has_failed = manifest.replace_file, []
 

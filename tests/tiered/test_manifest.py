@@ -80,7 +80,7 @@ def test_manifests_of_the_first_version_have_no_paths(tmp_path: Path) -> None:
     assert (found.paths, found.store, found.blocks) == ({}, "", sample(1).blocks)
 
 
-def test_nothing_committed(tmp_path: Path) -> None:
+def test_directory_without_a_commit_has_no_generations(tmp_path: Path) -> None:
     assert current_generation(tmp_path) is None
     assert list_generations(tmp_path) == []
     with pytest.raises(GenerationError, match="nothing was committed"):

@@ -41,7 +41,7 @@ def num_calls_of_register(store: TieredStore, key: str, home: str) -> int:
     return num_calls
 
 
-def test_registering_a_block_does_not_look_at_the_others(tmp_path: Path) -> None:
+def test_registration_time_is_independent_of_block_count(tmp_path: Path) -> None:
     with TieredStore([RamTier(GiB, pin_memory=False), NvmeTier([tmp_path], GiB)]) as store:
         for home in ("ram", "nvme"):
             for number in range(10):

@@ -119,7 +119,7 @@ def test_asking_for_page_locking_without_a_device_gives_plain_memory() -> None:
     assert not HostSlab(4096, pin=True).is_pinned
 
 
-def test_page_locking_ends_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_lock_ends_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: set[int] = set()
 
     def register(address: int, nbytes: int) -> bool:
@@ -295,7 +295,7 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_a_slab_gets_the_pages_of_one_that_went() -> None:
+def test_slab_reuses_the_pages_of_a_closed_one() -> None:
     spare = SparePages(64 * MiB)
     first = HostSlab(5 * MiB, spare=spare)
     first.tensor.fill_(7)
@@ -365,7 +365,7 @@ def test_bytes_that_are_reserved_are_given_back_first() -> None:
     assert tier._spare.nbytes == 0 and -11 * MiB <= resident_bytes() - before <= -8 * MiB
 
 
-def test_a_refused_move_ends_moves_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_page_move_ends_moves_without_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, calls, move = RamTier(48 * MiB), [0], slab_module._move_pages
     before = resident_bytes()
 

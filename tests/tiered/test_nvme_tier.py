@@ -102,7 +102,7 @@ def test_stripes_lie_on_all_paths_and_the_first_reads_whole(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("key", ["", "a//b", "../x", "a/..", "/abs", "a/zarr.json"])
-def test_names_that_are_no_folders_are_refused(tmp_path: Path, key: str) -> None:
+def test_names_unusable_as_folders_are_refused(tmp_path: Path, key: str) -> None:
     tier = NvmeTier([tmp_path / "t"], MiB)
     with pytest.raises(ValueError, match="segment"):
         tier.allocate(1, name=key, home=True)
@@ -308,7 +308,7 @@ def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_write_that_one_path_may_not_take_is_counted_on_none(tmp_path: Path) -> None:
+def test_write_refused_by_one_path_is_counted_on_no_path(tmp_path: Path) -> None:
     limits = [None, 10_000]
     tier = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, max_written_bytes=limits)
     tier.count_wear({0: 4096, 1: 4096})

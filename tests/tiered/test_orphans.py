@@ -73,7 +73,7 @@ def test_orphans_of_a_removed_store_are_distinguished(drive: Path) -> None:
     assert [folder.name for folder in drive.glob("snap/0*")] == ["00000003"]
 
 
-def test_living_stores_are_left_alone(drive: Path) -> None:
+def test_live_stores_are_not_orphans(drive: Path) -> None:
     StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # a commit in progress, or a crash
     orphan = Orphan(drive / "snap/00000009", 9, drive.parent / "one", 0, is_store_gone=False)
     with make_store(drive.parent, "two"):

@@ -81,7 +81,7 @@ def killed_commit(root: Path, name: str) -> None:
     assert warm.run(command, timeout=120).returncode == -9
 
 
-def test_stores_that_take_turns_lose_nothing_of_each_other(tmp_path: Path) -> None:
+def test_alternating_stores_keep_each_other_intact(tmp_path: Path) -> None:
     with make_store(tmp_path, "one") as store:
         assert [commit(store, value) for value in (1, 2, 3)] == [1, 2, 3]
     with make_store(tmp_path, "two", keep=1) as store:
@@ -109,7 +109,7 @@ def test_stores_that_take_turns_lose_nothing_of_each_other(tmp_path: Path) -> No
     assert on_drives(tmp_path) == [5, 7]
 
 
-def test_a_new_store_in_a_used_place_touches_nothing(tmp_path: Path) -> None:
+def test_new_store_in_a_used_folder_changes_no_files(tmp_path: Path) -> None:
     with make_store(tmp_path, "one") as store:
         commit(store, 1)
     (tmp_path / "one").rename(tmp_path / "away")

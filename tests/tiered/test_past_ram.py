@@ -54,7 +54,7 @@ def moved(store: TieredStore) -> dict[str, int]:
     return {link: stats.num_bytes // (4 * N) for link, stats in store.stats().links.items() if stats.num_bytes}
 
 
-def test_one_rule_says_which_links_a_copy_takes() -> None:
+def test_routes_select_the_links_of_a_copy() -> None:
     line = (("ram", "gpu"), ("gpu", "ram"), ("nvme", "ram"), ("ram", "nvme"))
     assert Routes(line).between("nvme", "gpu") == (("nvme", "ram"), ("ram", "gpu"))
     assert Routes(line).between("gpu", "nvme") == (("gpu", "ram"), ("ram", "nvme"))

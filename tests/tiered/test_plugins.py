@@ -47,7 +47,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_own_tiers_have_names() -> None:
+def test_plugin_tiers_have_names() -> None:
     assert tiered.available_tiers()[:3] == ("gpu", "ram", "nvme")
     assert tiered.tier_class("gpu") is tiered.GpuTier
     assert tiered.tier_class("ram") is tiered.RamTier
@@ -114,7 +114,7 @@ class Linked(MemoryTier):
         return self.links
 
 
-def test_a_tier_brings_its_own_links() -> None:
+def test_tier_provides_its_links() -> None:
     ram = tiered.RamTier(tiered.MiB)
     ends = MemoryTier("ram", tiered.MiB), MemoryTier("own", tiered.MiB)
     links: list[Link] = [HostLink(*ends), HostLink(*reversed(ends))]

@@ -81,7 +81,7 @@ def test_an_overwrite_needs_room_but_no_bytes() -> None:
     assert picks(".Abc", room=9, lookahead=1) == "b"
 
 
-def test_nothing_is_left_at_the_end() -> None:
+def test_no_prefetch_after_the_last_access() -> None:
     assert picks("abc", room=9, now=2) == ""
 
 

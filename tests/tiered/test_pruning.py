@@ -111,7 +111,7 @@ def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
 
 @pytest.mark.parametrize("home", ["nvme", "ram"])
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [1, 5]), (3, [1, 4, 5])])
-def test_an_abandoned_future_goes_first(
+def test_abandoned_newer_generations_are_pruned_first(
     keep: int, left: list[int], home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_store(tmp_path, 9, home) as store:

@@ -73,7 +73,7 @@ def test_growing_machine_memory_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
     assert populated == [4096] * 3 and not answers
 
 
-def test_one_part_without_memory_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_slab_part_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def advise(address: int, nbytes: int, advice: int) -> int:

@@ -35,7 +35,7 @@ def test_a_walk_is_one_period_in_deadline_order() -> None:
     assert not list(Schedule([]).walk(0))
 
 
-def test_contains_asks_for_the_tick_in_the_period() -> None:
+def test_contains_uses_the_tick_within_the_period() -> None:
     schedule = Schedule(accesses((1, "a")), period=3)
     assert Access(4, "a", "ram", "rw") in schedule
     assert Access(5, "a", "ram") not in schedule and Access(4, "a", "gpu") not in schedule

@@ -71,7 +71,7 @@ def test_reads_overtake_writes_between_parts() -> None:
     assert write.done() and channel.busy_s == pytest.approx(5.0)
 
 
-def test_waiting_for_nothing_is_an_error_and_not_for_ever() -> None:
+def test_waiting_without_pending_work_raises() -> None:
     clock = SimulatedClock()
     with clock, pytest.raises(AssertionError, match="nothing is under way"):
         clock.wait()

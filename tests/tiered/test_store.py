@@ -193,7 +193,7 @@ def test_acquire_many_gives_all_or_nothing(store: TieredStore) -> None:
         store.acquire_many([("a", "ram", "r"), ("a", "ram", "w")])
 
 
-def test_two_that_gather_blocks_do_not_wait_for_each_others_share(tmp_path: Path) -> None:
+def test_concurrent_acquire_many_calls_do_not_deadlock(tmp_path: Path) -> None:
     """The space suffices for one of them; each with half of it would wait for ever."""
     keys = [f"b{i}" for i in range(8)]
     num_rounds = 25
@@ -386,7 +386,7 @@ def test_traffic_does_not_depend_on_lookahead(
 
 
 @pytest.mark.parametrize("policy", [LRU(), Belady()], ids=["lru", "belady"])
-def test_a_prefetch_displaces_nothing_that_is_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
+def test_prefetch_evicts_no_copy_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
     """Recency alone would evict the next tick's copy, and the schedule alone the current tick's."""
     keys = ["a", "b", "c", "d"]
     with make_store(tmp_path, ram_blocks=3, policy=policy) as store:
@@ -451,7 +451,7 @@ def test_mistakes_are_named(store: TieredStore, tmp_path: Path) -> None:
         TieredStore([RamTier(MiB, pin_memory=False), RamTier(MiB, pin_memory=False)])
 
 
-def test_after_close_nothing_works_and_close_again_does(tmp_path: Path) -> None:
+def test_closed_store_refuses_calls_but_closes_again(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     add(store, "a")
     store.close()

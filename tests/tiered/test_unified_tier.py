@@ -76,9 +76,7 @@ def test_memory_that_cannot_be_pinned_is_refused() -> None:
 
 
 @pytest.mark.parametrize("uses_host_page_tables", [False, True])
-def test_nothing_is_registered_for_a_device_that_uses_the_page_tables_of_the_host(
-    uses_host_page_tables: bool, device: VirtualCuda
-) -> None:
+def test_memory_is_not_registered_with_shared_page_tables(uses_host_page_tables: bool, device: VirtualCuda) -> None:
     pinned = []
 
     def view(memory: torch.Tensor, of: torch.device) -> torch.Tensor:
@@ -97,7 +95,7 @@ def test_nothing_is_registered_for_a_device_that_uses_the_page_tables_of_the_hos
     assert pinned == [not uses_host_page_tables]
 
 
-def test_a_machine_without_a_driver_has_no_device_that_uses_the_page_tables_of_the_host() -> None:
+def test_machine_without_a_driver_has_no_shared_page_tables() -> None:
     with mock.patch.object(unified.ctypes, "CDLL", side_effect=OSError):
         assert not unified.uses_host_page_tables.__wrapped__(0)
 

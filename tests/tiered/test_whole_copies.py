@@ -90,7 +90,7 @@ def test_numbers_grow_and_old_copies_go(store: TieredStore, tmp_path: Path) -> N
     copies.close()
 
 
-def test_a_copy_that_is_cut_off_is_none(store: TieredStore, tmp_path: Path) -> None:
+def test_incomplete_copy_is_not_listed(store: TieredStore, tmp_path: Path) -> None:
     path, reader = tmp_path / "copies", commit(store, 1)
 
     class Cut(Exception):
@@ -147,7 +147,7 @@ def test_damage_is_found_before_a_copy_counts(
     copies.close()
 
 
-def test_a_part_that_is_gone_is_named(store: TieredStore, tmp_path: Path) -> None:
+def test_missing_part_is_named(store: TieredStore, tmp_path: Path) -> None:
     reader, copies = commit(store, 1), WholeCopies(tmp_path / "copies")
     shutil.rmtree(tmp_path / "disk/second/snap")
     with pytest.raises(GenerationError, match="disk/second/snap/00000001/"):

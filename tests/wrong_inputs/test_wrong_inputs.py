@@ -70,7 +70,7 @@ def test_a_wrong_input_is_refused_by_every_command(name: str, folder: Path, base
 
 
 @pytest.mark.parametrize(("name", "command"), IN_A_PROCESS)
-def test_a_wrong_input_in_a_process_of_its_own(name: str, command: str, folder: Path, base_model: Path) -> None:
+def test_wrong_input_is_refused_in_a_separate_process(name: str, command: str, folder: Path, base_model: Path) -> None:
     case = CASES[name]
     work, locus = spoiled(case, folder, base_model)
     result = warm.run(

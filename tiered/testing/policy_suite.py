@@ -24,7 +24,7 @@ class PolicySuite(ABC):
     def make_policy(self) -> EvictionPolicy:
         """Return a new policy."""
 
-    def test_nothing_to_rank(self) -> None:
+    def test_empty_candidates_have_an_empty_rank(self) -> None:
         assert list(self.make_policy().rank([], 0)) == []
 
     def test_all_candidates_are_ranked_once(self) -> None:
@@ -41,7 +41,7 @@ class PolicySuite(ABC):
             assert candidates == before, "rank sorted its argument in place"
             self.make_policy().rank(tuple(candidates), now)  # a sequence, not always a list
 
-    def test_the_same_question_has_the_same_answer(self) -> None:
+    def test_rank_is_repeatable(self) -> None:
         """Otherwise the moved bytes would depend on how often callers waited."""
         policy, cases = self.make_policy(), _cases()
         first = [list(policy.rank(candidates, now)) for candidates, now in cases]

@@ -37,7 +37,7 @@ class TierSuite(TierSubject):
 
     # -- what it is --------------------------------------------------------------------------------------------
 
-    def test_it_is_a_tier(self) -> None:
+    def test_tier_implements_the_protocol(self) -> None:
         with self._tier() as tier:
             assert isinstance(tier, Tier), f"{type(tier).__name__} lacks something of tiered.Tier"
             assert tier.name and isinstance(tier.name, str), repr(tier.name)
@@ -70,7 +70,7 @@ class TierSuite(TierSubject):
                 assert tier.usage().used_bytes == expected, (tier.usage(), expected)
             assert tier.usage().high_water_bytes == most, (tier.usage(), most)
 
-    def test_no_room_is_none_and_costs_nothing(self) -> None:
+    def test_allocation_without_space_returns_none_at_no_cost(self) -> None:
         with self._tier() as tier:
             assert tier.allocate(tier.capacity_bytes + 1, name="huge", home=True) is None
             slots: list[Slot] = []

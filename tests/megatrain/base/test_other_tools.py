@@ -62,7 +62,7 @@ def test_advised_keys_match_the_import(
     assert not translation.lost
 
 
-def test_the_table_needs_nothing_of_the_project() -> None:
+def test_table_imports_no_other_project_module() -> None:
     heavy = {"torch", "pydantic", "yaml", "megatrain.config"}
     code = f"import sys, megatrain.base.other_tools; print({heavy} & {{*sys.modules}})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

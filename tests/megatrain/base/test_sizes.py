@@ -54,5 +54,5 @@ def test_size_resolves(text: str, total: int, expected: int) -> None:
     assert Size.parse(text).resolve(total) == expected
 
 
-def test_auto_size_has_its_own_value() -> None:
+def test_auto_size_resolves_to_the_given_bytes() -> None:
     assert Size.parse("auto").resolve(1000, auto_bytes=7) == 7

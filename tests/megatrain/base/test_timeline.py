@@ -14,7 +14,7 @@ from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text
 from tiered import Event
 
 
-def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
+def test_disabled_timeline_records_no_events(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.on_event(Event("fetch", "a", "ram", 10, 1.0, 2.0, "posix-direct"))
     timeline.on_op(Op(0, "forward", 0, "ram", (), ()))
@@ -23,7 +23,7 @@ def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
     assert json.loads(timeline.write(tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
-def test_transfers_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
+def test_overlapping_transfers_get_separate_rows(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.is_on = True
     for start_s in (1.0, 1.5, 2.5):
@@ -38,7 +38,7 @@ def test_transfers_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_writes_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+def test_requested_steps_are_profiled(tmp_path: Path) -> None:
     model = EXAMPLES / "quickstart" / "model"
     text = config_text(tmp_path, model, placement=ALL_NVME) + "[profile]\ntrace_steps = [2]\n"
     text = text.replace(f'"{model}"', f'"{model}"\ntrain_from_scratch = true')

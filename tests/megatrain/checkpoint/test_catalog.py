@@ -92,7 +92,7 @@ def test_a_damaged_manifest_is_listed_with_its_problem(run: SavedRun) -> None:
     assert find_checkpoint(run.out).state.step == 4
 
 
-def test_a_damaged_file_at_the_top_hides_nothing(run: SavedRun) -> None:
+def test_damaged_top_file_hides_no_checkpoint(run: SavedRun) -> None:
     damage(run.out / "checkpoints" / MANIFEST_NAME)
     assert [info.is_newest for info in list_checkpoints(run.out)] == [False, False, True]
     assert find_checkpoint(run.out).number == 3
@@ -112,7 +112,7 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
         find_checkpoint(folder / "snap/00000001", 4)
 
 
-def test_a_top_file_that_is_older_changes_nothing_and_is_reported(run: SavedRun) -> None:
+def test_outdated_top_file_is_ignored_and_reported(run: SavedRun) -> None:
     assert list_notices(run.out) == []
     make_current(run.out / "checkpoints", 2)
     assert find_checkpoint(run.out).state.step == 6 and find_checkpoint(run.out, 6).number == 3
@@ -122,7 +122,7 @@ def test_a_top_file_that_is_older_changes_nothing_and_is_reported(run: SavedRun)
     assert [problems for _, problems in verify_checkpoints(run.out)] == [[], [], []]
 
 
-def test_nothing_there(tmp_path: Path, run: SavedRun) -> None:
+def test_empty_folder_is_reported(tmp_path: Path, run: SavedRun) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is not a folder"):
@@ -223,7 +223,7 @@ def test_run_resumes_from_the_remaining_checkpoint(run: SavedRun) -> None:
     assert (run.out / "final/model.safetensors").read_bytes() == weights
 
 
-def test_the_only_one_that_is_whole_stays(run: SavedRun) -> None:
+def test_only_complete_checkpoint_is_kept(run: SavedRun) -> None:
     damage(manifest_of(run, 1))
     damage(manifest_of(run, 2))
     with pytest.raises(CheckpointError, match="step 6 is the only one"):
@@ -244,7 +244,7 @@ def test_checkpoint_is_removed_from_the_drive(on_nvme: SavedRun) -> None:
     assert all(not problems for _, problems in verify_checkpoints(on_nvme.out))
 
 
-def test_nothing_is_removed_while_the_run_lives(run: SavedRun) -> None:
+def test_removal_is_refused_during_a_run(run: SavedRun) -> None:
     with RunFolder(run.out), pytest.raises(CheckpointError, match=r"in use by process .* nothing was removed"):
         remove(run, 1, force=True)
     with RunFolder(run.out / "checkpoints"), pytest.raises(CheckpointError, match="in use by process"):

@@ -110,7 +110,7 @@ def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> Non
     assert newest == 6 and copy.manifest.meta["step"] == 6 and list(copy.problems()) == []
 
 
-def test_without_drives_there_is_nothing_to_copy(run: SavedRun) -> None:
+def test_run_without_drives_makes_no_copy(run: SavedRun) -> None:
     result = run.run(checkpoint="save_copy = true")
     assert result.exit_code == 0, result.output
     assert not (run.out / "copies").exists()
@@ -147,7 +147,7 @@ def test_a_copy_that_cannot_be_made_costs_no_step(run: SavedRun) -> None:
     assert sorted(path.name for path in (run.out / "copies").iterdir()) == ["thesis.tex"]
 
 
-def test_a_copy_without_room_costs_no_step(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_without_space_does_not_stop_training(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage
     full = SimpleNamespace(disk_usage=lambda path: real(path)._replace(free=100))
     monkeypatch.setattr(copier, "shutil", full)
@@ -190,7 +190,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
     assert copied_steps(run) == [2, 3]
 
 
-def test_a_run_that_is_done_can_be_copied_afterwards(run: SavedRun) -> None:
+def test_finished_run_can_be_copied_later(run: SavedRun) -> None:
     assert run.run(**ON_DRIVE).exit_code == 0
     for _ in range(2):
         result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
@@ -309,7 +309,7 @@ def test_lost_drive_without_copies_is_reported_once(run: SavedRun) -> None:
     assert weights(run) == weights(run, "undisturbed")
 
 
-def test_a_run_that_is_done_needs_its_drive_no_more(run: SavedRun) -> None:
+def test_finished_run_does_not_need_its_drive(run: SavedRun) -> None:
     assert run.run(**ON_DRIVE).exit_code == 0
     shutil.rmtree(run.folder / "drive")
     result = run.run(**ON_DRIVE)
@@ -318,7 +318,7 @@ def test_a_run_that_is_done_needs_its_drive_no_more(run: SavedRun) -> None:
     assert check.exit_code == 0 and "the run is done" in check.stdout, check.output
 
 
-def test_one_of_two_drives_is_lost(run: SavedRun) -> None:
+def test_run_resumes_after_the_loss_of_one_of_two_drives(run: SavedRun) -> None:
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     shutil.rmtree(run.folder / "two")
     result = run.run(**ON_TWO_DRIVES)
@@ -333,7 +333,7 @@ def verified(run: SavedRun) -> Any:
     return run.call("ckpt", "verify", run.out)
 
 
-def test_a_copied_folder_is_read_from_its_own_drives(run: SavedRun, tmp_path: Path) -> None:
+def test_copied_folder_is_read_from_its_drives(run: SavedRun, tmp_path: Path) -> None:
     """With two paths, the first one's arrays link to files of the second by absolute paths."""
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     sound, damaged = (run.copy(tmp_path / name) for name in ("sound", "damaged"))
@@ -388,7 +388,7 @@ def test_a_copy_next_to_the_drives_of_another_run(run: SavedRun, tmp_path: Path)
     assert len(away) == 2
 
 
-def test_a_live_copy_without_a_whole_checkpoint_names_its_own_folders(run: SavedRun, tmp_path: Path) -> None:
+def test_incomplete_live_copy_names_its_folders(run: SavedRun, tmp_path: Path) -> None:
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     shutil.rmtree(run.out / "final")
     copied = run.copy(tmp_path / "copied")

@@ -69,7 +69,7 @@ def test_run_with_only_incomplete_checkpoints_does_not_restart(run: SavedRun) ->
     assert text in " ".join(run.call("ckpt", "ls", run.out).output.split())
 
 
-def test_a_clock_that_was_set_back_costs_nothing(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_set_back_loses_no_checkpoint(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a fix, an old checkpoint with a later time was resumed, and the newer checkpoints were dropped."""
     run.folder.joinpath("drive").mkdir()
     shutil.rmtree(run.out)

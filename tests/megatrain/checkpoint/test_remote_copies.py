@@ -223,7 +223,7 @@ def test_an_upload_that_is_cut_in_its_middle_is_completed(run: SavedRun, s3: S3)
     assert weights(run) == weights(run, "undisturbed")
 
 
-def test_a_url_that_stays_away_ends_the_run_with_an_error_and_the_next_start_copies(
+def test_unreachable_url_fails_the_run_and_the_next_start_copies(
     run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
@@ -345,7 +345,7 @@ def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, le
     ]
 
 
-def test_one_process_sends_the_parts_of_ranks_that_are_no_more(tmp_path: Path, url: str) -> None:
+def test_one_process_uploads_the_parts_of_former_ranks(tmp_path: Path, url: str) -> None:
     """Two ranks saved while the URL was unreachable; one process resumes, and uploads the parts of both."""
     run = unpack("ranks", tmp_path)
     config = load_config(run.folder / "run.toml", overrides=[f'checkpoint.save_copy="{url}"']).config
@@ -360,7 +360,7 @@ def test_one_process_sends_the_parts_of_ranks_that_are_no_more(tmp_path: Path, u
     assert [list(problems) for _, problems in remote.verify_at_url(url)] == [[], []]
 
 
-def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
+def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) -> None:
     """The best checkpoint of a run survives the loss of the machine, and becomes its model as usual."""
     more = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
 

@@ -121,7 +121,7 @@ def test_ranks_remove_checkpoints_of_an_earlier_single_process(tmp_path: Path) -
     assert list_generations(folder) == []
 
 
-def test_a_copy_needs_the_room_of_all_ranks(tmp_path: Path) -> None:
+def test_copy_size_includes_all_ranks(tmp_path: Path) -> None:
     """Homes may differ between ranks: rank 1 has five bytes on drives, this one has one."""
 
     class Group:

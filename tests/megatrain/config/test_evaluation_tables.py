@@ -144,7 +144,7 @@ def test_wrong_numbers_of_rows(tmp_path: Path, value: str, words: str) -> None:
     assert words in str(problem)
 
 
-def test_rows_kept_and_rows_of_their_own_exclude_each_other(tmp_path: Path) -> None:
+def test_val_size_and_evaluation_sets_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keeps rows of \[\[data.train\]\], and \[\[data.eval\]\] names others"):
         load_config(write_val(tmp_path, "0.1", SETS))
 

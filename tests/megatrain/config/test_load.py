@@ -333,7 +333,7 @@ def test_the_rest_can_be_used(tmp_path: Path, wrong: str) -> None:
     assert config.data.train[0].path.endswith("chat.jsonl")
 
 
-def test_problems_behind_others_are_found(tmp_path: Path) -> None:
+def test_later_problems_are_found(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(GOOD + '[optimizer]\nlearning_rate = "x"\n[training]\ntrain_batch_tokens = 100\n')
     config, further = salvage(path, (), problems_of(path).problems)

@@ -229,7 +229,7 @@ def test_an_emulated_gpu_needs_the_cpu_and_a_size(tmp_path: Path) -> None:
     assert not load_config(tmp_path / "run.toml").warnings
 
 
-def test_the_direct_way_needs_both_ends_and_no_checksums(tmp_path: Path) -> None:
+def test_direct_copies_need_both_tiers_and_no_checksums(tmp_path: Path) -> None:
     found = problems_of(tmp_path, 'device = "cpu"\n' + HEAD + '[tiers]\ndirect = "on"\nverify = "always"\n')
     key = 'line 9: tiers.direct = "on"'
     assert found == [

@@ -79,7 +79,7 @@ def test_keys_that_may_change_freely(tmp_path: Path, override: str) -> None:
     assert changes.free
 
 
-def test_nothing_changed_is_no_change(tmp_path: Path) -> None:
+def test_equal_configs_have_no_changes(tmp_path: Path) -> None:
     changes = compare(config(tmp_path), config(tmp_path))
     assert (changes.altering, changes.free) == ((), ())
 

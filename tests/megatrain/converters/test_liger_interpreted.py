@@ -77,7 +77,7 @@ def step(family: str, batches: Any, *, liger: bool, kept: Any = ()) -> tuple[flo
         ),
     ],
 )
-def test_a_step_is_that_without_it(family: str, batches: list[dict[str, Tensor]]) -> None:
+def test_step_matches_one_without_liger(family: str, batches: list[dict[str, Tensor]]) -> None:
     """Norms before and in attention, SwiGLU, GeGLU, biases; and transformers' own step, in fp32."""
     found, expected = (step(family, batches, liger=liger) for liger in (True, False))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)

@@ -59,7 +59,7 @@ def test_every_piece_of_a_text_begins_with_it(with_bos: Any) -> None:
     assert dataset.begins_row.tolist() == [True] + [False] * (len(pieces) - 1)
 
 
-def test_a_text_that_comes_in_parts_is_one_text(with_bos: Any) -> None:
+def test_text_read_in_parts_is_one_document(with_bos: Any) -> None:
     half = len(TEXT) // 2
     parts = [Document(TEXT[:half], "a.txt", is_end=False), Document(TEXT[half:], "a.txt", is_start=False)]
     pieces = documents(encode(with_bos, *parts, Document("Loomings.", "b.txt")))
@@ -79,7 +79,7 @@ def test_rows_of_tokens_keep_to_how_they_begin(with_bos: Any) -> None:
     assert [token for tokens, _ in without for token in tokens] == list(ids)
 
 
-def test_without_such_a_tokenizer_a_text_is_only_cut(tokenizer: Any) -> None:
+def test_text_is_only_split_without_a_bos_tokenizer(tokenizer: Any) -> None:
     pieces = documents(encode(tokenizer, Document(TEXT, "a.txt")))
     assert RowEncoder(tokenizer).start_tokens == ()
     assert [token for tokens, _ in pieces for token in tokens][:-1] == tokenizer(TEXT)["input_ids"]

@@ -66,7 +66,7 @@ def arrays_equal(a: TokenDataset, b: TokenDataset) -> bool:
     return all(np.array_equal(one, other) for one, other in pairs)
 
 
-def test_with_and_without_the_cache_are_the_same(data: Path, tmp_path: Path) -> None:
+def test_cached_data_equals_uncached_data(data: Path, tmp_path: Path) -> None:
     first, again = (load(make_config(data, tmp_path / "cache")) for _ in range(2))
     plain = load(make_config(data, "none"))
     assert arrays_equal(first, plain)
@@ -174,7 +174,7 @@ def test_a_damaged_entry_is_made_again(data: Path, tmp_path: Path, name: str) ->
     assert entries(tmp_path / "cache") == [entry]
 
 
-def test_data_that_is_refused_leaves_nothing(data: Path, tmp_path: Path) -> None:
+def test_refused_data_leaves_no_cache_entry(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no field `messages`"):
         load(make_config(data, tmp_path / "cache", source={"format": "messages"}))
     assert not entries(tmp_path / "cache")
@@ -242,7 +242,7 @@ def test_two_processes_make_one_entry(data: Path, tmp_path: Path) -> None:
     assert len(entries(folder)) == 1
 
 
-def test_a_killed_process_leaves_nothing_that_is_used(data: Path, tmp_path: Path) -> None:
+def test_partial_cache_of_a_killed_process_is_ignored(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     child = start_child(data, folder, 30.0)
     assert child.stdout is not None
@@ -267,7 +267,7 @@ def test_threads_may_load_at_once(data: Path, tmp_path: Path) -> None:
     assert len(set(found)) == len(entries(tmp_path / "cache")) == 1
 
 
-def test_the_cache_is_bounded_and_the_oldest_goes(data: Path, tmp_path: Path) -> None:
+def test_cache_is_bounded_and_evicts_the_oldest(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     load(make_config(data, folder))
     (first,) = entries(folder)

@@ -108,7 +108,7 @@ def test_exactly_the_assistant(tokenizer: Any, template: str, end: str, train_on
     assert tokenizer.decode(coded.tokens) == whole
 
 
-def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(tokenizer: Any) -> None:
+def test_plain_template_trains_neither_headers_nor_foreign_whitespace(tokenizer: Any) -> None:
     tokenizer.chat_template = PLAIN
     coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
     first, last = trained_runs(tokenizer, coded)
@@ -116,7 +116,7 @@ def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(toke
     assert last.strip() == "So be it<|endoftext|>"  # this template has no token for the end of the last turn
 
 
-def test_each_turn_has_its_own_end(tokenizer: Any) -> None:
+def test_each_turn_keeps_its_end_token(tokenizer: Any) -> None:
     tokenizer.chat_template = OTHER_LAST_END
     coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
     assert trained_runs(tokenizer, coded) == ["Call me Ishmael.<|im_end|>", "So be it<|return|>"]
@@ -144,7 +144,7 @@ CALL = {"type": "function", "function": {"name": "depth", "arguments": {"of": "s
 
 
 @pytest.mark.parametrize(("shown", "is_trained"), [(" {{ call.function.arguments['of'] }}", True), ("", False)])
-def test_a_call_that_is_not_shown_whole_is_not_trained(tokenizer: Any, shown: str, is_trained: bool) -> None:
+def test_partially_rendered_tool_call_is_not_trained(tokenizer: Any, shown: str, is_trained: bool) -> None:
     calls = "{% for call in m.get('tool_calls') or [] %}{{ call.function.name }}" + shown + "{% endfor %}"
     tokenizer.chat_template = CHATML.replace(
         "{{ m['content'] }}<|im_end|>", "{{ m['content'] }}" + calls + "<|im_end|>"
@@ -226,7 +226,7 @@ def test_only_the_last_turn(tokenizer: Any) -> None:
         ("last_assistant", (None, True, True, None, False), ["Call me Ishmael.<|im_end|>"]),
     ],
 )
-def test_a_row_may_say_which_turns_are_trained(
+def test_rows_can_select_trained_turns(
     tokenizer: Any, train_on: Any, flags: tuple[bool | None, ...], expected: list[str]
 ) -> None:
     tokenizer.chat_template = CHATML

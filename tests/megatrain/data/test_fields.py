@@ -89,7 +89,7 @@ def test_fields_that_the_template_leaves_out_are_named(tokenizer: Any) -> None:
         ),
     ],
 )
-def test_parts_of_tools_and_calls_that_are_left_out_are_named(
+def test_omitted_parts_of_tools_and_calls_are_named(
     tokenizer: Any, calls: str, tools: str, left_out: tuple[str, ...]
 ) -> None:
     tokenizer.chat_template = (
@@ -121,7 +121,7 @@ def test_messages_that_a_template_skips_are_named(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "deepseek_v3"])
-def test_templates_with_tools_leave_nothing_out(tokenizer: Any, name: str) -> None:
+def test_tool_templates_render_all_parts(tokenizer: Any, name: str) -> None:
     encoder = RowEncoder(template(tokenizer, name))
     rows = [row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL])] * 2  # the first proves the field, the second its text
     for coded in encoder.encode_many(rows):
@@ -163,7 +163,7 @@ def test_special_tokens_in_answers_are_counted(tmp_path: Path, tokenizer: Any) -
     assert "the text of 1 row holds <|im_end|>, which the tokenizer reads as its special token" in str(report)
 
 
-def test_columns_that_are_not_read_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+def test_unread_columns_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     chats = {"messages": [QUESTION, ANSWER], "system": "Be kind.", "system_prompt": "Be kind.", "id": 0, "tags": []}
     dolly = {"instruction": "Who?", "context": "A whaler.", "response": "Ishmael"}
     deep = {"doc": {"body": "Call me"}, "id": 5}
@@ -199,7 +199,7 @@ def test_a_call_without_arguments(given: object) -> None:
     assert made.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
-def test_tool_calls_are_read_as_others_write_them() -> None:
+def test_foreign_tool_call_formats_are_read() -> None:
     function = {"name": "f", "arguments": {"a": None}}
     expected = [{"type": "function", "function": function, "id": "1"}]
     written = {"id": "1", "type": "function", "function": function}

@@ -160,7 +160,7 @@ def test_bad_file(tmp_path: Path, name: str) -> None:
         ("", "the folder holds no data file"),
     ],
 )
-def test_nothing_there(tmp_path: Path, path: str, expected: str) -> None:
+def test_empty_folder_is_reported(tmp_path: Path, path: str, expected: str) -> None:
     with pytest.raises(DataError) as caught:
         list(read_rows(str(tmp_path / path)))
     assert expected in str(caught.value)

@@ -100,7 +100,7 @@ def test_padded_rows() -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_last_step_is_filled_with_rows_that_train_nothing(packing: bool) -> None:
+def test_last_step_is_padded_with_untrained_rows(packing: bool) -> None:
     loader = make_loader(dataset_of([16] * 8), packing=packing)
     first, last = epoch_of(loader)
     assert loader.steps_per_epoch == 2

@@ -49,7 +49,7 @@ def test_each_source_is_counted_alone(tmp_path: Path, tokenizer: Any) -> None:
     assert data.source_names == [f"data.train.{n} ({tmp_path / f'{n}.jsonl'})" for n in (0, 1)]
 
 
-def test_rows_that_are_cut_to_nothing_are_lost_once(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_truncated_to_no_labels_are_counted_once(tmp_path: Path, tokenizer: Any) -> None:
     cut = {"input_ids": IDS, "labels": [*([-100] * (NUM_TOKENS - 1)), IDS[-1]]}
     (counts,) = load(tmp_path, tokenizer, [SHORT, cut])[1].sources
     assert (counts.num_rows_lost, counts.num_truncated, counts.num_untrained) == (1, 1, 1)

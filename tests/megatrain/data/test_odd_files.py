@@ -89,7 +89,7 @@ def test_capitals_of_a_header_do_not_count(tmp_path: Path, header: str, columns:
     assert [message["content"] for message in row.messages] == ["Hi", "Hello"]
 
 
-def test_a_field_as_it_is_written_comes_first(tmp_path: Path) -> None:
+def test_exact_field_name_takes_precedence(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", lines({"text": "small", "Text": "large", "Messages": [1]}))
     (row,) = read_rows(path)
     assert isinstance(row, Document) and row.text == "small"
@@ -119,7 +119,7 @@ def test_separators_are_seen_from_the_header(tmp_path: Path, name: str, content:
     assert isinstance(row, PromptCompletion) and (row.prompt, row.completion) == ("a; b", "c")
 
 
-def test_one_column_stays_one(tmp_path: Path) -> None:
+def test_single_csv_column_is_not_split(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "text\nThis; that\nand\tmore\n")
     assert [row.text for row in read_rows(path) if isinstance(row, Document)] == ["This; that", "and\tmore"]
     path = write(tmp_path, "b.csv", "prompt;completion\na;b;c\n")

@@ -131,7 +131,7 @@ def test_a_pair_is_two_documents_of_one_row() -> None:
     assert dataset.fingerprint() != encoded(ROWS_OF_PAIRS, ANSWERS).fingerprint()
 
 
-def test_an_answer_gets_the_one_before_it_with_its_own_prompt() -> None:
+def test_each_answer_is_paired_with_the_previous_one() -> None:
     dataset = encoded(ROWS_OF_ANSWERS, ANSWERS)
     assert dataset.roles[::2].tolist() == [REJECTED, REJECTED, REJECTED, CHOSEN]
     assert set(dataset.roles[1::2].tolist()) == {MISMATCHED}
@@ -168,7 +168,7 @@ def test_an_epoch_of_examples_has_the_tokens_of_both_answers(rows: list[dict[str
     assert sum(batch.num_real_tokens for batch in batches) == len(dataset.tokens) > 0
 
 
-def test_rows_that_are_dropped_are_dropped_whole(tmp_path: Path) -> None:
+def test_dropped_pairs_are_dropped_entirely(tmp_path: Path) -> None:
     longer = {"prompt": "x", "chosen": " the same start and then a", "rejected": " the same start and then b"}
     dataset = encoded([*ROWS_OF_PAIRS, longer], max_length=7)
     assert len(dataset) == 10

@@ -84,7 +84,7 @@ def test_one_row_of_all_sources(tmp_path: Path) -> None:
     assert json.loads(json.dumps(fifth.to_json()))["number"] == 5
 
 
-def test_overlong_rows_say_so(tmp_path: Path) -> None:
+def test_overlong_rows_are_marked(tmp_path: Path) -> None:
     third = preview_of(make_config(tmp_path, ROWS, overlong="drop"))[2]
     assert third.dropped == f"{third.num_tokens_before} tokens are more than data.max_length = 16"
 

@@ -44,7 +44,7 @@ def test_sharegpt() -> None:
     assert messages({"chat": value["conversations"][:1]}, "sharegpt", conversations="chat") == [("user", "hi")]
 
 
-def test_own_names_for_role_and_content() -> None:
+def test_custom_names_of_role_and_content() -> None:
     value = {"messages": [{"speaker": "human", "text": "hi"}, {"speaker": "bot", "text": "hello"}]}
     assert messages(value, role="speaker", content="text") == [("user", "hi"), ("assistant", "hello")]
 

@@ -298,7 +298,7 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
     assert 1 <= len(set(counted.opened)) <= 5, "used rows are not read again"
 
 
-def test_a_server_that_fails_is_asked_again(tokenizer: Any, counted: type[CountingFiles]) -> None:
+def test_failing_server_is_retried(tokenizer: Any, counted: type[CountingFiles]) -> None:
     undisturbed = loader_of(tokenizer, {"path": "counted://rows"})
     expected = take(undisturbed, 3)
     undisturbed._makes.result()  # so that its thread takes none of the failures

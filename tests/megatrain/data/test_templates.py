@@ -187,7 +187,7 @@ def test_a_removed_thought_leaves_its_turn_untrained(make_tokenizer: MakeTokeniz
     assert coded.untrained_turns == ("the chat template rewrites it",)
 
 
-def test_a_thought_in_its_own_field_is_trained(make_tokenizer: MakeTokenizer) -> None:
+def test_reasoning_in_a_separate_field_is_trained(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("qwen3")
     answer = {"role": "assistant", "content": "Because", "reasoning_content": "hm"}
     (run,) = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer), conversation(("user", "a"), answer)))

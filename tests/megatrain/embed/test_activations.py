@@ -139,7 +139,7 @@ def case(name: str) -> tuple[nn.Module, Step]:
 
 @pytest.mark.parametrize("knows_model", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "attention", "convolutions", "recurrent"])
-def test_the_same_bits_as_plain(store: TieredStore, name: str, knows_model: bool) -> None:
+def test_gradients_match_plain_pytorch_bitwise(store: TieredStore, name: str, knows_model: bool) -> None:
     model, step = case(name)
     parameters = list(model.parameters())
     buffers = {key: value.clone() for key, value in model.state_dict().items()}
@@ -160,7 +160,7 @@ def test_the_same_bits_as_plain(store: TieredStore, name: str, knows_model: bool
     assert stats.in_use_bytes == 0, "the graph is gone"
 
 
-def test_the_same_bits_for_a_language_model(store: TieredStore, tmp_path: Path) -> None:
+def test_language_model_gradients_match_bitwise(store: TieredStore, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"), attn_implementation="sdpa")
     model.train()
     tokens = torch.randint(0, 1024, (2, 96))
@@ -656,7 +656,7 @@ def test_a_graph_is_kept_for_several_backwards(store: TieredStore) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_with_recompute(store: TieredStore, use_reentrant: bool, is_inside: bool) -> None:
+def test_offloading_works_with_recompute(store: TieredStore, use_reentrant: bool, is_inside: bool) -> None:
     model, x = mlp()
     x.requires_grad_()
     parameters = [*model.parameters(), x]

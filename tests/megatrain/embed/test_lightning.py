@@ -155,7 +155,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ],
     ids=["plain", "clipped", "accumulated", "mixed"],
 )
-def test_the_same_numbers_as_the_own_strategy(store: TieredStore, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_strategy_matches_the_plain_strategy(store: TieredStore, tmp_path: Path, options: dict[str, Any]) -> None:
     expected, found = net(adamw), net()
     trainer(tmp_path, None, **options).fit(expected, data(), data())
     trainer(tmp_path, store, **options).fit(found, data(), data())
@@ -266,7 +266,7 @@ def test_a_model_on_the_meta_device_is_filled_by_the_checkpoint(store: TieredSto
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
-def test_a_checkpoint_of_the_own_strategy_is_taken_over(store: TieredStore, tmp_path: Path) -> None:
+def test_checkpoint_of_the_plain_strategy_is_loaded(store: TieredStore, tmp_path: Path) -> None:
     expected = net(adamw)
     plain = trainer(tmp_path, None, max_epochs=1)
     plain.fit(expected, data())
@@ -343,7 +343,7 @@ def test_optimizer_state_alone(store: TieredStore, tmp_path: Path) -> None:
     assert 0.8 * model.losses[0] < model.losses[-1] < 0.95 * model.losses[0]
 
 
-def test_the_registered_name_opens_a_store_of_its_own(tmp_path: Path) -> None:
+def test_registered_strategy_opens_a_store(tmp_path: Path) -> None:
     assert "megatrain" in StrategyRegistry.available_strategies()
     model = net()
     fitted = trainer(tmp_path, None, strategy="megatrain", enable_checkpointing=True)

@@ -113,7 +113,7 @@ def test_questions_are_answered(home: str, store: TieredStore) -> None:
     module.requires_grad_(True)
 
 
-def test_memory_of_the_parameters_is_gone(home: str, store: TieredStore) -> None:
+def test_parameter_memory_is_released(home: str, store: TieredStore) -> None:
     module = make()
     storages = [parameter.untyped_storage()._weak_ref() for parameter in module.parameters()]
     megatrain.offload(module, store, weights=home)
@@ -425,7 +425,7 @@ def test_functional_call_uses_the_given_parameters(home: str, store: TieredStore
     assert torch.equal(own, torch.func.functional_call(plain, dict(plain.named_parameters()), (x(),)))
 
 
-def test_a_module_of_a_closed_store_says_so(tmp_path: Path) -> None:
+def test_module_of_a_closed_store_raises(tmp_path: Path) -> None:
     module = make()
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)

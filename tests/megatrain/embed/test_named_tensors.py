@@ -57,7 +57,7 @@ def test_named_tensors_yield_the_last_update(weights: str, dtype: torch.dtype, t
         )  # copies: a later step does not change them
 
 
-def test_nothing_is_held_while_the_caller_has_a_tensor(tmp_path: Path) -> None:
+def test_yielded_tensors_hold_no_leases(tmp_path: Path) -> None:
     model = make()
     with small_store(tmp_path) as store:
         megatrain.offload(model, store, weights="nvme")

@@ -401,7 +401,7 @@ class EitherWeight(nn.Module):
         return x @ (self.first if name == "first" else self.second)
 
 
-def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> None:
+def test_separate_gradients_of_one_block_are_all_used(tmp_path: Path) -> None:
     """One weight's gradient waits on the drive without a copy in RAM when another weight's gradient arrives."""
     plain, module = pair_of(EitherWeight)
     with small_store(tmp_path, "256KiB") as store:
@@ -422,7 +422,7 @@ def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> 
     [((1e-1, 1e-2), (("first", "second"),) * 2), ((1e-2, 1e-2), (("first",), ("first", "second")))],
     ids=["rates", "steps"],
 )
-def test_weights_of_one_block_have_rates_and_steps_of_their_own(
+def test_weights_of_one_block_have_separate_rates_and_steps(
     rates: tuple[float, float], used: tuple[tuple[str, ...], ...], tmp_path: Path
 ) -> None:
     plain, module = pair_of(EitherWeight)

@@ -19,7 +19,7 @@ from tiered import CapacityError
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
 @pytest.mark.parametrize("is_tiered", [False, True])
-def test_gradients_that_are_not_finite(nonfinite: Any, is_tiered: bool, tmp_path: Path) -> None:
+def test_nonfinite_gradients_leave_weights_unchanged(nonfinite: Any, is_tiered: bool, tmp_path: Path) -> None:
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         if is_tiered:
@@ -226,7 +226,7 @@ def test_partial_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         optimizer.step()
 
 
-def test_a_step_while_weights_are_held_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+def test_step_during_a_gather_is_refused_without_loss(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)

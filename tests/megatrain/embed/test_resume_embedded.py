@@ -84,7 +84,7 @@ def test_training_resumes_bitwise_equal(where: str, tmp_path: Path) -> None:
         assert all(torch.equal(numbers, module.state_dict()[name]) for name, numbers in weights.items())
 
 
-def test_a_generation_of_that_number_of_another_run_is_not_taken_for_the_saved_one(tmp_path: Path) -> None:
+def test_equal_generation_number_of_another_run_is_not_loaded(tmp_path: Path) -> None:
     """Both stores have committed their generation 1, and nothing has changed since."""
     with small_store(tmp_path / "one") as store:
         module, optimizer = build(store)
@@ -103,9 +103,7 @@ def test_a_generation_of_that_number_of_another_run_is_not_taken_for_the_saved_o
         assert not torch.equal(module.state_dict()["0.weight"], expected["0.weight"])
 
 
-def test_a_program_that_loads_nothing_hears_of_the_generations_that_it_replaces(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replaced_generations_are_reported_without_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for run in range(2):
         caplog.clear()
         with small_store(tmp_path / "one") as store:
@@ -246,7 +244,7 @@ def test_mismatched_state_is_refused_without_loss(tmp_path: Path) -> None:
             optimizer.load_state_dict(good)
 
 
-def test_a_generation_that_is_gone(tmp_path: Path) -> None:
+def test_missing_generation_is_refused(tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         module, optimizer = build(store)
         states = []

@@ -149,6 +149,6 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
-def test_an_engine_that_asks_otherwise_is_refused() -> None:
+def test_unsupported_rollout_engine_is_refused() -> None:
     with pytest.raises(OffloadError, match=r"install trl>=1.16"):
         follow(SimpleNamespace(mode="server"), torch.nn.Linear(1, 1), SimpleNamespace())  # type: ignore[arg-type]

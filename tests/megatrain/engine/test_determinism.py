@@ -89,7 +89,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return found
 
 
-def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back(cleared: list[str | None]) -> None:
+def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | None]) -> None:
     """Later products need not parse it again; nested contexts for deterministic kernels know that it was read."""
     megatrain._ask_for_repeatable_products()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
@@ -127,7 +127,7 @@ def test_cublas_setting_stays_if_torch_keeps_the_size(
 
 
 @pytest.mark.usefixtures("cleared")
-def test_a_smaller_workspace_that_a_user_asks_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -194,7 +194,7 @@ def planned(folder: Path, machine: str, table: str) -> Plan:
     return plan_run(resolve(config_from_toml(text), find_machine(machine)))
 
 
-def test_the_default_is_torchs_own(tmp_path: Path) -> None:
+def test_default_flash_version_is_that_in_torch(tmp_path: Path) -> None:
     assert planned(tmp_path, "h200-1.5tb", "").run.flash == "FA2"
     plan = planned(tmp_path, "rtx4090-128gb", 'flash_attention = "auto"')
     assert plan.run.flash == "FA2" and "no kernels for this GPU" in plan.traced.flash_note

@@ -226,7 +226,7 @@ def counting(forward: Any, calls: dict[int, int], number: int) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3n_text", "zamba2"])
-def test_nothing_stays_behind(family: str) -> None:
+def test_no_tensors_leak_after_a_step(family: str) -> None:
     side = Side(tiny_config(family), kept=ALL)
     side.step()
     gc.collect()

@@ -176,7 +176,7 @@ def test_one_more_loss_is_one_file(name: str) -> None:
     assert step(loss, head_columns=0)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_model_with_a_loss_of_its_own_is_refused_in_the_losss_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_a_custom_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.engine.forward.plan_head", lambda graph: None)
     with pytest.raises(UnsupportedModelError, match="its own loss function, in whose place no focal loss can be put"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(Focal()))

@@ -118,7 +118,7 @@ def test_mirror_errors_match_torch() -> None:
         bool(positions)
 
 
-def test_nothing_is_kept() -> None:
+def test_mirror_keeps_no_tensors() -> None:
     mirror, host = HostMirror(), POSITIONS.clone()
     device = host.clone()
     mirror.know(device, host)

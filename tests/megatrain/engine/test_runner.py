@@ -72,7 +72,7 @@ def test_unused_visits_are_announced_and_released() -> None:
     assert any("layers.1." in name for name in gradients)
 
 
-def test_nothing_stays_behind() -> None:
+def test_no_tensors_leak_after_a_step() -> None:
     graph, access, runner = make("gemma3n_text")
     runner.forward_backward(padded_batches())
     access.finish()
@@ -339,7 +339,7 @@ def test_trace_matches_bytes_saved_by_a_real_step(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_layers_that_may_be_left_out_by_chance_are_planned(rate: float) -> None:
+def test_randomly_skipped_layers_are_planned(rate: float) -> None:
     """This includes rate 0, which skips none: some releases of transformers still draw a number for it."""
     graph, trace = graph_with_trace("opt", layerdrop=rate)
     planned = {visit.unit for visit in trace.visits}

@@ -99,7 +99,7 @@ def test_skipped_products_change_no_result(family: str) -> None:
         assert torch.equal(gradient, plain[name]), name
 
 
-def test_one_that_is_needed_shows_in_the_gradients() -> None:
+def test_skipping_a_needed_product_changes_gradients() -> None:
     config, graph, trace = traced("llama")
     wrong = tuple(
         replace(visit, unneeded=Unneeded(frozenset({name})))
@@ -202,7 +202,7 @@ def test_use_of_a_result_decides_if_its_product_is_skipped(name: str) -> None:
     X.copy_(before)
 
 
-def test_results_left_out_are_nan_and_have_the_shape() -> None:
+def test_skipped_results_are_nan_of_the_same_shape() -> None:
     weight, bias = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3))
     with without_values({id(weight): "weight", id(bias): "bias"}):
         left_out = functional.linear(X.half()[None], weight.half(), bias.half())

@@ -53,7 +53,7 @@ def runner_of(config: Any) -> StepRunner:
 
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "olmo2", "phi3", "smollm3"])
-def test_queueing_a_step_looks_at_nothing(family: str, batches: str, as_on_a_device: None) -> None:
+def test_queueing_a_step_reads_no_device_values(family: str, batches: str, as_on_a_device: None) -> None:
     runner, micro_batches = runner_of(tiny_config(family)), BATCHES[batches]()
     with counted_waits() as waits:
         queued = runner.queue(micro_batches)
@@ -83,7 +83,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_mixture_of_experts_is_the_model_s_own_affair(as_on_a_device: None) -> None:
+def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
     """Layers that read their router's choice wait inside of the layer; the engine does not know their computation."""
     runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
     with counted_waits() as waits:

@@ -50,7 +50,7 @@ def test_stored_profile_round_trips(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["version"] == 1
 
 
-def test_the_file_lies_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_profile_is_stored_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_path() == tmp_path / "megatrain-tier" / "profile.json"
     monkeypatch.setenv("HOME", "/home/somebody")

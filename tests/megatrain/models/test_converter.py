@@ -146,7 +146,7 @@ def test_export_writes_converter_output(converted: tuple[Gains, ModelGraph], tmp
     assert all(bool((folder.read(name) == 2).all()) for name in folder.records)
 
 
-def test_converters_do_nothing_until_they_say_so() -> None:
+def test_converters_are_inactive_by_default() -> None:
     config = tiny_config("llama")
     plain, converted = converted_graph(config), converted_graph(config, (ModelConverter(),))
     assert dict(plain.layouts) == dict(converted.layouts)

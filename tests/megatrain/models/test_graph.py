@@ -169,7 +169,7 @@ def test_a_folder_is_as_good_as_its_config(tmp_path: Path) -> None:
     assert dict(build_graph(tmp_path).layouts) == dict(build_graph(config).layouts)
 
 
-def test_the_given_config_is_left_alone() -> None:
+def test_given_config_is_unchanged() -> None:
     config = tiny_config("llama")
     before = config.to_dict()
     graph = build_graph(config, attn_implementation="eager", dtype=torch.bfloat16)

@@ -54,7 +54,7 @@ def test_layers_differ_from_each_other() -> None:
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], found["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_the_global_random_state_and_the_skeleton_are_left_alone() -> None:
+def test_global_random_state_and_skeleton_are_unchanged() -> None:
     model_type, values = FAMILIES["llama_tied"]
     weights = Weights(build_graph(AutoConfig.for_model(model_type, **values)))
     before = torch.random.get_rng_state()

@@ -120,7 +120,7 @@ def test_passthrough_modules_take_no_memory_and_refuse_to_be_used(folder: Path) 
     assert set(loader.origin.passthrough.names) == {n for n in tensors_in(folder) if "visual" in n}
 
 
-def test_a_folder_that_says_it_is_a_text_model_keeps_its_vision_tower(folder: Path) -> None:
+def test_text_model_folder_keeps_its_vision_tower(folder: Path) -> None:
     config = tiny_image_text_config("qwen3_5")
     image_text_class("qwen3_5")._from_config(config, dtype=torch.float32).save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())

@@ -170,7 +170,7 @@ def test_state_is_a_thousandth_of_the_parameters() -> None:
     assert kinds[-1].starts(layout) == {"model.up.weight": 0, "model.down.weight": 5120}
 
 
-def test_padding_and_parameters_without_a_segment_are_left_alone() -> None:
+def test_padding_and_unsegmented_parameters_are_unchanged() -> None:
     layout = layout_of(SHAPES)
     optimizer = Adafactor()
     kinds = optimizer.state_kinds(False)

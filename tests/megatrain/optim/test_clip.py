@@ -69,7 +69,7 @@ def test_the_largest_finite_gradients_have_a_finite_norm() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("position", [0, 65_535, 65_536, 100_000])
-def test_one_element_that_is_not_finite_is_noticed(value: float, position: int) -> None:
+def test_single_nonfinite_element_is_detected(value: float, position: int) -> None:
     gradient = torch.zeros(100_001)
     gradient[position] = value
     assert not math.isfinite(global_norm([1.0, squared_norm(gradient, KernelThreads(1))]))
@@ -86,7 +86,7 @@ def test_clip_coefficient_matches_torch() -> None:
     assert clip_coefficient(5.0, 0.0) == 1.0
 
 
-def test_a_norm_that_is_not_finite_has_no_coefficient() -> None:
+def test_nonfinite_norm_has_no_clip_coefficient() -> None:
     with pytest.raises(AssertionError, match="nan"):
         clip_coefficient(math.nan, 1.0)
 

@@ -102,7 +102,7 @@ class Unnamed(Signum):
         (Forgetful, "test_state_and_weights_are_all_that_it_remembers"),
         (Reaching, "test_update_learns_and_leaves_padding_unchanged"),
         (Whole, "test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts"),
-        (Unnamed, "test_it_is_an_optimizer"),
+        (Unnamed, "test_optimizer_implements_the_protocol"),
     ],
 )
 def test_suite_finds_contract_violations(kind: Any, found: str) -> None:

@@ -207,7 +207,7 @@ def test_interpreted_bits_of_an_average_equal_the_host_kernel(
         assert differing == [], size
 
 
-def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> None:
+def test_triton_kernel_keeps_the_host_kernel_contract(interpreter: ModuleType) -> None:
     assert interpreter.IS_INTERPRETED
     optimizer, update = TritonOptimizer(HOSTS["adamw"]), Update(step=1, lr=1e-2)
     assert isinstance(optimizer, Optimizer)

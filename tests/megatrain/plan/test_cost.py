@@ -595,7 +595,7 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert measured_drive_rates([], make_machine(tmp_path)) is None
 
 
-def test_a_plan_says_it(tmp_path: Path) -> None:
+def test_plan_reports_the_estimate(tmp_path: Path) -> None:
     """Through the planner, with the file of profiles: before, with, and after damage to it."""
     path = config_at(tmp_path, nvme=2, ram="6MiB")
     before = plan_run(resolve(load_config(path).config)).estimate

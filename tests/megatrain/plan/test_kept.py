@@ -106,7 +106,7 @@ def test_too_many_kept_layers_are_refused_with_a_remedy(tmp_path: Path) -> None:
     assert enough.totals["ram"] == refused.value.need_bytes
 
 
-def test_the_table_says_so(tmp_path: Path) -> None:
+def test_table_lists_kept_results(tmp_path: Path) -> None:
     rows = {
         kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, training='recompute = "none:3"'))
     }

@@ -179,7 +179,7 @@ def test_tmpfs_is_refused_unless_allowed(write: Write) -> None:
     assert [each.kind for each in allowed] == ["note"]
 
 
-def test_a_drive_that_is_not_mounted(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmounted_drive_is_refused(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mnt").mkdir()
     table = '[[tiers.nvme]]\npath = "mnt/blocks"\n'
     with pytest.raises(ConfigError, match="nothing is mounted there: blocks would go to"):

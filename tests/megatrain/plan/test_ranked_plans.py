@@ -165,7 +165,7 @@ def write_shape(folder: Path, **changes: int) -> Path:
     return folder
 
 
-def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> None:
+def test_command_plans_for_a_given_number_of_processes(config: Path) -> None:
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "4"])
     assert result.exit_code == 0, result.output
     assert "this is one of 4 processes; the 4 on this host together take ram" in result.output

@@ -69,7 +69,7 @@ def test_each_remedy_needs_the_stated_bytes(path: Path) -> None:
     assert f"a [[tiers.nvme]] of {format_size(drive.need_bytes)} for this run: fits" in str(error)
 
 
-def test_a_way_that_fits_says_so(path: Path) -> None:
+def test_sufficient_remedy_is_marked(path: Path) -> None:
     need = refused(path).remedies[1].need_bytes
     error = refused(path, f"tiers.ram.size={need}B")
     assert [remedy.fits for remedy in error.remedies] == [False, True, True]

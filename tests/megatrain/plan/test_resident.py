@@ -141,7 +141,7 @@ def test_the_same_plan_every_time(tmp_path: Path) -> None:
     assert first.placement == again.placement
 
 
-def test_without_a_kernel_no_state_lives_there(tmp_path: Path) -> None:
+def test_gpu_holds_no_state_without_an_update_kernel(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, training='recompute = "full"')
     tiers = dict(plan.budgets_by_tier)
     tiers["gpu"] = replace(tiers["gpu"], residency=Residency(ALL_KINDS - {"optimizer"}))

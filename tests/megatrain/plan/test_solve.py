@@ -76,7 +76,7 @@ def test_pass_through_copies_are_sequential() -> None:
 
 
 @pytest.mark.parametrize(("open_bytes", "home"), [(0, "ram"), (1, "nvme")])
-def test_room_that_is_kept_open_is_no_home(open_bytes: int, home: str) -> None:
+def test_reserved_space_is_not_used_for_homes(open_bytes: int, home: str) -> None:
     assert solve(program(tick([("b", "r")])), 10, EITHER, open_bytes=open_bytes).homes == {"b": home}
 
 

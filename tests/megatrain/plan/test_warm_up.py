@@ -60,7 +60,7 @@ def test_the_formats_of_the_run(dtype: str, tmp_path: Path) -> None:
     assert host.formats == device.formats == [((True, getattr(torch, dtype)), 0)]
 
 
-def test_nothing_for_a_device_that_updates_nothing(tmp_path: Path) -> None:
+def test_warm_up_skips_a_device_without_updates(tmp_path: Path) -> None:
     _, plan, host, device = watched_plan(tmp_path, placement=ALL_RAM)
     plan.warm_up()
     assert host.formats and not plan.device_updates and not device.formats

@@ -182,7 +182,7 @@ def test_one_run_at_a_tracker_over_all_starts_and_no_point_twice(make_config: An
     assert all(run.is_over for run in recorder.runs)
 
 
-def test_figures_that_are_not_finite_are_left_out(make_config: Any, recorder: type[Recorder]) -> None:
+def test_nonfinite_figures_are_omitted(make_config: Any, recorder: type[Recorder]) -> None:
     with make_loggers(resolve_logging(make_config('report_to = "mlflow"')), None)[0] as log:
         log.on_step(step(1, float("nan")))
     assert recorder.runs[0].steps == [("train/grad_norm", 1)]

@@ -203,7 +203,7 @@ def test_launches_of_kernels_are_compared_as_operators_are() -> None:
     assert trace == whole and num == 2
 
 
-def test_frozen_weights_are_others() -> None:
+def test_frozen_weights_split_repeated_layers() -> None:
     config = tiny_config("llama", num_hidden_layers=4)
     check(config, 2, freeze=("model.layers.1.mlp.*",))
     check(config, 1, freeze=("model.layers.0.*", "model.layers.1.mlp.*"))

@@ -64,7 +64,7 @@ def trace_of(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **optio
         ("qwen3_moe", torch.bfloat16, False),
     ],
 )
-def test_it_is_exact_and_puts_nothing_on_the_device(family: str, dtype: torch.dtype, padded: bool) -> None:
+def test_trace_is_exact_without_device_allocations(family: str, dtype: torch.dtype, padded: bool) -> None:
     graph = build_graph(tiny_config(family, tied=False), dtype=dtype)
     buffers = {name: (id(buffer), buffer.clone()) for name, buffer in graph.model.named_buffers()}
     trace = trace_visits(graph, 1, 64, dtype, device="cuda", padded=padded)
@@ -166,7 +166,7 @@ def test_rows_of_several_lengths_in_one() -> None:
     assert least <= found.hidden_nbytes(CUDA, is_deterministic=False) < 2 * least, "the maximum of a call"
 
 
-def test_it_is_in_the_plan_of_a_layer() -> None:
+def test_plan_includes_flash_attention_memory() -> None:
     """The run's settings decide: in deterministic order, queries of 4 heads are split among 33 blocks."""
     length = 512
     free = trace_of(length=length, padded=False)
@@ -274,9 +274,7 @@ def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu_of_a_gib")
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_the_command_says_whether_the_plan_is_exact(
-    is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_reports_if_the_plan_is_exact(is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu="256MiB", nvme=0)
     (tmp_path / "run.toml").write_text(text)
     if not is_exact:

@@ -70,7 +70,7 @@ def test_a_slow_drive_is_measured_with_less(
     assert os.listdir(tmp_path) == []
 
 
-def test_little_room_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_shrinks_with_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives, "check_path", lambda path: 256 * MiB)
     result = measure_drive(tmp_path, DriveEffort(1024 * MiB, 0.0, 0.0))
     assert result.span_bytes == 64 * MiB

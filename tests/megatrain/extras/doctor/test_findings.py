@@ -132,7 +132,7 @@ def test_two_paths_on_one_drive() -> None:
     assert bad(list(drive_findings([DRIVE, other]))) == []
 
 
-def test_the_kernel_is_asked(tmp_path: Path) -> None:
+def test_kernel_limits_are_read(tmp_path: Path) -> None:
     cgroup = tmp_path / "sys" / "fs" / "cgroup"
     cgroup.mkdir(parents=True)
     (cgroup / "cpu.max").write_text("150000 100000\n")

@@ -15,7 +15,7 @@ def test_known_costs_are_found_again() -> None:
     assert explain(list(zip(WORK @ KNOWN, WORK, strict=True))) == pytest.approx(KNOWN, rel=1e-9)
 
 
-def test_a_kind_that_there_was_none_of_costs_nothing() -> None:
+def test_unmeasured_kind_of_work_has_zero_cost() -> None:
     work = WORK * [1, 0, 1, 1]
     found = explain(list(zip(work @ KNOWN, work, strict=True)))
     assert found == pytest.approx(KNOWN * [1, 0, 1, 1], rel=1e-9)

@@ -15,7 +15,7 @@ from megatrain.extras.doctor import drives
 from megatrain.extras.doctor.drives import UnusablePathError, check_path, scratch_folder, terminated_as_interrupted
 
 
-def test_the_folder_goes_with_all_it_holds(tmp_path: Path) -> None:
+def test_scratch_folder_is_removed_with_its_contents(tmp_path: Path) -> None:
     with scratch_folder(tmp_path) as folder:
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_bytes(b"x")
@@ -78,7 +78,7 @@ def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
         assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
 
 
-def test_it_works_in_a_thread(tmp_path: Path) -> None:
+def test_scratch_folder_works_in_a_thread(tmp_path: Path) -> None:
     made: list[bool] = []
 
     def work() -> None:

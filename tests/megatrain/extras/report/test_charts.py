@@ -91,7 +91,7 @@ def test_constant_zero_curves_are_not_drawn() -> None:
     assert lay_out(Chart("t", lines=lines, starts_at_zero=True)) is not None
 
 
-def test_a_tier_that_holds_nothing_has_no_chart(tmp_path: Path) -> None:
+def test_empty_tier_has_no_chart(tmp_path: Path) -> None:
     """Its capacity is nonzero, but a capacity line above an empty chart says nothing."""
     used, capacity = {"ram": 9, "nvme": 0}, {"ram": 9, "nvme": 9}
     steps = [
@@ -110,7 +110,7 @@ def test_a_gap_cuts_a_line_and_a_lone_point_is_a_dot() -> None:
     assert [re.sub(r"\n", " ", text) for _, _, text in drawing.tips][2:4] == ["step 3 x: nan", "step 4 x: 3"]
 
 
-def test_marks_outside_the_steps_are_left_out() -> None:
+def test_marks_outside_the_steps_are_omitted() -> None:
     chart = Chart("t", lines=[Curve("x", [(1, 1.0), (9, 2.0)])], marks=[(0, "before"), (5, "continued")])
     drawing = lay_out(chart)
     assert drawing is not None

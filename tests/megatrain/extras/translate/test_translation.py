@@ -447,7 +447,7 @@ def test_a_section_of_deepspeed_that_is_no_table_is_listed(tmp_path: Path, name:
     assert name in lost(translation)
 
 
-def test_a_section_of_deepspeed_that_is_not_needed_may_be_auto(tmp_path: Path) -> None:
+def test_unneeded_deepspeed_section_may_be_auto(tmp_path: Path) -> None:
     translation, _ = translate(tmp_path, {"train_micro_batch_size_per_gpu": 2, "zero_optimization": "auto"})
     assert "zero_optimization" in unneeded(translation)
 
