@@ -119,7 +119,7 @@ def test_drives(changes: dict[str, object], severity: str, seen: str, advice: st
 
 def test_a_motor_is_named() -> None:
     slow = replace(DRIVE, tier=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB))
-    assert "motor" in only(list(drive_findings([replace(slow, is_rotational=True)]))).seen
+    assert "hard disk" in only(list(drive_findings([replace(slow, is_rotational=True)]))).seen
     # virtual disks report the same: no reason to doubt a fast one
     assert bad(list(drive_findings([replace(DRIVE, is_rotational=True)]))) == []
 
