@@ -473,7 +473,7 @@ def test_terminated_bench_keeps_finished_steps(tmp_path: Path) -> None:
         printed, _ = bench.communicate(timeout=100)
     assert bench.returncode == 1 and "Traceback" not in printed, printed
     rows = {row["name"]: row["value"] for row in map(json.loads, out.read_text().splitlines())}
-    assert rows["14b.ours.rate"] > 0 and "told to end" in rows["14b.ours.failed"]
+    assert rows["14b.ours.rate"] > 0 and "received SIGTERM" in rows["14b.ours.failed"]
     assert "out of time" in rows["long_32k.ours.skipped"]
     assert list(tmp_path.iterdir()) == [out], "the side's process is gone, and so is its folder"
 
