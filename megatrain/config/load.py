@@ -395,55 +395,57 @@ def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
 
 def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
     """Remove unknown keys from the tree (each a problem) and rename accepted old names (each a warning)."""
-    problems: list[Problem] = []
     renamed: list[tuple[KeyPath, str, Any]] = []
-
-    def unknown(path: KeyPath, what: str) -> None:
-        where, line = tree.origin(dotted(path))
-        advice = advice_for_unknown(path) or advice_without_match(path)
-        problems.append(Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, where, line))
-
-    def inside(here: KeyPath, meant: KeyPath, table: dict[str, Any]) -> None:
-        """Report unknown keys of a table whose name is misspelled."""
-        for key in table:
-            if plain((*meant, key)) not in {**KEYS, **TABLES}:
-                where, line = tree.origin(dotted((*here, key)))
-                advice = advice_for_unknown((*meant, key)) or advice_without_match((*meant, key))
-                problems.append(
-                    Problem(dotted((*here, key)), f"unknown key `{dotted((*here, key))}`", advice, where, line)
-                )
-
-    def visit(table: dict[str, Any], path: KeyPath) -> None:
-        for key in list(table):
-            here = (*path, key)
-            name, value = plain(here), table[key]
-            if name in KEYS:
-                continue
-            if name in ARRAY_TABLES and isinstance(value, list):
-                for index, item in enumerate(value):
-                    if isinstance(item, dict):
-                        visit(item, (*here, index))
-            elif name in TABLES:
-                if isinstance(value, dict) and name not in ARRAY_TABLES:
-                    visit(value, here)
-            elif key in ACCEPTED or (key in ALWAYS_ON and value is True):
-                renamed.append((here, key, table.pop(key)))
-            else:
-                table.pop(key)
-                # A table that only looks misspelled is reported itself, even if its keys exist elsewhere.
-                foreign = isinstance(value, dict) and not looks_like_table(here)
-                inner = [(*here, child) for child in value if has_advice((*here, child))] if foreign else []
-                for child in () if has_advice(here) else inner:
-                    unknown(child, "key")
-                if has_advice(here) or not inner:
-                    unknown(here, "table" if isinstance(value, dict) else "key")
-                if isinstance(value, dict) and (meant := nearest_table(here)):
-                    inside(here, (*path, meant), value)
-
-    visit(tree.values, ())
+    problems = _remove_unknown(tree, tree.values, (), renamed)
     for path, key, value in renamed:
         problems.extend(_rename(tree, path, key, value, warnings))
     return problems
+
+
+def _remove_unknown(
+    tree: Tree, table: dict[str, Any], path: KeyPath, renamed: list[tuple[KeyPath, str, Any]]
+) -> list[Problem]:
+    """Remove unknown keys from a table and return their problems; move accepted old names to ``renamed``."""
+    problems: list[Problem] = []
+    for key in list(table):
+        here = (*path, key)
+        name, value = plain(here), table[key]
+        if name in KEYS:
+            continue
+        if name in ARRAY_TABLES and isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, dict):
+                    problems.extend(_remove_unknown(tree, item, (*here, index), renamed))
+        elif name in TABLES:
+            if isinstance(value, dict) and name not in ARRAY_TABLES:
+                problems.extend(_remove_unknown(tree, value, here, renamed))
+        elif key in ACCEPTED or (key in ALWAYS_ON and value is True):
+            renamed.append((here, key, table.pop(key)))
+        else:
+            problems.extend(_explain_unknown(tree, here, table.pop(key)))
+    return problems
+
+
+def _explain_unknown(tree: Tree, path: KeyPath, value: Any) -> Iterator[Problem]:
+    """Yield the problems of an unknown key or table."""
+    # A table that only looks misspelled is reported itself, even if its keys exist elsewhere.
+    foreign = isinstance(value, dict) and not looks_like_table(path)
+    inner = [(*path, child) for child in value if has_advice((*path, child))] if foreign else []
+    for child in () if has_advice(path) else inner:
+        yield _unknown(tree, child, "key", child)
+    if has_advice(path) or not inner:
+        yield _unknown(tree, path, "table" if isinstance(value, dict) else "key", path)
+    if isinstance(value, dict) and (meant := nearest_table(path)):
+        for key in value:  # unknown keys of a table whose name is misspelled
+            if plain((*path[:-1], meant, key)) not in {**KEYS, **TABLES}:
+                yield _unknown(tree, (*path, key), "key", (*path[:-1], meant, key))
+
+
+def _unknown(tree: Tree, path: KeyPath, what: str, meant: KeyPath) -> Problem:
+    """Return the problem of an unknown key or table, with the advice for the path that was probably meant."""
+    where, line = tree.origin(dotted(path))
+    advice = advice_for_unknown(meant) or advice_without_match(meant)
+    return Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, where, line)
 
 
 def _rename(tree: Tree, path: KeyPath, key: str, value: Any, warnings: list[str]) -> list[Problem]:
