@@ -21,7 +21,7 @@ def _device() -> Iterator[None]:
         yield
 
 
-def read_beside(between: Change, behind: Change = lambda *_: None, size: int = SIZE) -> None:
+def read_on_side_stream(between: Change, behind: Change = lambda *_: None, size: int = SIZE) -> None:
     """Read memory of one stream on another, free it, and make a tensor on the first one."""
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     tensor = torch.ones(SIZE, device="cuda")
@@ -38,9 +38,9 @@ def read_beside(between: Change, behind: Change = lambda *_: None, size: int = S
 
 def test_memory_that_another_stream_reads_is_refused() -> None:
     with pytest.raises(AssertionError, match="while another has work queued on them"):
-        read_beside(lambda *_: None)
+        read_on_side_stream(lambda *_: None)
     torch.cuda.synchronize()
-    read_beside(lambda *_: None, size=2 * SIZE)  # does not fit into what was freed
+    read_on_side_stream(lambda *_: None, size=2 * SIZE)  # does not fit into what was freed
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_memory_that_another_stream_reads_is_refused() -> None:
     ids=["stream", "recorded", "host"],
 )
 def test_memory_that_was_waited_for_is_handed_on(between: Change) -> None:
-    read_beside(between)
+    read_on_side_stream(between)
 
 
 def test_stream_that_waits_before_allocating_gets_the_memory() -> None:
-    read_beside(lambda *_: None, lambda product, main, side: main.wait_stream(side))
+    read_on_side_stream(lambda *_: None, lambda product, main, side: main.wait_stream(side))
 
 
 def test_waiting_is_passed_on() -> None:
@@ -66,7 +66,7 @@ def test_waiting_is_passed_on() -> None:
         third.wait_stream(side)
         main.wait_stream(third)
 
-    read_beside(by_way_of_a_third)
+    read_on_side_stream(by_way_of_a_third)
 
 
 def test_another_stream_waits_for_previous_users_of_memory() -> None:

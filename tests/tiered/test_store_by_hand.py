@@ -158,7 +158,7 @@ def test_requested_pinned_copy_is_not_missing_space(make: Callable[..., Hand]) -
     caller.result.release()
 
 
-def test_an_eviction_that_waits_for_a_lease_comes_after_it_unless_the_copy_is_leased_again(
+def test_eviction_follows_its_lease_unless_the_copy_is_leased_again(
     make: Callable[..., Hand],
 ) -> None:
     hand = make(4, 8)

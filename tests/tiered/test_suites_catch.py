@@ -49,7 +49,7 @@ class Sound(MemoryTier):
         super().__init__("memory", capacity_bytes)
 
 
-class ForgetsNothing(Sound):
+class KeepsEveryRecord(Sound):
     def free(self, slot: Slot) -> None:
         slot.resource = None
 
@@ -153,12 +153,12 @@ def test_a_sound_tier_passes() -> None:
 @pytest.mark.parametrize(
     ("broken", "seen_by"),
     [
-        (ForgetsNothing, "the_ledger_counts_whole_slots"),
+        (KeepsEveryRecord, "the_ledger_counts_whole_slots"),
         (FreesTwice, "a_slot_is_freed_once"),
         (CountsContentsOnly, "the_ledger_counts_whole_slots"),
-        (IsLarger, "no_room_is_none_and_costs_nothing"),
-        (KeepsALittle, "what_fits_the_free_bytes_is_given"),
-        (RaisesWhenFull, "no_room_is_none_and_costs_nothing"),
+        (IsLarger, "allocation_without_space_returns_none_at_no_cost"),
+        (KeepsALittle, "requests_within_the_free_bytes_are_granted"),
+        (RaisesWhenFull, "allocation_without_space_returns_none_at_no_cost"),
         (ReservesBeside, "reservations_share_the_ledger"),
         (ReservesWithoutLimit, "reservations_share_the_ledger"),
         (HasNoHighWater, "the_ledger_counts_whole_slots"),
@@ -236,7 +236,7 @@ class RaisesInSubmit(HostLink):
         return super().submit(src_slot, dst_slot, nbytes)
 
 
-class TellsItsOwnErrors(HostLink):
+class ReportsOwnErrors(HostLink):
     def _run(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
         error: Exception | None = None
         try:
@@ -293,10 +293,10 @@ def test_sound_links_pass() -> None:
         (UsesOneBuffer, "many_transfers_at_once_both_ways"),
         (CountsPages, "counters_count_contents"),
         (RaisesInSubmit, "failures_end_in_the_transfer"),
-        (TellsItsOwnErrors, "failures_end_in_the_transfer"),
+        (ReportsOwnErrors, "failures_end_in_the_transfer"),
         (HoldsALock, "submit_and_usage_wait_for_no_callback"),
         (LeavesItsEventOpen, "bytes_of_every_size_come_back"),
-        (ClosesInAHurry, "close_finishes_what_is_under_way"),
+        (ClosesInAHurry, "close_finishes_pending_transfers"),
     ],
 )
 def test_a_broken_link_is_seen(broken: type[HostLink], seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ class IgnoresTies(LRU):
     [
         (KeepsDirtyOnes, "all_candidates_are_ranked_once"),
         (SortsInPlace, "the_arguments_are_not_changed"),
-        (TakesTurns, "the_same_question_has_the_same_answer"),
+        (TakesTurns, "rank_is_repeatable"),
         (IgnoresTies, "the_order_of_the_question_does_not_matter"),
     ],
 )

@@ -160,7 +160,7 @@ def test_document_limits_the_checkpoints_that_stores_keep(tmp_path: Path) -> Non
     assert list_generations(tmp_path / "checkpoints" / rank_folder_name(1)) == [known[1].ranks[1].generation]
 
 
-def test_a_run_that_starts_over_keeps_unnamed_generations_until_it_has_a_checkpoint(tmp_path: Path) -> None:
+def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: Path) -> None:
     """``RANKS.json`` is missing in a copy of a live run: its generations are no checkpoints, and stay for a while."""
     write(tmp_path, 2, [1, 2])
     folder = tmp_path / "checkpoints"

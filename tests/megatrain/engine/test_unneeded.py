@@ -112,7 +112,7 @@ def test_skipping_a_needed_product_changes_gradients() -> None:
     assert not gradients["model.layers.0.mlp.up_proj.weight"].isfinite().any()
 
 
-def test_a_frozen_product_that_a_norm_follows_is_needed_and_one_that_is_added_is_not() -> None:
+def test_frozen_product_is_needed_before_a_norm_but_not_before_a_sum() -> None:
     _, graph, trace = traced("llama", freeze=("*.mlp.*", "*.self_attn.*"))
     layers = [visit for visit in trace.visits if graph.units[visit.unit].is_layer]
     # Autograd saves no inputs of frozen matrices. Attention saves queries and keys. Its output goes only into the

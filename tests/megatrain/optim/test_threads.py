@@ -62,7 +62,7 @@ def test_torch_operation_threads_run_each_call_once() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 3, 9])
-def test_an_error_on_a_thread_of_torchs_operations_is_raised_after_the_others_have_ended(number: int) -> None:
+def test_error_on_a_torch_thread_is_raised_after_the_others_end(number: int) -> None:
     threads, done = KernelThreads(2, among_operations=True), list[int]()
 
     def call(index: int) -> None:
@@ -77,7 +77,7 @@ def test_an_error_on_a_thread_of_torchs_operations_is_raised_after_the_others_ha
     assert {100 + index for index in range(10)} <= set(done)
 
 
-def test_an_interrupt_among_torchs_operations_is_never_lost_and_leaves_no_call_out() -> None:
+def test_interrupt_during_torch_operations_is_raised_after_all_calls() -> None:
     """Python prints and drops an exception from a signal inside a C callback: it must not be raised there."""
     threads, num_answered, num_tries = KernelThreads(2, among_operations=True), 0, 40
     before = signal.getsignal(signal.SIGINT)
