@@ -69,7 +69,7 @@ LONG_MATRICES = (
     "tests/examples/test_embed_examples.py",
     "tests/cli/test_ranks.py",
     "tests/docs/test_sizing.py",
-    "tests/examples/test_popular_examples.py::test_an_example_is_planned",
+    "tests/examples/test_popular_examples.py::test_example_plan_matches_its_comment",
 )
 SHARE, FEWEST = 17, 2  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one; or they are the only ones of their kind.
