@@ -221,7 +221,9 @@ class RowEncoder:
             return _Texts(text, has_special=False, has_offsets=True, row=row)
         refs = tuple(named.ref() for named in row.images)
         whole, inserted = self._images.insert(text, refs, row.where)
-        return _Texts(whole, False, True, row, rendered=text, inserted=inserted, images=refs)
+        return _Texts(
+            whole, has_special=False, has_offsets=True, row=row, rendered=text, inserted=inserted, images=refs
+        )
 
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]

@@ -57,10 +57,10 @@ class RowPreview:
     number: int
     where: str
     kind: str
-    segments: tuple[TextRun, ...]
-    num_tokens: int
-    num_trained: int
-    num_tokens_before: int
+    segments: tuple[TextRun, ...] = ()
+    num_tokens: int = 0
+    num_trained: int = 0
+    num_tokens_before: int = 0
     dropped: str = ""
     untrained_turns: tuple[str, ...] = ()
     num_pieces: int = 1
@@ -132,7 +132,8 @@ def _preview(
 ) -> RowPreview:
     (coded,) = encoder.encode_many([item])
     if isinstance(coded, RowError):
-        return RowPreview(number, coded.where, title, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
+        reason = str(coded).removeprefix(f"{coded.where}: ")
+        return RowPreview(number=number, where=coded.where, kind=title, dropped=reason)
     tokens, trained = coded.tokens[: data.table.max_length], coded.trained[: data.table.max_length]
     num_pieces = 1
     if coded.is_text:
@@ -141,18 +142,18 @@ def _preview(
         trained = [flag for each in pieces for flag in each.trained]
         num_pieces = len(pieces)
     return RowPreview(
-        number,
-        "" if isinstance(item, RowError) else item.where,
-        title,
-        _segments(tokenizer, tokens, trained),
-        len(tokens),
-        sum(trained),
-        len(coded.tokens),
-        _why_dropped(data, coded, trained),
-        coded.untrained_turns,
-        num_pieces,
-        coded.left_out,
-        coded.special_tokens,
+        number=number,
+        where="" if isinstance(item, RowError) else item.where,
+        kind=title,
+        segments=_segments(tokenizer, tokens, trained),
+        num_tokens=len(tokens),
+        num_trained=sum(trained),
+        num_tokens_before=len(coded.tokens),
+        dropped=_why_dropped(data, coded, trained),
+        untrained_turns=coded.untrained_turns,
+        num_pieces=num_pieces,
+        left_out=coded.left_out,
+        special_tokens=coded.special_tokens,
     )
 
 
@@ -220,8 +221,7 @@ class DataStats:
         num_steps: optimizer steps of an epoch.
         padding_share: Padding among the tokens of the first epoch's rows; 0 to 1.
         padding_share_other: the same with the opposite value of ``data.packing``.
-        held_out: summary of the rows held out by ``data.val_size``, or "". Only ``report`` counts these
-            rows.
+        held_out: summary of the rows held out by ``data.val_size``, or "". Only ``report`` counts these rows.
     """
 
     report: DataReport
@@ -253,8 +253,7 @@ def dataset_stats(
 
     Args:
         rows_per_step: Rows of ``data.max_length`` tokens in an optimizer step.
-        micro_batch_rows: documents that are padded to one length without packing; a divisor of
-            ``rows_per_step``.
+        micro_batch_rows: documents that are padded to one length without packing; a divisor of ``rows_per_step``.
         on_message: called with the progress of a long tokenization.
 
     Raises:
@@ -278,18 +277,18 @@ def dataset_stats(
     packing = data.table.packing
     num_rows = num_packed if packing else len(documents)
     return DataStats(
-        dataset.report,
-        tuple(_sources(data, dataset, trained)),
-        {percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTS},
-        _histogram(lengths, max_length),
-        len(documents),
-        int(used.sum()),
-        int(trained[documents].sum()),
-        num_rows,
-        -(-num_rows // rows_per_step),
-        packed if packing else padded,
-        padded if packing else packed,
-        "" if dataset.in_use is None else describe(held_out_part(dataset)),
+        report=dataset.report,
+        sources=tuple(_sources(data, dataset, trained)),
+        percentiles={percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTS},
+        histogram=_histogram(lengths, max_length),
+        num_documents=len(documents),
+        num_tokens=int(used.sum()),
+        num_trained_tokens=int(trained[documents].sum()),
+        num_rows=num_rows,
+        num_steps=-(-num_rows // rows_per_step),
+        padding_share=packed if packing else padded,
+        padding_share_other=padded if packing else packed,
+        held_out="" if dataset.in_use is None else describe(held_out_part(dataset)),
     )
 
 

@@ -95,13 +95,13 @@ class _SeenFields:
 
 
 def _rows_of_file(
-    file: Path, format: RowFormat | RowReader, seen: _SeenFields, json_key: str | None
+    file: Path, row_format: RowFormat | RowReader, seen: _SeenFields, json_key: str | None
 ) -> Iterator[DataRow | RowError]:
     if suffix_of(file) == ".txt":
-        if isinstance(format, RowReader):
-            raise DataError(str(file), f"a .txt file has no {format.name}s", "Name a file of rows, e.g. .jsonl")
-        if format not in ("auto", "text"):
-            raise DataError(str(file), f'a .txt file has no format "{format}"', 'Leave format out, or write "text"')
+        if isinstance(row_format, RowReader):
+            raise DataError(str(file), f"a .txt file has no {row_format.name}s", "Name a file of rows, e.g. .jsonl")
+        if row_format not in ("auto", "text"):
+            raise DataError(str(file), f'a .txt file has no format "{row_format}"', 'Leave format out, or write "text"')
         is_start = True
         for text, is_end in read_text(file):
             if text.strip() or not (is_start and is_end):
@@ -110,15 +110,15 @@ def _rows_of_file(
         return
     for where, value in read_file(file, json_key):
         seen.add(value)
-        yield row_or_error(value, where, format, seen.columns, file.parent)
+        yield row_or_error(value, where, row_format, seen.columns, file.parent)
 
 
 def row_or_error(
-    value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
+    value: object, where: str, row_format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow | RowError:
     """Return the row that :func:`read_row` reads, or the error that prevents its training."""
     try:
-        return read_row(value, where, format, columns, folder)[1]
+        return read_row(value, where, row_format, columns, folder)[1]
     except RowError as error:
         return error
 
@@ -211,16 +211,15 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
     except DataError as error:
         if preferences(_called(value)) is None and not is_preference:
             called = {name.strip().casefold(): name for name in fields}
-            for format, columns in _OFTEN:
+            for row_format, columns in _OFTEN:
                 if all(theirs in called for theirs in columns.values()):
                     names = {ours: called[theirs] for ours, theirs in columns.items() if ours != called[theirs]}
                     try:
-                        read_row(
-                            {called[theirs]: value[called[theirs]] for theirs in columns.values()}, where, format, names
-                        )
+                        sample = {called[theirs]: value[called[theirs]] for theirs in columns.values()}
+                        read_row(sample, where, row_format, names)
                     except (DataError, RowError):
                         continue
-                    return SourcePreview(format, names, fields)
+                    return SourcePreview(row_format, names, fields)
         return SourcePreview("", {}, fields, str(error))
     return SourcePreview(name, {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
 

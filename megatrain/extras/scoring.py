@@ -167,7 +167,19 @@ class Scorer:
             cuts = list(self._passes(folder.missing()))
             if not cuts:
                 self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
-                return ScoreSummary(folder.path, kind.num_rows, kind.num_rows, 0, 0, 0, math.nan, 0.0, {}, {}, False)
+                return ScoreSummary(
+                    folder=folder.path,
+                    num_rows=kind.num_rows,
+                    num_rows_done=kind.num_rows,
+                    num_passes=0,
+                    num_tokens=0,
+                    num_scored_tokens=0,
+                    mean_log_prob=math.nan,
+                    seconds=0.0,
+                    planned_bytes={},
+                    link_bytes={},
+                    interrupted=False,
+                )
             rest = sum(map(len, cuts))
             self._observer.on_ready(kind.num_rows - rest or None)
             if rest < kind.num_rows:
