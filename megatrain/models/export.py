@@ -318,58 +318,30 @@ def export_model(
     check_target(out)
     source = graph.exported(source)
     with graph.plain_model():
-        return _export_model(
-            graph,
-            source,
-            out,
-            dtype,
-            max_shard_nbytes,
-            tokenizer,
-            copy_from,
-            record,
-            origin,
-            passthrough_checksum,
-            on_bytes,
-        )
-
-
-def _export_model(
-    graph: ConvertedGraph,
-    source: WeightSource,
-    out: Path,
-    dtype: torch.dtype,
-    max_shard_nbytes: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    copy_from: Path | str | None,
-    record: Mapping[str, int] | None,
-    origin: Origin | None,
-    passthrough_checksum: str | None,
-    on_bytes: OnBytes,
-) -> Path:
-    model = graph.model
-    steps, inputs = _plan(model, dtype, origin)
-    layouts_of = _layouts_by_name(graph)
-    order = {name: number for number, name in enumerate(graph.layouts)}
-    needed = {id(step): _layouts_needed(step, layouts_of, order) for step in steps}
-    steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
-    tensors = {name: value for step in steps for name, value in step.targets.items()}
-    if origin is not None:
-        records = [origin.folder.records[name] for name in origin.passthrough.names]
-        tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
-    shards = plan_shards(tensors, max_shard_nbytes)
-    with finished_folder(out, shards) as folder:
-        writer = ShardWriter(folder, shards, tensors, on_bytes)
-        layouts = list(graph.layouts.values())
-        for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
-            _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
+        model = graph.model
+        steps, inputs = _plan(model, dtype, origin)
+        layouts_of = _layouts_by_name(graph)
+        order = {name: number for number, name in enumerate(graph.layouts)}
+        needed = {id(step): _layouts_needed(step, layouts_of, order) for step in steps}
+        steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
+        tensors = {name: value for step in steps for name, value in step.targets.items()}
         if origin is not None:
-            _copy_passthrough(origin, writer, passthrough_checksum)
-        _write_config(folder, model, dtype, origin)
-        folders = [origin.folder.path] if origin is not None else []
-        _write_companions(folder, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
-        writer.finish()
-        writer.verify()
-        write_record(folder, dtype, writer.checksums, record or {})
+            records = [origin.folder.records[name] for name in origin.passthrough.names]
+            tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
+        shards = plan_shards(tensors, max_shard_nbytes)
+        with finished_folder(out, shards) as folder:
+            writer = ShardWriter(folder, shards, tensors, on_bytes)
+            layouts = list(graph.layouts.values())
+            for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
+                _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
+            if origin is not None:
+                _copy_passthrough(origin, writer, passthrough_checksum)
+            _write_config(folder, model, dtype, origin)
+            folders = [origin.folder.path] if origin is not None else []
+            _write_companions(folder, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
+            writer.finish()
+            writer.verify()
+            write_record(folder, dtype, writer.checksums, record or {})
     return out
 
 
