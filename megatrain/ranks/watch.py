@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherLine", "Watcher", "describe_end"]
 
+_log = logging.getLogger(__name__)
 #: Environment variable of ranks whose stdin is a socket of their launcher.
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
@@ -185,7 +187,7 @@ class Watcher:
         self._gone: set[int] = set()  # ended regularly
         self._answered_s = time.monotonic()
         self._limit_s = timeout_s
-        self._lost_store = False
+        self._store_error: Exception | None = None  # why the store is lost
         self._num_notices = 0
         self._failure: Failure | None = None
         self._is_reporter: bool | None = None  # whether this rank reports to the user; None if undecided
@@ -268,8 +270,9 @@ class Watcher:
                     return
                 if self._world.is_first:
                     self._take_notices()
-            except Exception:
-                self._lost_store = True
+            except Exception as error:
+                self._store_error = error
+                _log.debug("rank %d has lost the store", self._world.rank, exc_info=error)
                 return
             self._answered_s = time.monotonic()
             self._over.wait(_CHECK_S)
@@ -315,7 +318,7 @@ class Watcher:
 
     def _find(self, now_s: float) -> Failure | None:
         """Return the failure of another rank, or None."""
-        if self._lost_store:
+        if self._store_error is not None:
             return self._without_store("has ended without a message")
         if now_s - self._answered_s > self._limit_s:
             return self._without_store(f"has not answered for {now_s - self._answered_s:.0f} s")
@@ -403,7 +406,7 @@ class Watcher:
 
     def _should_report(self, failure: Failure) -> bool:
         """Return whether this rank reports to the user: the first one, or without a store the lowest living rank."""
-        if self._is_reporter is None and not self._lost_store:
+        if self._is_reporter is None and self._store_error is None:
             answer = self._ask(lambda: b"1" if self._claim() else b"")
             self._is_reporter = None if answer is None else bool(answer)
         return self._world.rank == (1 if failure.rank == 0 else 0) if self._is_reporter is None else self._is_reporter
