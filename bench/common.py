@@ -27,9 +27,11 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 def hardware() -> dict[str, Any]:
     """Return the processor, CPUs this process may use, threads of torch, RAM in bytes, and the GPU or null."""
+    from megatrain.machine.machine import cpu_name  # not at the top: workers that measure memory import this file
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "ram_bytes": psutil.virtual_memory().total,
@@ -120,16 +122,6 @@ def step_shape(text: str) -> tuple[int, int, int]:
     """Return micro-batches, rows and tokens of a row from ``"2x1x256"``, the format of the command lines."""
     num_micro_batches, rows, length = (int(part) for part in text.split("x"))
     return num_micro_batches, rows, length
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _git(*arguments: str) -> str:
