@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.converter import ModelConverter
@@ -17,7 +17,7 @@ from megatrain.models.passthrough import TensorPlace, remove_tensors
 from megatrain.models.skeleton import multimodal_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -75,21 +75,21 @@ def _remove_non_text(model: PreTrainedModel) -> None:
     if model.config.get_text_config() is model.config:
         return
     text = _language_model(model)
-    inside = {id(module) for part in text for module in part.modules()}
     shared = {id(parameter) for part in text for parameter in part.parameters()}
-    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
     persistent = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
     places: dict[tuple[int, str], TensorPlace] = {}  # a module may have several names
-    for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) in inside:
-            continue
-        is_first = id(module) in above or not any(path.startswith(f"{other}.") for other in paths)
-        own = [(leaf, p, True) for leaf, p in module._parameters.items() if p is not None]
-        own += [(leaf, b, False) for leaf, b in module._buffers.items() if b is not None and id(module) not in above]
-        if is_first and (own or (id(module) not in above and next(module.parameters(), None) is not None)):
-            paths += [f"{path}.{leaf}".lstrip(".") for leaf, _, _ in own] if id(module) in above else [path]
+    for path, module, contains_text in _modules_outside(text, model, remove_duplicate=False):
+        own: list[tuple[str, Tensor, bool]] = [
+            (leaf, p, True) for leaf, p in module._parameters.items() if p is not None
+        ]
+        if contains_text:
+            paths += [f"{path}.{leaf}".lstrip(".") for leaf, _, _ in own]
+        else:
+            own += [(leaf, b, False) for leaf, b in module._buffers.items() if b is not None]
+            if not _is_below(paths, path) and (own or next(module.parameters(), None) is not None):
+                paths.append(path)
         for leaf, value, is_parameter in own:
             name = f"{path}.{leaf}".lstrip(".")
             if id(value) in shared:
@@ -139,15 +139,28 @@ def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str
     Args:
         sounds: Whether to include audio modules.
     """
-    inside = {id(module) for module in text_modules(model)}
     left_out = set() if sounds else {id(m) for sound in _sound_modules(model) for m in sound.modules()}
-    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
     paths: list[str] = []
-    for path, module in model.named_modules():
-        is_outermost = id(module) not in above and not any(path.startswith(f"{other}.") for other in paths)
+    for path, module, contains_text in _modules_outside(_language_model(model), model):
+        is_outermost = not contains_text and not _is_below(paths, path)
         if is_outermost and id(module) not in left_out and next(module.parameters(), None) is not None:
             paths.append(path)
     return paths
+
+
+def _modules_outside(
+    text: Sequence[nn.Module], model: PreTrainedModel, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield each module outside of the language model: its path, and whether it contains a part of that model."""
+    inside = {id(module) for part in text for module in part.modules()}
+    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
+        if id(module) not in inside:
+            yield path, module, id(module) in above
+
+
+def _is_below(paths: Sequence[str], path: str) -> bool:
+    return any(path.startswith(f"{other}.") for other in paths)
 
 
 def _sound_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
