@@ -7,7 +7,8 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -94,25 +95,27 @@ def command(
     from megatrain.ranks.group import RankGroup
 
     group = RankGroup.of_environment()
+    run = partial(_run, dry_run=dry_run, allow_config_change=allow_config_change, as_json=as_json)
     if not group.world.is_single:
-        _run_as_rank(group, config, extra_files, overrides, dry_run, allow_config_change, as_json)
+        _run_as_rank(group, config, extra_files, overrides, run, as_json=as_json)
     with RunOutput() as output:
         with Spinner("reading the config", is_shown=not as_json) as spinner:
             loaded = load(config, extra_files, overrides, spinner)
             if loaded.config.distributed.processes == 1 or dry_run:
-                return _run(loaded, overrides, dry_run, allow_config_change, as_json, output, group, spinner)
+                return run(loaded, overrides, output, group, spinner)
         return _launch(loaded, words, output)
 
 
 def _run(
     loaded: LoadedConfig,
     overrides: Sequence[str],
-    dry_run: bool,
-    allow_config_change: bool,
-    as_json: bool,
     output: RunOutput,
     group: RankGroup,
     spinner: Spinner,
+    *,
+    dry_run: bool,
+    allow_config_change: bool,
+    as_json: bool,
 ) -> int:
     logging, is_first = loaded.config.logging, group.world.is_first
     as_json = as_json or logging.progress == "json"
@@ -298,8 +301,8 @@ def _run_as_rank(
     config: Path,
     extra_files: Sequence[Path],
     overrides: Sequence[str],
-    dry_run: bool,
-    allow_config_change: bool,
+    run: Callable[[LoadedConfig, Sequence[str], RunOutput, RankGroup, Spinner], int],
+    *,
     as_json: bool,
 ) -> NoReturn:
     """Run as one of several processes, which end together."""
@@ -316,7 +319,7 @@ def _run_as_rank(
                 from megatrain.config import load_config
 
                 loaded = load_config(config, extra_files, overrides)
-            code = _run(loaded, overrides, dry_run, allow_config_change, as_json, output, group, spinner)
+            code = run(loaded, overrides, output, group, spinner)
     except BaseException as error:
         code = exit_code_of(error) or EXIT_FAILED
         if code != EXIT_INTERRUPTED_AND_SAVED:
