@@ -242,11 +242,11 @@ class RemoteFolder:
         try:
             there = None if text is None else str(json.loads(text)["run"])
         except (ValueError, KeyError, TypeError) as error:
-            raise RemoteError(f"{self._called} has a {RUN_NAME} that cannot be read: name another URL") from error
+            raise RemoteError(f"{self._title} has a {RUN_NAME} that cannot be read: name another URL") from error
         run = (is_empty and there) or own or uuid.uuid4().hex
         if there not in (None, run) and self.checkpoints():
             raise TakenError(
-                f"{self._called} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, to "
+                f"{self._title} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, to "
                 "continue that run, an empty output_dir"
             )
         document = json.dumps({"format": REMOTE_FORMAT, "run": run})
@@ -266,7 +266,7 @@ class RemoteFolder:
         return [each for each in found if each is not None]
 
     def _folders(self) -> list[str]:
-        with self._telling("it cannot be listed"):
+        with self._errors_explained("it cannot be listed"):
             try:
                 names = self._files.ls(self._root, detail=False)
             except FileNotFoundError as error:
@@ -285,7 +285,7 @@ class RemoteFolder:
             version, body = document["format"], document["body"]
             if version > REMOTE_FORMAT:
                 raise RemoteError(f"'{self.url}/{name}' is of a newer version of this program: upgrade")
-            if _seal(body) != document["sha256"]:
+            if _body_sha256(body) != document["sha256"]:
                 return None
             parts = tuple(map(_part, body["parts"]))
             step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
@@ -360,7 +360,7 @@ class RemoteFolder:
             digest.update(part)
         if digest.hexdigest() != expected:
             del upload.sums[name]  # the next try sends it again
-            raise DamagedError(f"{self._called}: '{prefix}{name}' was altered: SHA-256 {digest.hexdigest()}")
+            raise DamagedError(f"{self._title}: '{prefix}{name}' was altered: SHA-256 {digest.hexdigest()}")
         upload.compared.add(name)
 
     def commit(self, made: RemoteCheckpoint) -> None:
@@ -375,7 +375,7 @@ class RemoteFolder:
             return  # an earlier try wrote it, and the response was lost
         if others:
             raise TakenError(
-                f"{self._called} received copy {others[0].number} from another process meanwhile: two runs share it. "
+                f"{self._title} received copy {others[0].number} from another process meanwhile: two runs share it. "
                 "End one of them, or name another URL in checkpoint.save_copy"
             )
         body = {
@@ -384,10 +384,10 @@ class RemoteFolder:
             "lanes": made.lanes,
             "elements": dict(made.elements),
         }
-        document = {"format": REMOTE_FORMAT, "sha256": _seal(body), "body": body}
+        document = {"format": REMOTE_FORMAT, "sha256": _body_sha256(body), "body": body}
         self._write(f"{made.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
         if self._checkpoint(made.name) is None:
-            raise DamagedError(f"{self._called}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
+            raise DamagedError(f"{self._title}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
 
     def prune(self, keep: int, best_step: int | None) -> None:
         """Remove older copies and incomplete ones, except the newest ``keep`` and the copy of ``best_step``.
@@ -399,7 +399,7 @@ class RemoteFolder:
         stay += [each.name for each in whole if each.step == best_step][:1]
         for name in sorted(self._folders()):
             if name not in stay and whole and int(name[:8]) < whole[0].number:
-                with self._telling(f"'{name}' cannot be removed"):
+                with self._errors_explained(f"'{name}' cannot be removed"):
                     with contextlib.suppress(FileNotFoundError):  # first, so that a partly removed copy is ignored
                         self._files.rm_file(f"{self._root}/{name}/{CHECKPOINT_NAME}")
                     with contextlib.suppress(FileNotFoundError):
@@ -533,7 +533,7 @@ class RemoteFolder:
 
     def _read(self, name: str) -> bytes | None:
         """Return a small object, or None if it does not exist."""
-        with self._telling(f"'{name}' cannot be read"):
+        with self._errors_explained(f"'{name}' cannot be read"):
             try:
                 return bytes(self._files.cat_file(f"{self._root}/{name}"))
             except FileNotFoundError:
@@ -542,7 +542,7 @@ class RemoteFolder:
     def _parts(self, name: str, nbytes: int) -> Iterator[bytes]:
         """Yield an object, part by part."""
         for start in range(0, nbytes, PART_BYTES):
-            with self._telling(f"'{name}' cannot be read"):
+            with self._errors_explained(f"'{name}' cannot be read"):
                 try:
                     yield self._files.cat_file(f"{self._root}/{name}", start=start, end=min(start + PART_BYTES, nbytes))
                 except FileNotFoundError as error:
@@ -551,7 +551,7 @@ class RemoteFolder:
     def _write(self, name: str, contents: bytes | Iterable[memoryview | bytes]) -> None:
         """Write an object; an interrupted write leaves no object, or an incomplete one."""
         path = f"{self._root}/{name}"
-        with self._telling(f"'{name}' cannot be written"):
+        with self._errors_explained(f"'{name}' cannot be written"):
             if self._has_folders:
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             if isinstance(contents, bytes):
@@ -582,11 +582,11 @@ class RemoteFolder:
                 raise
 
     @property
-    def _called(self) -> str:
+    def _title(self) -> str:
         return f"checkpoint.save_copy: '{self.url}'"
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _errors_explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RemoteError, TieredError, UploadCancelledError):
@@ -607,7 +607,7 @@ class RemoteFolder:
             text += ". These credentials may not do that: they need the right to list, read, write and delete there"
         elif isinstance(error, FileNotFoundError):
             text += ". Is the name of the bucket right? The bucket must exist"
-        return RemoteError(f"{self._called}: {what}: {text}")
+        return RemoteError(f"{self._title}: {what}: {text}")
 
 
 # -- the objects of a generation -------------------------------------------------------------------------------------
@@ -626,8 +626,8 @@ def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _C
     generation = {"generation": reader.generation}
     meta, store = dict(reader.manifest.meta), reader.manifest.store
     body = {**generation, "meta": meta, "paths": {}, "store": store, "blocks": blocks}
-    yield "MANIFEST.json", partial(_once, _sealed(generation))
-    yield f"{folder}/MANIFEST.json", partial(_once, _sealed(body))
+    yield "MANIFEST.json", partial(_once, _manifest_bytes(generation))
+    yield f"{folder}/MANIFEST.json", partial(_once, _manifest_bytes(body))
     for record in reader.manifest.blocks:
         chunk_bytes = _chunk_bytes(record.nbytes)
         document = json.loads((reader.place(record.key) / "zarr.json").read_bytes())
@@ -703,13 +703,13 @@ def _chunk_bytes(nbytes: int) -> int:
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
 
 
-def _sealed(body: Mapping[str, Any]) -> bytes:
+def _manifest_bytes(body: Mapping[str, Any]) -> bytes:
     """Return a manifest in the format used on drives (`docs/checkpoints.md`)."""
     seal = checksum(json.dumps(body, sort_keys=True).encode())
     return json.dumps({"format": 1, "xxh3_64": seal, "body": body}, sort_keys=True).encode()
 
 
-def _seal(body: Mapping[str, Any]) -> str:
+def _body_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

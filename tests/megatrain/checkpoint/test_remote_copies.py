@@ -530,7 +530,7 @@ def test_a_document_that_makes_no_sense_is_no_copy(tmp_path: Path, field: str, v
     (body if field in body else body["parts"][0])[field] = value
     path = tmp_path / "away" / "00000001-step-2" / remote.CHECKPOINT_NAME
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"format": 1, "sha256": remote._seal(body), "body": body}))
+    path.write_text(json.dumps({"format": 1, "sha256": remote._body_sha256(body), "body": body}))
     assert folder.checkpoints() == []
 
 
