@@ -513,12 +513,6 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
             )
         return
     data, training = config.data, config.training
-    if data.packing:
-        yield Problem(
-            "data.packing",
-            f'data.packing = {_shown(data.packing)}, but with task = "dpo" each answer has its own row',
-            "Leave the key out, or write packing = false",
-        )
     if data.train_on not in ("completion", "assistant"):
         yield Problem(
             "data.train_on",
@@ -570,9 +564,6 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
     if TASK_FACTS[config.task].has_lm_head:
         return
     setting = f'task = "{config.task}"'
-    if config.data.packing:
-        text = f"data.packing = {_shown(config.data.packing)}, but with {setting} each text has its own row"
-        yield Problem("data.packing", text, "Leave the key out, or write packing = false")
     for name in ("label_smoothing_factor", "z_loss"):
         if getattr(config.training, name):
             text = f"training.{name} changes the cross entropy, which {setting} does not train on"
@@ -610,10 +601,14 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
             f'task = "{config.task}" trains on {"single rows" if reader is None else "preferences"}',
             'Write task = "dpo"' if reader is None else f'Write "{reader.name}", or leave the key out',
         )
+    packing, is_packed = config.data.packing, TASK_FACTS[config.task].is_packed
+    if packing and not is_packed:
+        text = f'data.packing = {_shown(packing)}, but with task = "{config.task}" each text has its own row'
+        yield Problem("data.packing", text, "Leave the key out, or write packing = false")
     if reader is not None:
         return
     if config.task != "pretrain":
-        if config.data.packing == "concat":
+        if packing == "concat" and is_packed:
             yield Problem(
                 "data.packing",
                 f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on rows that stay apart',

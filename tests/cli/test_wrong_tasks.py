@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         2,
         '"sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"',
     ),
-    "packed preferences": ("run", (*PREFERENCES[:2], "data.packing=true"), 2, "each answer has its own row"),
+    "packed preferences": ("run", (*PREFERENCES[:2], "data.packing=true"), 2, "each text has its own row"),
     "preferences with images": ("run", (*PREFERENCES, "model.images=frozen"), 2, "reads text alone in this release"),
     "an unused reference": ("run", (*PREFERENCES, "preference.loss_type=robust"), 2, "label_smoothing = 0"),
     "rows that are no preferences": ("run", ("task=dpo", "data.packing=false"), 4, "a .txt file has no preferences"),

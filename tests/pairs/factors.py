@@ -86,7 +86,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused('task = "reward" reads text alone', task="reward", images=IMAGES),
     refused('with task = "reward" each text has its own row', task="reward", packing=("packed", "concat")),
     refused("the model cannot", task="reward", evaluation="sampled"),
-    refused('with task = "dpo" each answer has its own row', task=PREFERENCES, packing=("packed", "concat")),
+    refused('with task = "dpo" each text has its own row', task=PREFERENCES, packing=("packed", "concat")),
     refused('"concat" joins', task=("sft", "distill"), packing="concat"),
     # base
     refused("full-parameter training needs floating-point weights", adapters="full", base=("nf4", "fp8", "mxfp4")),

@@ -119,7 +119,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" or task = "distill" or task = "dpo" or task = "reward" at the top'),
         ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not a choice. Write one of "sft", "pretrain", "distill", "dpo"'),
         ('task = "sft"', 'task = "dpo"\ntraining.train_batch_tokens = 3072', "but an example of preferences is two rows. Write 4096"),
-        ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each answer has its own row'),
+        ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each text has its own row'),
         ('task = "sft"', 'task = "dpo"\npreference.loss_type = "robust"', 'assumes wrong labels, but preference.label_smoothing = 0'),
         ('task = "sft"', 'task = "dpo"\ntraining.label_smoothing_factor = 0.1', 'smooths cross entropy, which task = "dpo" does not train on'),
         ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),

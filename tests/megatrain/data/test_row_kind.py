@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 
+from megatrain.base.errors import ConfigError
 from megatrain.config.load import load_config
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
@@ -22,7 +23,6 @@ from megatrain.data.preference_format import PREFERENCE
 from megatrain.data.preview import dataset_stats, preview_rows
 from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind, row_kind
 from megatrain.data.table import RowFormat
-from megatrain.tasks import table
 from megatrain.tasks.table import TASK_FACTS, TaskFacts
 from megatrain.training.resolve_rows import resolve_data
 from oracles.tiered_run import QUICKSTART
@@ -52,7 +52,7 @@ def test_each_task_has_a_kind_of_rows(tmp_path: Path) -> None:
     for task, facts in TASK_FACTS.items():
         Path(tmp_path, "run.toml").write_text(CONFIG.format(task=task, model=QUICKSTART))
         kind = row_kind(facts.rows(None)) if task == "distill" else load_config(tmp_path / "run.toml").config.row_kind
-        assert facts.is_packed == (kind.num_documents == 1)
+        assert kind.num_documents == 1 or not facts.is_packed, task
         found[task] = kind.recorded, kind.only_text
     assert found == {
         "sft": ("", False),
@@ -106,20 +106,45 @@ class RankedRows(RowKind):
         return batch | {"rank": torch.tensor([0 if each is None else each.role for each in facts])}
 
 
-def test_a_task_with_new_rows_is_a_kind_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RowKind:
+    """The kind of the rows of task = "sft" in this test, which cannot be packed."""
     monkeypatch.chdir(tmp_path)
     module = ModuleType("megatrain.data.ranked_rows")
-    module.RANKED = RankedRows()  # type: ignore[attr-defined]
+    module.RANKED = kind = RankedRows()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     facts = TaskFacts("ranks", "ranks.jsonl", 1e-5, 1e-4, rows=lambda table: "ranked_rows.RANKED", is_packed=False)
-    monkeypatch.setattr(table, "TASK_FACTS", {**TASK_FACTS, "sft": facts})
-    for name in ("megatrain.config.schema", "megatrain.config.problems"):
-        monkeypatch.setattr(sys.modules[name], "TASK_FACTS", table.TASK_FACTS)
+    monkeypatch.setitem(cast("dict[str, TaskFacts]", TASK_FACTS), "sft", facts)
+    return kind
 
+
+def problem_of(line: str, table: str) -> str:
+    """Return the only problem of a config with one more line in a table."""
+    Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART).replace(table, f"{table}\n{line}"))
+    with pytest.raises(ConfigError) as caught:
+        load_config("run.toml")
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+@pytest.mark.parametrize("num_documents", [1, 3])
+@pytest.mark.parametrize("packing", ["true", '"concat"'])
+def test_rows_that_cannot_be_packed_refuse_packing(
+    ranked: RowKind, monkeypatch: pytest.MonkeyPatch, num_documents: int, packing: str
+) -> None:
+    monkeypatch.setattr(ranked, "num_documents", num_documents)
+    monkeypatch.setattr(ranked, "reader", None if num_documents == 1 else ranked.reader)
+    assert problem_of(f"packing = {packing}", "[data]").endswith(
+        f'data.packing = {packing}, but with task = "sft" each text has its own row. '
+        "Leave the key out, or write packing = false"
+    )
+
+
+def test_a_task_with_new_rows_is_a_kind_and_an_entry(ranked: RowKind) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART))
     config = load_config("run.toml").config
-    assert config.row_kind is module.RANKED and config.rows_per_example == 3 and not config.data.packing
+    assert config.row_kind is ranked and config.rows_per_example == 3 and not config.data.packing
     data, tokenizer = resolve_data(config), load_tokenizer(str(QUICKSTART))
     dataset = load_dataset(data, tokenizer)
     assert len(dataset) == 15 and dataset.roles.tolist() == [1, 2, 3] * 5
