@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from pydantic import ValidationError
 
@@ -36,7 +36,7 @@ from megatrain.config.keys import (
 from megatrain.config.retired import RETIRED_CHOICES
 from megatrain.config.schema import RunConfig
 from megatrain.data.formats import READERS
-from megatrain.data.table import weights_at
+from megatrain.data.table import RowFormat, weights_at
 from megatrain.tasks.table import TASK_FACTS, PreferenceConfig, RewardConfig
 from tiered.ext import folder_clashes
 
@@ -592,15 +592,16 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
     sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
     reader = config.row_kind.reader
     for key, source in sources:
-        is_plain = source.format in READERS
-        if source.format == "auto" or (is_plain if reader is None else source.format == reader.name):
+        if source.format == "auto" or (source.format in READERS if reader is None else source.format == reader.name):
             continue
-        yield Problem(
-            f"{key}.format",
-            f'{key}.format = "{source.format}" holds {"none" if is_plain else "preferences"}, and '
-            f'task = "{config.task}" trains on {"single rows" if reader is None else "preferences"}',
-            'Write task = "dpo"' if reader is None else f'Write "{reader.name}", or leave the key out',
-        )
+        text = f'{key}.format = "{source.format}" holds preferences, and task = "{config.task}" trains on single rows'
+        advice = 'Write task = "dpo"'
+        if reader is not None:
+            fields = f" ({', '.join(reader.needed)})" if reader.needed else ""
+            text = f'{key}.format = "{source.format}", but task = "{config.task}" trains on {reader.what}{fields}'
+            is_choice = reader.name in get_args(RowFormat)
+            advice = f'Write "{reader.name}", or leave the key out' if is_choice else "Leave the key out"
+        yield Problem(f"{key}.format", text, advice)
     packing, is_packed = config.data.packing, TASK_FACTS[config.task].is_packed
     if packing and not is_packed:
         text = f'data.packing = {_shown(packing)}, but with task = "{config.task}" each text has its own row'

@@ -164,6 +164,14 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in found] == ["line 8", "line 10", "line 12", "--set, `foo` is not KEY=VALUE. Write for example --set learning_rate=2e-5"]  # fmt: skip
 
 
+def test_plain_rows_are_no_preferences(tmp_path: Path) -> None:
+    (found,) = problems_of(tmp_path, HEAD.replace("sft", "dpo") + 'format = "messages"\n')
+    assert found == (
+        'line 7: data.train.0.format = "messages", but task = "dpo" trains on rows of preferences: answers to one '
+        'prompt that are compared, or one that is judged. Write "preference", or leave the key out'
+    )
+
+
 def test_two_names_for_one_key(tmp_path: Path) -> None:
     found = problems_of(tmp_path, HEAD + "[optimizer]\nwarmup_ratio = 0.1\nwarmup_steps = 3\n")
     assert found == [

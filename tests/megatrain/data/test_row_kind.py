@@ -140,6 +140,13 @@ def test_rows_that_cannot_be_packed_refuse_packing(
     )
 
 
+def test_a_format_of_other_rows_names_the_fields_of_the_kind(ranked: RowKind) -> None:
+    rows = "rows of ranked answers (prompt, answers)"
+    for format in ("alpaca", "preference"):
+        found = problem_of(f'format = "{format}"', "[[data.train]]")
+        assert found.endswith(f'.format = "{format}", but task = "sft" trains on {rows}. Leave the key out')
+
+
 def test_a_task_with_new_rows_is_a_kind_and_an_entry(ranked: RowKind) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART))
