@@ -657,8 +657,9 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
             "data.streaming: the rows are not counted, so the run has no epochs (training.num_train_epochs)",
             "Write max_steps = 1000, or another number of steps, in [training]",
         )
-    if config.task not in ("sft", "pretrain"):
-        text = f'data.streaming is for task = "sft" and "pretrain", and this is "{config.task}"'
+    if not TASK_FACTS[config.task].is_streamed:
+        names = " and ".join(f'"{name}"' for name, facts in TASK_FACTS.items() if facts.is_streamed)
+        text = f'data.streaming is for task = {names}, and this is "{config.task}"'
         yield Problem("data.streaming", text, "Leave it out: the rows are read before the first step")
     if config.model.images != "off":
         yield Problem("data.streaming", "data.streaming reads no images", "Leave out data.streaming or model.images")

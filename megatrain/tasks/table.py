@@ -24,9 +24,11 @@ class TaskFacts:
         learning_rate: Default for training all parameters of a trained model.
         lora_learning_rate: Default for training adapters alone.
         made_by: File of this package that defines the task, and its class there.
-        rows: Returns the kind of its rows from its table: the file of `megatrain/data`, and the object there.
+        rows: Returns the kind of its rows from its table, or from None for the default table: the file of
+            `megatrain/data`, and the object there.
         table: Name of its table in a config, or "".
         is_packed: Whether rows of a micro-batch may hold several documents.
+        is_streamed: Whether `data.streaming` is possible.
         has_lm_head: Whether its model has a language model head.
     """
 
@@ -38,13 +40,19 @@ class TaskFacts:
     rows: Callable[[Any], str] = lambda table: "chat_rows.CHATS"
     table: str = ""
     is_packed: bool = True
+    is_streamed: bool = False
     has_lm_head: bool = True
 
 
 TASK_FACTS: Mapping[str, TaskFacts] = {
-    "sft": TaskFacts("chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4),
+    "sft": TaskFacts("chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4, is_streamed=True),
     "pretrain": TaskFacts(
-        "plain text, loss on every token", "data/*.txt", 1e-4, 2e-4, rows=lambda table: "text_rows.TEXTS"
+        "plain text, loss on every token",
+        "data/*.txt",
+        1e-4,
+        2e-4,
+        rows=lambda table: "text_rows.TEXTS",
+        is_streamed=True,
     ),
     "distill": TaskFacts(
         "chats and prompts, loss against the scores of a teacher",
@@ -60,7 +68,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         1e-6,
         1e-5,
         "dpo.PreferenceTask",
-        lambda table: "pair_rows.PAIRS" if table.is_paired else "tagged_rows.ANSWERS",
+        lambda table: "pair_rows.PAIRS" if table is None or table.is_paired else "tagged_rows.ANSWERS",
         "preference",
         is_packed=False,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
@@ -18,8 +18,9 @@ from megatrain.extras.translate import translate
 from megatrain.machine import facts
 from megatrain.machine.machine import FileSystem
 from megatrain.models.folder import model_facts
+from megatrain.tasks.table import TASK_FACTS
 from oracles.rows_in_memory import read_rows
-from processes.saved_run import QUICKSTART, command_group, make_run
+from processes.saved_run import QUICKSTART, cli_module, command_group, make_run
 from tiered import GiB
 
 
@@ -116,7 +117,19 @@ def test_a_hub_name_stays_a_name(here: Path) -> None:
     assert (config.model.model_name_or_path, config.data.train[0].path) == ("org/model", "org/chats")
 
 
-@pytest.mark.parametrize("task", ["sft", "pretrain", "distill", "dpo", "reward"])
+def test_the_option_task_takes_every_task() -> None:
+    (option,) = (each for each in cli_module("init").command.params if each.name == "task")
+    assert tuple(cast("Any", option.type).choices) == tuple(TASK_FACTS), "the list is in cli/init.py"
+
+
+@pytest.mark.parametrize("task", TASK_FACTS)
+def test_rows_are_read_as_preferences_for_tasks_that_compare(here: Path, task: str) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    result = call("init", "--task", task, "--data", "rows.jsonl")
+    assert ("data   rows are read as preference" in result.stdout) == (task in ("dpo", "reward")), result.output
+
+
+@pytest.mark.parametrize("task", TASK_FACTS)
 @pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("gpu", [None, 24 * GiB])
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not a choice. Write one of "sft", "pretrain", "distill", "dpo"'),
         ('task = "sft"', 'task = "dpo"\ntraining.train_batch_tokens = 3072', "but an example of preferences is two rows. Write 4096"),
         ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each text has its own row'),
+        ('task = "sft"', 'task = "reward"\ndata.packing = "concat"', 'data.packing = "concat", but with task = "reward" each text has its own row'),
+        ('task = "sft"', 'task = "reward"\ndata.streaming = true\ntraining.max_steps = 3', 'data.streaming is for task = "sft" and "pretrain", and this is "reward"'),
         ('task = "sft"', 'task = "dpo"\npreference.loss_type = "robust"', 'assumes wrong labels, but preference.label_smoothing = 0'),
         ('task = "sft"', 'task = "dpo"\ntraining.label_smoothing_factor = 0.1', 'smooths cross entropy, which task = "dpo" does not train on'),
         ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),
