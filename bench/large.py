@@ -46,9 +46,9 @@ from megatrain.models.export import export_model
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.models.load import WeightLoader
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from megatrain.training.weights import RandomWeights
 from tiered.units import MiB

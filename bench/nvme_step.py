@@ -37,8 +37,8 @@ from bench.models import write_llama
 from bench.sides import MicroBatches, Ours, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from tiered import NvmeTier, RamTier, TieredStore
 from tiered.units import MiB, parse_size

@@ -44,8 +44,8 @@ from bench.sides import Ours, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from tiered.units import parse_size
 

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.accuracy_cases import CASES, QUICK_CASES, Case, write_config
 from bench.common import QUICKSTART, ROOT, Report
 from megatrain.config import load_config
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 
 TOLERANCE, BY_RATES_TOLERANCE = 0.15, 0.10

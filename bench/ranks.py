@@ -41,9 +41,9 @@ from bench.sides import run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.machine.files import find_machine
 from megatrain.machine.machine import PlannedMachine
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.simulate import replay
 from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve

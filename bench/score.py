@@ -30,7 +30,7 @@ from bench.models import write_llama
 from megatrain.config.schema import RunConfig
 from megatrain.data.scores import TeacherScores
 from megatrain.extras.scoring import Scorer, plan_scoring
-from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.shortfall import DoesNotFitError
 
 TOP_K = 16
 TARGET_RATIO, TARGET_DIFFERENCE = 10.0, 1e-3

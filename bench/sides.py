@@ -21,10 +21,11 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.labels import shifted_labels
+from megatrain.engine.program import DURABLE_KINDS
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
-from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.open_run import open_run
 from megatrain.training.resolve import resolve, resolve_data
 from megatrain.training.weights import WeightSource

@@ -37,8 +37,8 @@ from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 
 LR = 1e-4

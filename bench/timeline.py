@@ -31,8 +31,8 @@ from bench.sides import Ours, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.extras.report.step_picture import PASSES, UPDATES, WAITING, Bar, draw, read_bars
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from tiered.units import MiB, parse_size
 

@@ -69,7 +69,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.checkpoint.state", "CheckpointError", EXIT_FAILED),
     ("megatrain.base.owner", "UnreachableRunError", EXIT_FAILED),
     ("megatrain.extras.report.history", "NotARunError", EXIT_CONFIG),
-    ("megatrain.plan.placement", "DoesNotFitError", EXIT_DOES_NOT_FIT),
+    ("megatrain.plan.shortfall", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
     ("megatrain.machine.files", "MachineFileError", EXIT_CONFIG),
     ("megatrain.data.rows_report", "DataError", EXIT_DATA),

@@ -205,7 +205,7 @@ def _run(
 
 def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
     """Print a plan. Return the error that a run would raise before its first step."""
-    from megatrain.plan.placement import DoesNotFitError
+    from megatrain.plan.shortfall import DoesNotFitError
     from megatrain.plan.tiers import check_drives, check_folders
     from megatrain.training.open_run import inspect_weights
     from tiered.errors import UnusableDirectoryError

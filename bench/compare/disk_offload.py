@@ -49,7 +49,7 @@ from bench.compare.processes import SideFailedError, SideProcess, import_failure
 from bench.models import write_llama
 from megatrain.extras.scoring import Scorer, plan_scoring
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.shortfall import DoesNotFitError
 from tiered.ext import open_direct
 
 TASKS = ("score", "generate")

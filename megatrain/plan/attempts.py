@@ -16,7 +16,8 @@ from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.plan.budgets import teacher_bytes, tier_budgets, with_folder, with_residents, with_workspace
 from megatrain.plan.kept import GraphKeeper, KeptGraphs
-from megatrain.plan.placement import Shortfall, TierBudget
+from megatrain.plan.placement import TierBudget
+from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:

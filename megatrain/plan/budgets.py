@@ -11,7 +11,8 @@ from megatrain.base.precision import MASTER_ELEMENTS
 from megatrain.engine.program import state_key, stored_keys
 from megatrain.machine import machine
 from megatrain.optim.average import EMA
-from megatrain.plan.placement import Residency, TierBudget
+from megatrain.plan.placement import TierBudget
+from megatrain.plan.residents import Residency
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 

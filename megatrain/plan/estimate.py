@@ -31,8 +31,8 @@ from megatrain.optim.muon import Muon
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import DeviceCosts
 from megatrain.plan.kept import num_parameters_run_once
-from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
+from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import NETWORK, PEER
 from megatrain.trace.trace import is_counted
 
@@ -56,11 +56,7 @@ def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -
 
 
 def into_nvme(traffic: Mapping[str, int]) -> int:
-    """Return the bytes written to drives.
-
-    Args:
-        traffic: Bytes by link.
-    """
+    """Return the bytes written to drives."""
     return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
 
 

@@ -30,10 +30,12 @@ from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.budgets import tier_budgets, with_folder, with_residents, with_workspace
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Shortfall, Traffic, fitting
+from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan, TracedModel
 from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
+from megatrain.plan.shortfall import DoesNotFitError, Shortfall, fitting
 from megatrain.plan.traced import find_frozen, make_graph, settle_rows, trace_run
+from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
 
@@ -85,7 +87,6 @@ def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
     """Return the RAM for the scores of a pass until they are written.
 
     Args:
-        run: A run whose steps are the passes.
         top_k: Number of scored vocabulary entries per token.
         width: Size of an embedding; 0 without embeddings.
     """
@@ -255,7 +256,6 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     """Return a run whose steps are batches of prompts.
 
     Args:
-        run: The run with the model and the allowed homes of its blocks.
         rows: Prompts of a micro-batch, at most ``num_prompts``.
         num_prompts: Prompts per batch, which is rounded up to whole micro-batches.
         max_length: Tokens of a prompt and its completion.
@@ -269,9 +269,6 @@ def plan_averages(plan: Plan) -> Plan:
     """Plan evaluation passes of a run that read its averaged weights from their homes.
 
     They are streamed in fp32 and rounded for each visit. The memory of gradients and activations is free meanwhile.
-
-    Args:
-        plan: A run with averages.
 
     Raises:
         DoesNotFitError: A tier is too small; the error names a sufficient size.

@@ -20,7 +20,8 @@ from megatrain.engine.program import (
     uses_of_layouts,
 )
 from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
-from megatrain.plan.placement import Homes, PlacementSolver, Shortfall
+from megatrain.plan.placement import Homes, PlacementSolver
+from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:

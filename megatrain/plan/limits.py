@@ -64,8 +64,6 @@ class DrivePath:
     Attributes:
         key: ``tiers.nvme.0``.
         file_system: File system that holds the path, or will hold it.
-        free_bytes: Free bytes of the file system.
-        total_bytes: Size of the file system.
     """
 
     key: str
@@ -118,7 +116,6 @@ def find_objections(
     """Compare the resources of a run with this machine. Objections that refuse a run come first.
 
     Args:
-        tiers: Resources that the run may use.
         needs: Tier -> smallest capacity that the plan needs, or None without a plan.
     """
     if tiers.machine is not None:

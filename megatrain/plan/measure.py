@@ -382,7 +382,6 @@ def timed(
     Args:
         on_progress: Receives the name of the measurement.
         on_problem: Receives the reason if steps are not timed.
-        measure: Function that times the steps of a plan.
     """
     on_progress("steps of this model")
     machine = load_profile().machine

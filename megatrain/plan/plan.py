@@ -27,10 +27,7 @@ from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import segment_builder
 from megatrain.optim.on_device import warm_up_norm
 from megatrain.plan.limits import Objection
-from megatrain.plan.placement import (
-    Placement,
-    TierBudget,
-)
+from megatrain.plan.placement import Placement, TierBudget
 from megatrain.ranks.collectives import Alone, Collectives, collectives_of
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shards import RankLanes, RankShards, Sharding
@@ -130,16 +127,11 @@ class RunSpec:
         grad_dtype: Dtype of gradients between two visits.
         is_deterministic: Whether only deterministic kernels are allowed.
         objective: Loss that the steps minimize, and noise on the embeddings.
-        optimizer: Update and schedule.
         num_epochs: Passes over the data, unless ``max_steps`` sets the length of the run.
         max_steps: Limit of steps, or None for the length of the data.
-        tiers: Resources of the machine that the run may use.
-        placement: Allowed homes for each kind of block.
         recompute: Choice of what the backward recomputes.
         advanced: ``[advanced]``: prefetch and eviction.
         trace_steps: Numbers, from 1, of steps whose timeline is written.
-        export: Format of the exported model.
-        world: The processes that train together.
     """
 
     name: str
@@ -428,7 +420,6 @@ class Plan:
 
     Attributes:
         run: The traced model's run, or a variant with another order of micro-batches.
-        placement: Homes of all blocks and the resulting traffic.
         budgets_by_tier: Budgets of the tiers, fast to slow.
         estimate: Time and drive wear of a step at rates measured on this machine.
         ticks: Seconds of each tick, if steps of this model were timed. No decision depends on it.

@@ -20,9 +20,10 @@ from megatrain.plan.estimate import estimate_step, flops_per_token, into_nvme
 from megatrain.plan.fill import with_results
 from megatrain.plan.kept import weights_stay
 from megatrain.plan.limits import Objection, find_objections
-from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Settled, Shortfall
+from megatrain.plan.placement import PlacementSolver, Settled
 from megatrain.plan.plan import Plan
 from megatrain.plan.remedies import add_remedies
+from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.traced import trace_model
 from megatrain.ranks.lanes import micro_batches_of_rank

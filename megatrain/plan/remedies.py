@@ -17,7 +17,7 @@ import torch
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.sizes import Size
 from megatrain.machine.table import NvmeTierConfig
-from megatrain.plan.placement import Remedy, Shortfall
+from megatrain.plan.shortfall import Remedy, Shortfall
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import RunSpec
@@ -34,7 +34,6 @@ def add_remedies(
     """Return the shortfall of a run with its remedies, if there are any.
 
     Args:
-        found: The shortfall of the run.
         least_bytes: Plans the changed run.
         can_cut_experts: Whether the model has experts that ``model.split_experts`` would cut.
     """

@@ -100,7 +100,6 @@ class SimulatedStep:
     """Means of one step after the warm-up.
 
     Attributes:
-        step_s: Seconds of a step.
         compute_s: Seconds of computing, updates included; the rest is stalls.
         stall_s: Seconds by cause.
         prefetch_on_time: Copies per step.

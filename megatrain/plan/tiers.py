@@ -18,7 +18,7 @@ from megatrain.machine.machine import disk_usage, file_system_number, own_drive_
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.budgets import FOLDER
-from megatrain.plan.placement import DoesNotFitError, Shortfall
+from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
 from tiered.ext import SourceTier, UnifiedTier, check_claimable, claim_directory, plan_chunks, statuses_below
@@ -286,11 +286,7 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
 
 
 def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) -> Shortfall:
-    """Return the shortfall of a drive, with the settings that use its space.
-
-    Args:
-        paths: Folders of the run on this drive.
-    """
+    """Return the shortfall of a drive, with the settings that use its space."""
     spec = plan.run.checkpoint
     table, checkpoints = spec.table, spec.output_dir / CHECKPOINTS_NAME
     tier = "output_dir" if paths == [checkpoints] else "nvme"

@@ -102,7 +102,6 @@ def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int]
 
     Args:
         plan: Plan of one rank. Other ranks may have other homes and other free memory.
-        capacities: Tier -> bytes, as for ``plan_run``.
     """
     if plan.program.sharding.gathers_ahead <= most_ahead:
         return plan
@@ -154,7 +153,6 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
     A rate that one rank has not measured is unknown for the run.
 
     Args:
-        of_ranks: Rates by rank.
         rank: The rank that plans. Its drives have other names than those on other ranks.
         places: Locations as named in ``RankRates.drives``, on this rank.
     """
@@ -192,8 +190,6 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
     """Return the rank's own record, with each rate replaced by the lowest one.
 
     Args:
-        records: Records by rank.
-        own: Number of this rank.
         slower: Ranks with a lower rate than another rank; updated.
     """
     changes: dict[str, Any] = {}

@@ -21,8 +21,8 @@ from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
-from megatrain.plan.placement import Traffic
 from megatrain.plan.tiers import room_lent
+from megatrain.plan.traffic import Traffic
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tasks.passes import Passes

@@ -48,8 +48,8 @@ from megatrain.models.load import open_loader
 from megatrain.optim.lr import ScheduleError, make_schedule
 from megatrain.optim.plugins import OptimizerError
 from megatrain.plan.limits import drive_paths, find_objections, refuse
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.tiers import check_drives, check_folders
 from megatrain.plan.traced import check_positions
 from megatrain.run.loggers import check_loggers

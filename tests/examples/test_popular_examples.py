@@ -10,9 +10,9 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.machine.files import find_machine
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from tiered.units import GiB
 

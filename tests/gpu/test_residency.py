@@ -11,9 +11,9 @@ from fakes.virtual_cuda import VirtualCuda
 from megatrain.config.load import load_config
 from megatrain.machine.machine import GpuProfile, LoadedProfile, MachineProfile
 from megatrain.plan import planner
-from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Plan
 from megatrain.plan.show import messages
+from megatrain.plan.traffic import Traffic
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered import parse_size

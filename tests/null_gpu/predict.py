@@ -28,9 +28,9 @@ from megatrain.machine.files import find_machine
 from megatrain.machine.machine import LoadedProfile
 from megatrain.plan.costs import DeviceCosts
 from megatrain.plan.estimate import estimate_step, flops_per_token, work_of_phases
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 
 MACHINES = ("h200-1.5tb", "h100-512gb", "rtx4090-128gb")

@@ -29,7 +29,7 @@ from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.converters import experts as model_experts
 from megatrain.extras.scoring import Scorer
-from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.ranks.group import RankGroup
 from megatrain.tasks.evaluation import traffic_of_passes
 from megatrain.training.final import FinalExport

@@ -9,8 +9,8 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.optim.clip import NonFiniteGradientError
-from megatrain.plan.placement import Traffic
 from megatrain.plan.planner import plan_run
+from megatrain.plan.traffic import Traffic
 from megatrain.training.resolve import resolve
 from oracles.single_steps import Steps, single_steps, spoil
 from oracles.tiered_run import ALL_NVME, config_text

@@ -25,8 +25,8 @@ from megatrain.extras.report.history import read_history
 from megatrain.extras.report.page import render_page
 from megatrain.extras.report.text import report_lines
 from megatrain.plan.forward import plan_averages
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.run.loggers import last_evaluations
 from megatrain.tasks.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
 from megatrain.trace.trace import trace_visits

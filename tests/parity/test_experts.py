@@ -31,9 +31,9 @@ from megatrain.models.initialize import initialize_tensors
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
 from megatrain.plan.attempts import parts_without_room
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.tasks.prompts import GenerationSettings

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import messages
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import ALL_NVME, TieredRun, config_text, run_config, write_tiny_model

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from megatrain.config import load_config
 from megatrain.engine.program import StepProgram
 from megatrain.optim.clip import NonFiniteGradientError
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config

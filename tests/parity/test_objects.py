@@ -9,8 +9,8 @@ import pytest
 
 from fakes.objects_tier import NAME, objects_tier
 from megatrain.config import load_config
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import TieredRun, config_text, run_config

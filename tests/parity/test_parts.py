@@ -14,11 +14,11 @@ from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
 from megatrain.engine import head_plan
-from megatrain.engine.program import ProgramBuilder, kind_of_key
+from megatrain.engine.program import DURABLE_KINDS, ProgramBuilder, kind_of_key
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import attempts
-from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.export import export_checkpoint
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer

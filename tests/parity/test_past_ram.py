@@ -15,9 +15,9 @@ import torch
 
 from megatrain.config import ConfigError, load_config
 from megatrain.machine import machine
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import messages
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.training.resolve import resolve, resolve_tiers

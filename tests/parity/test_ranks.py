@@ -27,8 +27,8 @@ from megatrain.config import load_config
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
 from megatrain.tasks.evaluation import deal_micro_batches

@@ -21,8 +21,8 @@ from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
 from megatrain.engine.tape import compile_step
 from megatrain.plan import simulate
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.trainer import Trainer
 from oracles import tiered_run
 from oracles.families import tiny_config

@@ -9,9 +9,9 @@ import pytest
 
 from bench.models import write_shape
 from bench.sides import run_config
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatrain.plan.placement import CopyWindows, TickCopies
+from megatrain.plan.copy_windows import CopyWindows, TickCopies
 
 
 def by_hand(copies: list[TickCopies], num_ticks: int) -> dict[int, list[int]]:

@@ -24,11 +24,11 @@ from megatrain.machine.machine import (
     store_profile,
 )
 from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
-from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
 from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.traffic import Traffic
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB

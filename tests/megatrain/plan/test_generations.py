@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatrain.config import load_config
+from megatrain.engine.program import DURABLE_KINDS
 from megatrain.machine.machine import own_drive_bytes
-from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import table_rows
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text

@@ -32,7 +32,7 @@ from pathlib import Path
 from megatrain.config import load_config
 from megatrain.training.resolve import resolve
 from megatrain.machine.files import find_machine
-from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.planner import plan_run
 config = load_config(Path(sys.argv[2]), (), sys.argv[4:]).config
 try:

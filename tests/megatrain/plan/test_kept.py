@@ -19,9 +19,9 @@ from megatrain.engine.program import Recompute
 from megatrain.machine.machine import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import messages, table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.trace.trace import step_flops

@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from megatrain.base import layout as layouts
 from megatrain.config import load_config
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.plan.together import gathering_at_most
 from megatrain.ranks.world import World

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
+from megatrain.plan.shortfall import DoesNotFitError
 from oracles.tiered_run import EXAMPLES, config_text, plan_of
 from processes.saved_run import command_group
 from tiered.units import format_size

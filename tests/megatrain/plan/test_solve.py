@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.plan.budgets import both_ways, filling_bytes
-from megatrain.plan.placement import (
-    DoesNotFitError,
-    Placement,
-    PlacementSolver,
-    Residency,
-    Shortfall,
-    TierBudget,
-    Traffic,
-    fitting,
-)
+from megatrain.plan.placement import Placement, PlacementSolver, TierBudget
+from megatrain.plan.residents import Residency
+from megatrain.plan.shortfall import DoesNotFitError, Shortfall, fitting
+from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import RankShards
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config

@@ -1,0 +1,292 @@
+"""Blocks with their home in the compute tier, chosen by the seconds that this saves per byte."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import ChainMap
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatrain.engine.program import KINDS, BlockPlan, Kind, StepProgram
+from megatrain.engine.tape import BlockUse, follow
+from tiered import Mode
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Rules for homes in the compute tier if that tier is not RAM.
+
+    Attributes:
+        kinds: Kinds of blocks that may have their home there.
+        bus_s_per_byte: Seconds per byte moved between it and RAM. 1 without measured rates, so that bytes decide.
+        host_update_s_per_element: Seconds per weight updated in RAM. 0 without measured rates.
+    """
+
+    kinds: frozenset[Kind]
+    bus_s_per_byte: float = 1.0
+    host_update_s_per_element: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacementCandidate:
+    """Blocks that move together. If two save equally much per byte, the one with the lower ``rank`` goes first."""
+
+    keys: tuple[str, ...]
+    rank: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """Inputs to the cost of a candidate other than the tiers' rates.
+
+    Attributes:
+        keys: Blocks whose homes affect the cost: the candidate's blocks and their groups.
+        alike: Number shared by candidates whose costs are equal if the homes of ``keys``, in order, are equal.
+    """
+
+    keys: tuple[str, ...]
+    alike: int
+
+
+class ResidentChooser:
+    """Greedy choice of residents of the compute tier.
+
+    Args:
+        slot_bytes: Function from content bytes to slot bytes of that tier.
+    """
+
+    def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
+        self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
+        self._tier = program.compute_tier
+        #: A gradient that shares its block is in several groups, and its moves depend on all of them.
+        self._groups: dict[str, list[tuple[str, ...]]] = {}
+        self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
+        self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
+        #: Tier of every tick with the current homes. A gradient that shares its block has hundreds of uses.
+        self._tiers_now = [self._tier] * len(program.ticks)
+        self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # key -> tiers of its uses, computed on demand
+        #: Key -> updates whose tier depends on its home.
+        self._deciding: dict[str, list[int]] = {}
+        for number, tick in enumerate(program.ticks):
+            for key, mode in tick.uses:
+                self._uses[key].append((number, mode))
+                if tick.phase == "update":
+                    self._deciding.setdefault(key, []).append(number)
+            if tick.phase == "update":
+                group = tuple(key for key, _ in tick.uses)
+                for key in group:
+                    self._groups.setdefault(key, []).append(group)
+        self._candidates = [
+            candidate
+            for candidate in (*self._of_groups(), *self._of_blocks())
+            if all(program.blocks[key].kind in residency.kinds for key in candidate.keys)
+        ]
+        self._of_key: dict[str, list[int]] = {}
+        for number, candidate in enumerate(self._candidates):
+            for key in candidate.keys:
+                self._of_key.setdefault(key, []).append(number)
+        #: By candidate. Layers of a model are alike, so only a few costs are computed.
+        self._surroundings: dict[int, _Surroundings | None] = {}
+        self._numbers_of_patterns: dict[Hashable, int] = {}
+        self._patterns: dict[tuple[str, ...], int] = {}
+        self._costs: dict[tuple[int, tuple[str, ...]], float] = {}
+
+    def _of_groups(self) -> Iterator[_PlacementCandidate]:
+        """Yield the groups that the compute tier can update, with their gradient and without."""
+        if not self._program.updates.in_compute_tier:
+            return
+        updates = [tick for tick in self._program.ticks if tick.phase == "update"]
+        for number, tick in enumerate(updates):
+            # Spread residents over the model: a resident layer leaves time to fetch the next one.
+            rank = (-1.0, number * _GOLDEN % 1.0)
+            keys = tuple(key for key, _ in tick.uses)
+            yield _PlacementCandidate(keys, rank)
+            yield _PlacementCandidate(tuple(key for key in keys if key not in tick.spent), rank)
+
+    def _of_blocks(self) -> Iterator[_PlacementCandidate]:
+        wholes: dict[str, list[BlockPlan]] = {}
+        for block in self._program.blocks.values():
+            wholes.setdefault(block.whole, []).append(block)
+        for number, parts in enumerate(wholes.values()):
+            yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
+
+    def everything(self) -> Sequence[str]:
+        """Return all blocks if every kind may be resident, so that a step needs no copies; else nothing."""
+        return list(self._program.blocks) if len(self._residency.kinds) == len(KINDS) else ()
+
+    def choose(
+        self,
+        homes: Mapping[str, str],
+        try_move: Callable[[Sequence[str]], bool],
+        is_needed: Callable[[], bool] | None = None,
+    ) -> None:
+        """Move blocks, those that save most per byte first.
+
+        Args:
+            homes: Block key -> tier; ``try_move`` changes it.
+            try_move: Makes the compute tier the home of blocks. Returns False if they do not fit.
+            is_needed: If given, blocks move as long as it returns True, even if that costs time.
+        """
+        self._tiers_now = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
+        self._tiers_now_of.clear()
+        queue: list[tuple[float, tuple[float, ...], int]] = []
+        self._push(queue, range(len(self._candidates)), homes)
+        while queue and (is_needed is None or is_needed()):
+            cost, _, number = heapq.heappop(queue)
+            if is_needed is None and cost >= 0:
+                return
+            keys = self._left(number, homes)
+            if not keys or self._cost_of(number, keys, homes) != cost:  # stale: its group moved and was queued again
+                continue
+            if try_move(keys):
+                self._follow(keys, homes)
+                self._push(queue, self._affected_candidates(keys, homes), homes)
+
+    def _follow(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
+        """Update the tiers of ticks after blocks have moved."""
+        for tick, tier in self._tiers_with(keys, homes).items():
+            if self._tiers_now[tick] != tier:
+                self._tiers_now[tick] = tier
+                for key, _ in self._program.ticks[tick].uses:
+                    self._tiers_now_of.pop(key, None)
+
+    def _push(
+        self, queue: list[tuple[float, tuple[float, ...], int]], numbers: Sequence[int], homes: Mapping[str, str]
+    ) -> None:
+        for number in numbers:
+            keys = self._left(number, homes)
+            if keys:
+                heapq.heappush(queue, (self._cost_of(number, keys, homes), self._candidates[number].rank, number))
+
+    def _left(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
+
+    def _affected_candidates(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
+        """Return the candidates whose cost may have changed after blocks of their groups have moved."""
+        groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
+        related = {key for group in groups.values() for key in group}
+        # A shared block that is already resident moves as before for the other blocks.
+        related -= {key for key in related if self._is_shared(key) and homes[key] == self._tier}
+        return sorted({number for key in related for number in self._of_key.get(key, ())})
+
+    def _is_shared(self, key: str) -> bool:
+        return len(self._groups.get(key, ())) > 1
+
+    def _linked_blocks(self, key: str) -> tuple[str, ...]:
+        """Return the blocks whose moves depend on the home of one block: its group, or itself if it is shared."""
+        return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
+
+    def _cost_of(self, number: int, keys: Sequence[str], homes: Mapping[str, str]) -> float:
+        """Return the cost of the blocks of a candidate that still have to move, computed once for all alike."""
+        if number not in self._surroundings:
+            self._surroundings[number] = self._look_around(self._candidates[number])
+        around = self._surroundings[number]
+        if around is None:
+            return self._cost(keys, homes)
+        known = around.alike, tuple(map(homes.__getitem__, around.keys))
+        cost = self._costs.get(known)
+        if cost is None:
+            cost = self._costs[known] = self._cost(keys, homes)
+        return cost
+
+    def _look_around(self, candidate: _PlacementCandidate) -> _Surroundings | None:
+        """Return the inputs to a candidate's cost, or None if a shared block makes it depend on several groups."""
+        keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._linked_blocks(key)))
+        if any(self._is_shared(key) for key in keys):
+            return None
+        own = frozenset(candidate.keys)
+        pattern = self._pattern_of(keys), tuple(place for place, key in enumerate(keys) if key in own)
+        return _Surroundings(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
+
+    def _pattern_of(self, keys: tuple[str, ...]) -> int:
+        """Return a number that is equal for two key sequences whose blocks match in size and use, one by one."""
+        if keys not in self._patterns:
+            wholes = dict[str, int]()
+            pattern = tuple(
+                (
+                    wholes.setdefault(block.whole, len(wholes)),
+                    block.nbytes,
+                    block.num_elements,
+                    block.kind,
+                    block.key in self._groups,
+                    self._use_pattern(block.key),
+                )
+                for block in map(self._program.blocks.__getitem__, keys)
+            )
+            self._patterns[keys] = self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns))
+        return self._patterns[keys]
+
+    def _use_pattern(self, key: str) -> tuple[Hashable, ...]:
+        """Return how a block is used: everything except homes that its moves depend on."""
+        pattern, before = [], -1
+        for number, mode in self._uses[key]:
+            tick = self._program.ticks[number]
+            is_update = tick.phase == "update"
+            is_streamed = is_update and tick.visit in self._program.updates.streamed
+            pattern.append((mode, number == before + 1, is_update, is_streamed, key in tick.spent))
+            before = number
+        return tuple(pattern)
+
+    def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
+        """Return the extra seconds of a step per byte if blocks move; negative if the move saves time."""
+        related = tuple(dict.fromkeys(other for key in keys for other in self._linked_blocks(key)))
+        after = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
+        loads = self._load(related, after, self._tiers_with(keys, after)), self._load(related, homes, {})
+        more = [a - b for a, b in zip(*loads, strict=True)]
+        more_s = more[0] * self._residency.bus_s_per_byte + more[1] * self._residency.host_update_s_per_element
+        return more_s / max(1, sum(self._slot_bytes(self._program.blocks[key].nbytes) for key in keys))
+
+    def _tiers_with(self, keys: Sequence[str], homes: Mapping[str, str]) -> dict[int, str]:
+        """Return the tiers of the ticks that depend on the homes of these blocks."""
+        ticks = {number for key in keys for number in self._deciding.get(key, ())}
+        return {number: self._program.tier_of(self._program.ticks[number], homes) for number in ticks}
+
+    def _load(self, keys: Sequence[str], homes: Mapping[str, str], tiers: Mapping[int, str]) -> tuple[int, int]:
+        """Return the bytes that these blocks move over the bus in a step, and the elements updated in RAM.
+
+        Args:
+            tiers: Tick -> tier, for ticks whose tier changes.
+        """
+        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole are used alike
+        for key in keys:
+            block, home = self._program.blocks[key], homes[key]
+            if (block.whole, home) not in num_moves:
+                num_moves[block.whole, home] = self._num_moves(key, home, tiers)
+            moved += block.nbytes * num_moves[block.whole, home]
+        updated = 0
+        for key in keys:
+            block = self._program.blocks[key]
+            if block.kind == "weights" and key in self._groups:
+                tick = next(n for n, mode in self._uses[key] if mode == "rw")
+                updated += block.num_elements * (tiers.get(tick, self._tiers_now[tick]) != self._tier)
+        return moved, updated
+
+    def _num_moves(self, key: str, home: str, tiers: Mapping[int, str]) -> int:
+        """Return how often a block crosses the bus in a step. Between two adjacent ticks its copy stays."""
+        of_uses = self._tiers_now_of.get(key)
+        if of_uses is None:
+            of_uses = self._tiers_now_of[key] = tuple(self._tiers_now[number] for number, _ in self._uses[key])
+        if any(self._tiers_now[number] != tier for number, tier in tiers.items()):
+            uses = zip(self._uses[key], of_uses, strict=True)
+            of_uses = tuple(tiers.get(number, tier) for (number, _), tier in uses)
+        known = key, home, of_uses
+        if known not in self._moves:
+            self._moves[known] = self._count_moves(*known)
+        return self._moves[known]
+
+    def _count_moves(self, key: str, home: str, tiers: Sequence[str]) -> int:
+        program, uses = self._program, self._uses[key]
+        accesses = []
+        for n, (number, mode) in enumerate(uses):
+            is_last = key in program.ticks[number].spent
+            follows = n + 1 < len(uses) and uses[n + 1][0] == number + 1
+            is_pinned = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
+            accesses.append(BlockUse(number, mode, tiers[n], is_last, is_pinned))
+        found, _ = follow(key, accesses, home)
+        # Transfers between RAM and a drive do not cross the bus.
+        lives_there = home == self._tier
+        crosses = [lives_there != (tier == self._tier) for tier in tiers]
+        return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)

@@ -1,0 +1,82 @@
+"""A tier that is too small for a run, with the changes of the config that would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tiered.units import format_size
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the config that reduces a run's need.
+
+    Attributes:
+        fits: Whether the tier has this capacity. Always True for a drive to be added.
+    """
+
+    change: str
+    tier: str
+    need_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        if self.tier == "nvme" and self.fits:
+            return f"{self.change} of {format_size(self.need_bytes)} for this run: fits"
+        return f"{self.change}: {self.tier} needs {format_size(self.need_bytes)}, {'fits' if self.fits else 'too much'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A tier that is too small for a run.
+
+    Attributes:
+        need_bytes: The smallest sufficient capacity.
+        remedies: Changes of the config that reduce the need.
+        message: Replacement for the default message, which names the tier and its bytes. Unused if empty.
+    """
+
+    tier: str
+    need_bytes: int
+    have_bytes: int
+    advice: str
+    remedies: Sequence[Remedy] = ()
+    message: str = ""
+
+    def __str__(self) -> str:
+        message = self.message or (
+            f"does not fit: tier '{self.tier}' has {self.have_bytes} bytes ({format_size(self.have_bytes)}), "
+            f"this run needs at least {self.need_bytes} ({format_size(self.need_bytes)})"
+        )
+        return f"{message}. {self.advice}"
+
+
+class DoesNotFitError(Exception):
+    """The run does not fit its tiers. Raised before anything is allocated.
+
+    Attributes:
+        tier: The tier that is too small.
+        need_bytes: The smallest sufficient capacity.
+        remedies: Changes of the config that reduce the need.
+    """
+
+    def __init__(self, shortfall: Shortfall) -> None:
+        self.shortfall = shortfall
+        self.tier, self.remedies = shortfall.tier, shortfall.remedies
+        self.need_bytes, self.have_bytes = shortfall.need_bytes, shortfall.have_bytes
+        super().__init__(str(shortfall))
+
+
+def fitting(found: _Found | Shortfall) -> _Found:
+    """Return ``found``, which must not be a shortfall.
+
+    Raises:
+        DoesNotFitError: a tier is too small.
+    """
+    if isinstance(found, Shortfall):
+        raise DoesNotFitError(found)
+    return found

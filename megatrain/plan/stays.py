@@ -1,0 +1,135 @@
+"""Copies that stay in a tier from one use to the next, chosen as memory and buffers allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megatrain.engine.program import Stays, StepProgram
+from megatrain.plan.copy_windows import CopyWindows, TickCopies
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A copy of ``key`` that stays in ``tier`` from one use to the next.
+
+    Attributes:
+        start: Tick of the first use.
+        stop: Tick of the next use; not greater than ``start`` if it falls in the next step.
+        between: Ticks between the uses, where the copy takes extra memory.
+        ends: The ticks ``start`` and ``stop``, if the copy takes extra memory there.
+        nbytes: Bytes of its slot.
+    """
+
+    key: str
+    tier: str
+    start: int
+    stop: int
+    between: tuple[range, ...]
+    ends: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def num_held(self) -> int:
+        """The number of ticks at which the copy takes extra memory."""
+        return sum(map(len, self.between)) + len(self.ends)
+
+    @property
+    def held(self) -> Iterator[int]:
+        """The ticks at which the copy takes extra memory."""
+        return chain(*self.between, self.ends)
+
+    def fits(self, left: Sequence[int]) -> bool:
+        """Return whether the copy fits into ``left``, the free bytes at every tick."""
+        if any(left[end] < self.nbytes for end in self.ends):
+            return False
+        return all(min(left[each.start : each.stop]) >= self.nbytes for each in self.between)
+
+
+def choose_stays(
+    program: StepProgram,
+    homes: Mapping[str, str],
+    slot_bytes: Mapping[str, Callable[[int], int]],
+    room: Mapping[str, Sequence[int]],
+    buffers: Mapping[str, BufferRoom] | None = None,
+) -> Stays:
+    """Return the stays that fit; those that take memory for the fewest ticks are chosen first.
+
+    Args:
+        slot_bytes: Tier -> function from content bytes to slot bytes.
+        room: Tier -> free bytes for stays at every tick.
+        buffers: Tier -> buffers that must still fit. Updated for each chosen stay.
+    """
+    left = {tier: list(by_tick) for tier, by_tick in room.items()}
+    chosen: dict[tuple[int, str], int] = {}
+    for stay in sorted(_possible(program, homes, slot_bytes), key=lambda stay: (stay.num_held, stay.start)):
+        if not stay.fits(left[stay.tier]):
+            continue
+        if buffers is None or stay.tier not in buffers or buffers[stay.tier].add(stay, len(program.ticks)):
+            for tick in stay.held:
+                left[stay.tier][tick] -= stay.nbytes
+            chosen[stay.start, stay.key] = stay.stop
+    return chosen
+
+
+def _possible(
+    program: StepProgram, homes: Mapping[str, str], slot_bytes: Mapping[str, Callable[[int], int]]
+) -> Iterator[Stay]:
+    length = len(program.ticks)
+    for key, uses in _uses(program).items():
+        for (start, _), (stop, mode) in zip(uses, uses[1:] + uses[:1], strict=True):
+            tick, following = program.ticks[start], program.ticks[stop]
+            tier = program.tier_of(tick, homes)
+            if start == stop or homes[key] == tier or tier != program.tier_of(following, homes):
+                continue
+            if key in tick.spent or mode == "w":  # dead by then, or not read
+                continue
+            between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
+            # A working set has only one of the groups that pass through a tick, but all copies that stay.
+            ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
+            nbytes = slot_bytes[tier](program.blocks[key].nbytes)
+            yield Stay(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
+
+
+def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
+    uses: dict[str, list[tuple[int, str]]] = {}
+    for number, tick in enumerate(program.ticks):
+        for key, mode in tick.uses:
+            uses.setdefault(key, []).append((number, mode))
+    return uses
+
+
+def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
+    """Return the first ticks of all pairs of consecutive ticks that contain one of ``ticks``."""
+    return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
+
+
+class BufferRoom:
+    """Memory for the copies of any two consecutive ticks, with separate buffers for each size."""
+
+    def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
+        counts = CopyWindows(copies).counts(2)
+        self._counts: dict[int, list[int]] = {size: of_windows.tolist() for size, of_windows in counts.items()}
+        self._most: dict[int, int] = {size: max(counts) for size, counts in self._counts.items()}
+        self._left_bytes = room_bytes - sum(size * count for size, count in self._most.items())
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the buffers exceed the memory; 0 if they fit."""
+        return max(0, -self._left_bytes)
+
+    def add(self, stay: Stay, num_ticks: int) -> bool:
+        """Add a copy that stays if its buffer fits. Return whether it was added."""
+        used = {stay.start, stay.stop} - {*stay.held}  # ticks whose counts already include the copy
+        windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)
+        counts = self._counts.setdefault(stay.nbytes, [0] * num_ticks)
+        before = self._most.get(stay.nbytes, 0)
+        most = max([before, *(counts[number] + 1 for number in windows)])
+        if (most - before) * stay.nbytes > self._left_bytes:
+            return False
+        for number in windows:
+            counts[number] += 1
+        self._most[stay.nbytes] = most
+        self._left_bytes -= (most - before) * stay.nbytes
+        return True

@@ -1,0 +1,62 @@
+"""Bytes that the steps of a program move over each link, given the homes of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatrain.engine.program import Stays, StepProgram
+from megatrain.engine.tape import Tape, compile_step
+from tiered.ext import Routes
+
+
+class Traffic:
+    """Counter of the block bytes that each link ``"src->dst"`` moves."""
+
+    def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
+        self._program, self._routes, self._homes = program, routes, homes
+        self._first = compile_step(program, homes, stays, updates=False)
+        self._step = compile_step(program, homes, stays, pinned=self._first.pinned)
+        if (pinned := self._step.pinned) != self._first.pinned:
+            self._step = compile_step(program, homes, stays, pinned=pinned)
+        self._last = compile_step(program, homes, stays, passes=False, pinned=pinned)
+
+    def of_first_step(self) -> dict[str, int]:
+        """Return the bytes that a first step moves: no copies are waiting and no updates are due."""
+        return self._count(self._first)
+
+    def of_step(self, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
+        """Return the bytes that a step between the first and the last moves.
+
+        Args:
+            counts: Filter of blocks by key. All blocks count by default.
+        """
+        return self._count(self._step, counts)
+
+    def num_transfers(self, tier: str, counts: Callable[[str], bool] | None = None) -> int:
+        """Return the number of block copies that a middle step moves into a tier or out of it."""
+        transfers = self._step.transfers(self._homes)
+        return sum(tier in (src, dst) and (counts is None or counts(key)) for key, src, dst in transfers)
+
+    def of_last_updates(self) -> dict[str, int]:
+        """Return the bytes of the updates after the last step, including the final write-backs to the homes."""
+        moved = self._count(self._last)
+        for key, pinned in self._last.pinned.items():
+            if pinned.is_newer:
+                self._add(moved, key, pinned.tier, self._homes[key])
+        return moved
+
+    def _count(self, tape: Tape, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
+        moved = {f"{src}->{dst}": 0 for src, dst in self._routes.links}
+        for key, src, dst in tape.transfers(self._homes):
+            if counts is None or counts(key):
+                self._add(moved, key, src, dst)
+        if not self._program.sharding.shards.are_whole:
+            moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
+        for op in tape.ops:
+            for link, nbytes in op.bytes_outside.items():
+                moved[link] += nbytes
+        return moved
+
+    def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
+        for a, b in self._routes.between(src, dst):
+            moved[f"{a}->{b}"] += self._program.blocks[key].nbytes
