@@ -170,11 +170,8 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
     """Read the first rows of data on this machine."""
     from megatrain.config.starter import DataFacts
     from megatrain.data.files import ARROW_SUFFIXES, TEXT_SUFFIXES, suffix_of
-    from megatrain.data.preference_format import PREFERENCE
-    from megatrain.data.row_kind import row_kind
     from megatrain.data.rows_report import DataError
     from megatrain.data.sources import detect_format, is_hub_name
-    from megatrain.tasks.table import TASK_FACTS
 
     written, place = _as_written(data, folder), os.path.expandvars(os.path.expanduser(data))
     if is_hub_name(place):
@@ -182,8 +179,7 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
             return DataFacts(written, problem=f"{written}: there is no such file yet")
         return DataFacts(written)  # nothing is fetched before `check`
     try:
-        reader = None if task is None else row_kind(TASK_FACTS[task].rows(None)).reader
-        preview = detect_format(place, is_preference=None if task is None else reader is PREFERENCE)
+        preview = detect_format(place, is_preference=None if task is None else task in ("dpo", "reward"))
     except DataError as error:
         return DataFacts(written, problem=str(error))
     return DataFacts(written, preview.format, preview.columns, preview.fields, preview.problem, preview.is_judged)

@@ -201,7 +201,8 @@ INTERNAL_IMPORTS_OF_TOOLS = {
         "megatrain.extras.translate.conversions -> megatrain.config.keys",
         "megatrain.extras.translate.draft -> megatrain.config.keys",
         "megatrain.extras.translate.translate -> megatrain.config.keys",
-        "megatrain.extras.translate.translate -> megatrain.config.problems",
+        "megatrain.extras.translate.translate -> megatrain.config.combinations",
+        "megatrain.extras.translate.translate -> megatrain.config.load",
         "megatrain.extras.verify -> megatrain.config.schema",
     },
     "it measures a kernel or counts the calls of an engine, as they are": {

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON
 from megatrain.base.table import without_secrets
+from megatrain.config.combinations import find_bad_combinations, find_warnings
 from megatrain.config.keys import (
     ARRAY_TABLES,
     KEYS,
@@ -35,15 +36,9 @@ from megatrain.config.keys import (
     plain,
 )
 from megatrain.config.keys import Path as KeyPath
-from megatrain.config.problems import (
-    encoding_problem,
-    find_bad_combinations,
-    find_warnings,
-    syntax_problem,
-    toml_lines,
-    validated,
-)
 from megatrain.config.schema import RunConfig
+from megatrain.config.syntax import encoding_problem, syntax_problem, toml_lines
+from megatrain.config.values import explain_error
 
 OVERRIDE = "--set"
 _MOST_ROUNDS = 20
@@ -473,6 +468,15 @@ def _validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     for problem in problems:
         found.setdefault(problem.key, problem)
     return config, _located(tree, found.values())
+
+
+def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """Return the config of nested values, or None and the problems of single values; combinations are not checked."""
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        found = (explain_error(detail) for detail in error.errors(include_url=False))
+        return None, [problem for problem in found if problem is not None]
 
 
 def _located(tree: Tree, problems: Iterable[Problem]) -> list[Problem]:

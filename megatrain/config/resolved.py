@@ -21,6 +21,7 @@ from megatrain.base.changes import Change, ConfigChanges
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import RESOLVED_NAME
 from megatrain.base.toml import format_value
+from megatrain.config.combinations import idle_with
 from megatrain.config.keys import (
     ARRAY_TABLES,
     FREE_TABLES,
@@ -35,9 +36,9 @@ from megatrain.config.keys import (
 )
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
-from megatrain.config.problems import explain_error, idle_with
 from megatrain.config.retired import RETIRED_CHOICES, without_retired
 from megatrain.config.schema import RunConfig
+from megatrain.config.values import explain_error
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

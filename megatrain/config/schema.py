@@ -1,7 +1,7 @@
 """A whole config: each package owns its tables, and this module combines them.
 
 Last parts of keys equal names of transformers 5 and TRL 1 if those exist. Every key has an effect in this release.
-Tables check their values one by one; ``megatrain.config.problems`` finds combinations that cannot work.
+Tables check their values one by one; ``megatrain.config.combinations`` finds combinations that cannot work.
 
 To add a key, add a field to its table, in the package that reads it (``megatrain/optim/table.py``). ``keys`` makes the
 JSON Schema from it. The reference, ``config explain``, the messages about wrong values, and the comparison on a resume

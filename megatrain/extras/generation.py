@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.errors import ConfigError
 from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME, run_of_final, trained_model
 from megatrain.base.observer import RunObserver
-from megatrain.config.problems import find_ungenerable
+from megatrain.config.combinations import find_ungenerable
 from megatrain.config.resolved import load_run, with_values
 from megatrain.config.schema import RunConfig
 from megatrain.converters.adapters import base_of_adapter

@@ -13,7 +13,7 @@ import torch
 from megatrain.base.errors import ConfigError
 from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
-from megatrain.config.problems import find_unscorable
+from megatrain.config.combinations import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec

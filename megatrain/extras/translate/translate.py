@@ -11,8 +11,9 @@ from typing import Any
 
 from megatrain.base.other_tools import RANKS, Tool
 from megatrain.base.toml import format_value
+from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
-from megatrain.config.problems import find_bad_combinations, validated
+from megatrain.config.load import validated
 from megatrain.extras.translate.command_lines import is_world_size_option
 from megatrain.extras.translate.draft import Left, TranslatedValue, Translation, plain_key
 from megatrain.extras.translate.read import Source, can_be_path, read_command_line, read_source

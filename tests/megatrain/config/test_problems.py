@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ConfigError, load_config
-from megatrain.config.problems import explain_error
+from megatrain.config.values import explain_error
 
 HEAD = """task = "sft"
 output_dir = "out"

@@ -16,7 +16,7 @@ from fakes.liger_packages import stand_in_liger
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import KeptRules
-from megatrain.config import problems
+from megatrain.config import combinations
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.converters import liger as liger_kernels
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
@@ -164,7 +164,7 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         resumed = trainer(name, 2)
         assert resumed.run.uses_liger is is_there
         assert resumed.train().num_steps == 2
-    monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
+    monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     forced = trainer("with", 3)
     other = forced.config.model_copy(
         update={"model": forced.config.model.model_copy(update={"use_liger_kernel": False})}
@@ -199,7 +199,7 @@ def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("liger")
 def test_a_run_uses_it_with_the_head_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """liger's head would make whole logits and read the head's weight once per few rows."""
-    monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
+    monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     model = write_tiny_model(tmp_path / "model")
     plain = run_config(config_text(tmp_path / "plain", model, nvme=0), tmp_path / "plain", num_steps=2)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fakes.liger_packages import complete_interpreter
-from megatrain.config import problems
+from megatrain.config import combinations
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
 from megatrain.plan import traced
@@ -110,7 +110,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @interpreted
 def test_placement_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
+    monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(
         traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, torch.device("cuda"))
     )

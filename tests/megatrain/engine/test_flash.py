@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import KeptRules
-from megatrain.config.problems import find_bad_combinations
+from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.engine import flash
 from megatrain.engine.attention import AttentionCall

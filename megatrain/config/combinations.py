@@ -1,305 +1,21 @@
-"""Problems of a config: one per mistake, all of them in one error, each with its remedy.
-
-There are three kinds: the text is not TOML, a key has a value of the wrong kind, or values contradict each other.
-"""
+"""Problems of values that contradict each other, and warnings about values without effect."""
 
 from __future__ import annotations
 
-import difflib
 import functools
-import math
-import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
-
-from pydantic import ValidationError
+from typing import Any, get_args
 
 from megatrain.base.errors import Problem
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, ELEMENT_WISE
 from megatrain.base.toml import format_value
-from megatrain.config.keys import (
-    ARRAY_TABLES,
-    KEYS,
-    TABLES,
-    allowed_values,
-    describe_allowed,
-    dotted,
-    first_required,
-    header,
-    how_to_fill_in,
-    is_required,
-    plain,
-    used_if,
-)
-from megatrain.config.retired import RETIRED_CHOICES
+from megatrain.config.keys import KEYS, used_if
 from megatrain.config.schema import RunConfig
 from megatrain.data.formats import READERS
 from megatrain.data.table import RowFormat, weights_at
 from megatrain.tasks.table import TASK_FACTS, PreferenceConfig, RewardConfig
 from tiered.ext import folder_clashes
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-
-# The text is not TOML
-
-
-_ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
-_LOOKS_LIKE_BARE_TEXT = re.compile(
-    r"=\s*(?!true\b|false\b)([0-9.]*[A-Za-z][\w./%-]*|\.{0,2}/[\w./-]*|[0-9.]+%)\s*(#.*)?$"
-)
-_LOOKS_LIKE_YAML = re.compile(r"\s*(?:- *)?([A-Za-z_]\w*)\s*:(\s|$)")
-_CURLY_QUOTES = ("\u2018", "\u2019", "\u201c", "\u201d")
-_TWICE = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
-#: Part of tomllib's message -> the remedy; the first match wins.
-_REMEDIES = (
-    ("unclosed array", "Close the list with ]"),
-    ("unclosed inline table", "Close the table with }, on the same line"),
-    ("invalid hex value", r"Write text with backslashes in single quotes: 'C:\Users'"),
-    ("unescaped '\\'", r"Write text with backslashes in single quotes: 'C:\data'"),
-    ("illegal character '\\n'", "Close the quotes on this line"),
-    ('expected "\'"', "Close the quotes on this line"),
-    ("expected '\"", "Close the quotes"),
-    ("illegal character", "Remove that character"),
-    ("at the end of a table declaration", "Write a table as [data] and an item of a list as [[data.train]]"),
-    ("leading zero", "Write the number without zeros before it"),
-    ("after a statement", "Write one KEY = VALUE on each line, with nothing but a # comment behind it"),
-)
-_ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
-
-
-def toml_lines(text: str) -> list[str]:
-    """Return the lines of a TOML text. ``str.splitlines`` also splits at characters that TOML allows within a line."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    return lines if lines[-1] else lines[:-1]
-
-
-def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
-    """Return the problem for an error of the TOML reader.
-
-    Args:
-        error: the error that ``tomllib`` raised.
-    """
-    error_text = str(error)
-    match = _ERROR_LINE.search(error_text)
-    lines = toml_lines(text)
-    number = int(match[1]) if match and match[1] else len(lines) or None
-    if "end of document" in error_text:
-        number = _line_left_open(lines) or number
-    message = _ERROR_LINE.sub("", error_text).strip().rstrip(".")
-    message = message[:1].lower() + message[1:]
-    line = lines[number - 1] if number is not None and 0 < number <= len(lines) else ""
-    twice = _TWICE.search(error_text)
-    if twice is not None:
-        name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
-        name = name or line.strip()
-        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one of the two", source, number)
-    return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, number)
-
-
-def _line_left_open(lines: list[str]) -> int | None:
-    """Return the last line with an unclosed quote, counted from 1; the reader reports only the end of the file."""
-    for number in range(len(lines), 0, -1):
-        line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
-        if "'" in line or '"' in line:
-            return number
-    return None
-
-
-def _remedy(error_text: str, line: str, lines: list[str]) -> str:
-    invisible = next((sign for sign in line if not sign.isprintable() and sign != "\t"), "")
-    if invisible:
-        return f"Remove the invisible character {invisible!a}"
-    bare = _LOOKS_LIKE_BARE_TEXT.search(line)
-    word = bare[1] if bare else ""
-    yaml = _LOOKS_LIKE_YAML.match(line)
-    if word.lower() in ("true", "false"):
-        return f"Write it in small letters: {word.lower()}"
-    if word.lower() in ("none", "null"):
-        return 'TOML has no null. Leave the key out, or write "none" where that is a choice'
-    if word:
-        return f'Text needs quotes: "{word}"'
-    if any(quote in line for quote in _CURLY_QUOTES):
-        return 'Write straight quotes: "'
-    if yaml is not None:
-        return f"This looks like YAML. Write {yaml[1]} = and the value, or translate a file: megatrain-tier import FILE"
-    if next((part for part in lines if part.strip()), "").lstrip().startswith("{"):
-        return "This looks like JSON. Write KEY = VALUE lines, or translate a file: megatrain-tier import FILE"
-    if line.lstrip().startswith(("//", ";", "--")):
-        return "Write # before a comment"
-    if line.startswith(("<<<<<<<", "=======", ">>>>>>>")):
-        return "Remove the marks of the merge, and keep one of the versions between them"
-    return next((remedy for part, remedy in _REMEDIES if part in error_text.lower()), _ANY)
-
-
-def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Problem:
-    """Return the problem of a file that is not UTF-8."""
-    line = raw[: error.start].count(b"\n") + 1
-    byte = raw[error.start]
-    return Problem("", f"the file is not UTF-8 text (byte 0x{byte:02x})", "Save it as UTF-8", source, line)
-
-
-# A value of the wrong kind
-
-
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
-_NUMBER = re.compile(r"[+-]?[0-9][0-9_]*(\.[0-9_]+)?([eE][+-]?[0-9]+)?")
-_KINDS = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text in quotes",
-    "is_instance_of": "text in quotes",  # a path
-    "tuple_type": "a list",
-    "dict_type": "a table",
-    "model_type": "a table",
-}
-
-
-def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config of nested values, or None and the problems of single values; combinations are not checked."""
-    try:
-        return RunConfig.model_validate(values), []
-    except ValidationError as error:
-        found = (explain_error(detail) for detail in error.errors(include_url=False))
-        return None, [problem for problem in found if problem is not None]
-
-
-def explain_error(detail: ErrorDetails) -> Problem | None:
-    """Return the problem for one validation error; None if another problem covers it."""
-    path = _field_path(detail["loc"])
-    key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
-    schema, context = KEYS.get(name, {}), detail.get("ctx", {})
-    shown = f"{key} = {format_value(value)}"
-    if kind == "default_factory_not_called":
-        return None  # its default is the value of another key, which has the problem
-    if kind == "missing":
-        return _explain_missing(key, name)
-    if _takes_flag(schema) and _is_quoted_flag(value):
-        return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip().lower()}")
-    if "x-wrong" in schema:
-        return Problem(key, f"{shown} {schema['x-wrong']}", schema["x-write"])
-    if "propertyNames" in schema and detail["loc"][-1] == "[key]":
-        names = ", ".join(schema["propertyNames"]["enum"])
-        return Problem(
-            key, f"{key}: `{value}` is no field of a row", f'Write FIELD = "COLUMN", where FIELD is one of {names}'
-        )
-    if kind in ("literal_error", "enum"):
-        return _explain_choice(key, shown, value, str(context.get("expected", "")))
-    if kind == "value_error":
-        return _explain_unit(key, name, shown, value, str(context.get("error", detail["msg"])))
-    if kind in _BOUNDS:
-        bound, words = _BOUNDS[kind]
-        return Problem(key, f"{shown} is out of range", f"It must be {words} {context[bound]:g}")
-    if kind == "too_short" and value:
-        return None  # its items are wrong; each of them is reported
-    if kind in ("too_short", "string_too_short") or (kind == "is_instance_of" and value == ""):
-        is_needed = name in TABLES or is_required(name)
-        return Problem(key, f"{shown} is empty", how_to_fill_in(name) if is_needed else "Leave the key out or fill it")
-    if kind == "string_unicode":  # bytes of another encoding than the process reads arguments in
-        text = f"{key} = {value!a} holds bytes that this process cannot read as text"
-        return Problem(key, text, "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names")
-    if kind == "finite_number":
-        return Problem(key, f"{shown} is not a finite number", describe_allowed(name))
-    if kind in _KINDS:
-        return _explain_type(key, name, shown, value, _KINDS[kind])
-    return Problem(key, f"{shown}: {detail['msg']}", describe_allowed(name) if name in KEYS else "")
-
-
-def _explain_missing(key: str, name: str) -> Problem:
-    """Return the problem of a missing key or table; a missing table is named by its required key."""
-    if name in TABLES:
-        inner = first_required(name)
-        table = inner.rpartition(".")[0]
-        key = table if table in ARRAY_TABLES else inner
-    return Problem(key, f"`{key}` is missing", how_to_fill_in(name))
-
-
-def _takes_flag(schema: Mapping[str, Any]) -> bool:
-    return "const" not in schema and any(each.get("type") == "boolean" for each in (schema, *schema.get("anyOf", ())))
-
-
-def _is_quoted_flag(value: object) -> bool:
-    return isinstance(value, str) and value.strip().lower() in ("true", "false")
-
-
-def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Remove the parts that pydantic adds after the key: the branch of a union, the item of a list."""
-    for length in range(1, len(location) + 1):
-        if plain(location[:length]) in KEYS:
-            return location[:length]
-    return location
-
-
-#: Tasks that generate samples during training.
-_ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
-#: (key, value) -> the name of that choice here.
-_ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
-
-
-def _explain_choice(key: str, shown: str, value: object, expected: str) -> Problem:
-    retired = RETIRED_CHOICES.get((key.rpartition(".")[2], str(value)))
-    if retired is not None:
-        return Problem(key, f"{shown} is not supported any more", retired)
-    choices = re.findall(r"'([^']*)'", expected) or [expected]
-    alias = _ALIASES.get((key, str(value).lower()))
-    near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
-    remedy = f'Did you mean "{near[0]}"? ' if near else ""
-    if key == "task" and str(value).lower() in _ONLINE_TASKS:
-        remedy = "TRL trains it with megatrain.hf.offloaded(GRPOTrainer). "
-    if alias:
-        remedy = f'Write "{alias}", which is {str(value).upper()}. '
-    listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
-    return Problem(key, f"{shown} is not a choice", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
-
-
-def _explain_unit(key: str, name: str, shown: str, value: object, reason: str) -> Problem:
-    """Return the problem of a size, rate or duration: the parser's reason for text or a positive number."""
-    schema = KEYS[name]
-    words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, str) or (is_number and cast("float", value) > 0):
-        more = f", or {' or '.join(words)}" if words and "is not a size" in reason else ""
-        return Problem(key, f"{key} = {reason}{more}" if "size" in name else f"{key}: {reason}{more}")
-    example = next((text for text in schema.get("examples", ()) if text != "auto"), "2GiB")
-    return Problem(
-        key, f"{shown} is not text with a unit", f'Write {" or ".join([*words, "text"])} such as "{example}"'
-    )
-
-
-def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -> Problem:
-    if isinstance(value, str) and wanted in ("a number", "a whole number") and _NUMBER.fullmatch(value.strip()):
-        return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip()}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and wanted == "text in quotes":
-        return Problem(key, f"{shown} is a number", f'Write it in quotes: "{value}"')
-    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value) and value == int(value):
-        return Problem(key, f"{shown} is not a whole number", f"Write {int(value)}")
-    if isinstance(value, float) and wanted == "a whole number" and 0 < value < 1 and name.endswith("_steps"):
-        return Problem(key, f"{shown} is a share of all steps, which transformers takes", "Write a number of steps")
-    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value):
-        text = f"Write {math.floor(value)} or {math.ceil(value)}"
-        return Problem(key, f"{shown} is not a whole number", text)
-    if wanted == "a list" and isinstance(value, dict) and name in TABLES:
-        return Problem(key, f"{key} is a table, not a list of tables", f"Write [[{key}]] with two brackets")
-    if name not in KEYS:
-        return Problem(key, f"{shown} is not a table", f"Write {header(name)} and its keys below it")
-    items = KEYS[name].get("items", {})
-    if wanted == "a list" and type(value) is {"string": str, "integer": int}.get(items.get("type")):
-        return Problem(key, f"{shown} is not a list", f"Write [{format_value(value)}]")
-    return Problem(key, f"{shown} is not {wanted}", describe_allowed(name))
-
-
-# Values that contradict each other
-
 
 #: Extra arguments of each transformers schedule.
 _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
@@ -679,6 +395,13 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    yield from _check_evaluation_rows(config)
+    yield from _check_evaluated_model(config)
+    yield from _check_best_model(config)
+    yield from _check_evaluation_names(config)
+
+
+def _check_evaluation_rows(config: RunConfig) -> Iterator[Problem]:
     table, sets, val_size = config.evaluation, config.data.eval, config.data.val_size
     if val_size is not None and sets:
         yield Problem(
@@ -697,6 +420,10 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
             'Write [[data.eval]] and below it path = "held_out.jsonl", or val_size = 0.01 in [data]',
         )
+
+
+def _check_evaluated_model(config: RunConfig) -> Iterator[Problem]:
+    table = config.evaluation
     if table.weights != "trained" and not config.optimizer.ema_decay:
         yield Problem(
             "evaluation.weights",
@@ -707,6 +434,10 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
         key = "evaluation.predict_with_generate"
         text = f'{key} = true continues text alone in this release, but model.images = "{config.model.images}"'
         yield Problem(key, text, "Leave one of them out")
+
+
+def _check_best_model(config: RunConfig) -> Iterator[Problem]:
+    table = config.evaluation
     wants_best = {
         "checkpoint.load_best_model_at_end = true": config.checkpoint.load_best_model_at_end,
         f"evaluation.early_stopping_patience = {table.early_stopping_patience}": table.early_stopping_patience > 0,
@@ -724,7 +455,11 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             'checkpoint.load_best_model_at_end = true needs checkpoints, and save_strategy is "no"',
             'Write save_strategy = "steps"',
         )
-    names = [source.shown_name for source in sets]
+
+
+def _check_evaluation_names(config: RunConfig) -> Iterator[Problem]:
+    table = config.evaluation
+    names = [source.shown_name for source in config.data.eval]
     for index, name in enumerate(names):
         if name in names[:index]:
             yield Problem(

@@ -1,0 +1,102 @@
+"""Problems of a config file that is not TOML or not UTF-8, each with its line and its remedy."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from megatrain.base.errors import Problem
+
+_ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
+_LOOKS_LIKE_BARE_TEXT = re.compile(
+    r"=\s*(?!true\b|false\b)([0-9.]*[A-Za-z][\w./%-]*|\.{0,2}/[\w./-]*|[0-9.]+%)\s*(#.*)?$"
+)
+_LOOKS_LIKE_YAML = re.compile(r"\s*(?:- *)?([A-Za-z_]\w*)\s*:(\s|$)")
+_CURLY_QUOTES = ("\u2018", "\u2019", "\u201c", "\u201d")
+_TWICE = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
+#: Part of tomllib's message -> the remedy; the first match wins.
+_REMEDIES = (
+    ("unclosed array", "Close the list with ]"),
+    ("unclosed inline table", "Close the table with }, on the same line"),
+    ("invalid hex value", r"Write text with backslashes in single quotes: 'C:\Users'"),
+    ("unescaped '\\'", r"Write text with backslashes in single quotes: 'C:\data'"),
+    ("illegal character '\\n'", "Close the quotes on this line"),
+    ('expected "\'"', "Close the quotes on this line"),
+    ("expected '\"", "Close the quotes"),
+    ("illegal character", "Remove that character"),
+    ("at the end of a table declaration", "Write a table as [data] and an item of a list as [[data.train]]"),
+    ("leading zero", "Write the number without zeros before it"),
+    ("after a statement", "Write one KEY = VALUE on each line, with nothing but a # comment behind it"),
+)
+_ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
+
+
+def toml_lines(text: str) -> list[str]:
+    """Return the lines of a TOML text. ``str.splitlines`` also splits at characters that TOML allows within a line."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
+    """Return the problem for an error of the TOML reader.
+
+    Args:
+        error: the error that ``tomllib`` raised.
+    """
+    error_text = str(error)
+    match = _ERROR_LINE.search(error_text)
+    lines = toml_lines(text)
+    number = int(match[1]) if match and match[1] else len(lines) or None
+    if "end of document" in error_text:
+        number = _line_left_open(lines) or number
+    message = _ERROR_LINE.sub("", error_text).strip().rstrip(".")
+    message = message[:1].lower() + message[1:]
+    line = lines[number - 1] if number is not None and 0 < number <= len(lines) else ""
+    twice = _TWICE.search(error_text)
+    if twice is not None:
+        name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
+        name = name or line.strip()
+        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one of the two", source, number)
+    return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, number)
+
+
+def _line_left_open(lines: list[str]) -> int | None:
+    """Return the last line with an unclosed quote, counted from 1; the reader reports only the end of the file."""
+    for number in range(len(lines), 0, -1):
+        line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
+        if "'" in line or '"' in line:
+            return number
+    return None
+
+
+def _remedy(error_text: str, line: str, lines: list[str]) -> str:
+    invisible = next((sign for sign in line if not sign.isprintable() and sign != "\t"), "")
+    if invisible:
+        return f"Remove the invisible character {invisible!a}"
+    bare = _LOOKS_LIKE_BARE_TEXT.search(line)
+    word = bare[1] if bare else ""
+    yaml = _LOOKS_LIKE_YAML.match(line)
+    if word.lower() in ("true", "false"):
+        return f"Write it in small letters: {word.lower()}"
+    if word.lower() in ("none", "null"):
+        return 'TOML has no null. Leave the key out, or write "none" where that is a choice'
+    if word:
+        return f'Text needs quotes: "{word}"'
+    if any(quote in line for quote in _CURLY_QUOTES):
+        return 'Write straight quotes: "'
+    if yaml is not None:
+        return f"This looks like YAML. Write {yaml[1]} = and the value, or translate a file: megatrain-tier import FILE"
+    if next((part for part in lines if part.strip()), "").lstrip().startswith("{"):
+        return "This looks like JSON. Write KEY = VALUE lines, or translate a file: megatrain-tier import FILE"
+    if line.lstrip().startswith(("//", ";", "--")):
+        return "Write # before a comment"
+    if line.startswith(("<<<<<<<", "=======", ">>>>>>>")):
+        return "Remove the marks of the merge, and keep one of the versions between them"
+    return next((remedy for part, remedy in _REMEDIES if part in error_text.lower()), _ANY)
+
+
+def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Problem:
+    """Return the problem of a file that is not UTF-8."""
+    line = raw[: error.start].count(b"\n") + 1
+    byte = raw[error.start]
+    return Problem("", f"the file is not UTF-8 text (byte 0x{byte:02x})", "Save it as UTF-8", source, line)
