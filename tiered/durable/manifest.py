@@ -186,7 +186,7 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
     found = "is missing" if current is None else f"names generation {current}"
     if current is not None and current not in known:
         found += f", but '{generation_folder(directory, current) / MANIFEST_NAME}' is missing"
-    return f"'{top}' {found}, and " + (f"the newest generation is {known[-1]}" if known else "no generation is there")
+    return f"'{top}' {found}, and " + (f"the newest generation is {known[-1]}" if known else "no generation exists")
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
