@@ -214,7 +214,7 @@ def resident_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Restart the kernel's count of the peak."""
+    """Reset the kernel's record of peak memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

@@ -10,7 +10,7 @@ and 2.5 times at 4k, with an fp32 master that it lacks. Also no less than plain 
 the largest size that fits it, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The sides do
 not fit into one machine together, so each runs in a separate process, one after the other, from the same weights and on
 the same tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates.
-`--minutes` is for the whole call; parts without time are reported.
+`--minutes` limits the whole call; parts that were skipped for lack of time are reported.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
 
 
 class Comparison:
-    """One part: its sides one after the other, and their rows.
+    """One part: runs its sides in turn and reports their rows.
 
     Attributes:
         deadline_s: time when no side may run any more; SIGTERM ends it at once.

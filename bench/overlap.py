@@ -174,7 +174,7 @@ class Bench:
         return f"{2 * max(needs)}B"
 
     def _tables(self, way: str, max_grad_norm: float) -> dict[str, dict[str, Any]]:
-        """Return the keys about clipping of each side's config."""
+        """Return the clipping keys of each side's config."""
         # Without clipping the engine may update during the backward, if it need not check the norm either.
         nonfinite = {OVERLAPPED: "ignore" if way == "never" else "stop", SERIAL: "stop"}
         table = {"learning_rate": LR, "max_grad_norm": max_grad_norm}

@@ -296,7 +296,7 @@ class CommandGroup(Subcommands):
         extra["standalone_mode"] = False
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
-        with screens():  # names, rows and messages may be foreign
+        with screens():  # names, rows and messages may come from untrusted files
             self._run(args, extra)
 
     def _run(self, args: Sequence[str] | None, extra: dict[str, Any]) -> NoReturn:

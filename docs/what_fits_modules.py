@@ -126,7 +126,7 @@ def _with_what_is_around(unit: UnitPart, units: Sequence[UnitPart]) -> int:
 
 
 def made(make: Callable[[], nn.Module], *, lora: bool) -> nn.Module:
-    """Return a module on the meta device in bf16, with adapters on its attention where these are trained."""
+    """Return a module on the meta device in bf16, with adapters on its attention if ``lora``."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
         module: Any = make().to(torch.bfloat16)

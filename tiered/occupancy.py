@@ -54,7 +54,7 @@ class Occupancy:
         self.num_changes += len(self._tiers) > 2
 
     def release_slot(self, copy: Copy) -> None:
-        """Give the slot of a copy back to its tier; a home keeps its own."""
+        """Return the slot of a copy to its tier. A home keeps its slot."""
         copy.prefetched = copy.drop_when_clean = False
         if copy.slot is not None and not copy.is_home:
             self.copy_bytes[copy.tier] -= copy.slot.slot_bytes

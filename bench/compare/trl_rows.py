@@ -46,7 +46,7 @@ class _Recorder(RunObserver):
 
 
 def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:
-    """Print the tokens that both train of the same rows, and the differences of losses and norms of the same steps.
+    """Print the tokens that both sides train in the same rows, and the differences in loss and norm of equal steps.
 
     Args:
         config: whose model, data and optimizer are used; two rows per step, not packed.

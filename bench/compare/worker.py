@@ -79,7 +79,7 @@ class ComparedSide(Protocol):
 
 
 def main() -> None:
-    """Take the number of steps in each line of standard input, and answer with a line of JSON, until the input ends."""
+    """Answer each step count on standard input (one per line) with a line of JSON, until the input ends."""
     # Libraries print to standard output: redirect it to the log, so that only this program has the pipe.
     with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), RESULT_FD)

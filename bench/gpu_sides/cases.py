@@ -50,7 +50,7 @@ class Part:
 
     Attributes:
         shape: a key of ``SHAPES``. layers: fewer than the shape has, or None for all of them.
-        rows, length: of a step; T is their product. micro_rows: rows of our micro-batches.
+        rows, length: rows per step and tokens per row; T is their product. micro_rows: rows of our micro-batches.
         num_steps: measured steps, after one warm-up step; 0: the first step is measured.
         sides: sides that take part. target: least ratio of our tokens/s and the last side's. rate: our least tokens/s
             on one H200.

@@ -61,7 +61,7 @@ class Sample:
 
 
 class Side(ABC):
-    """One way to move bytes. Files have all their space, and were written once, before the first measurement."""
+    """One way to move bytes. Files are fully allocated and written once before the first measurement."""
 
     name: str
     operations: tuple[str, ...] = (READ, WRITE, MIXED)

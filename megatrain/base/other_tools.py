@@ -50,7 +50,7 @@ class Row(NamedTuple):
         return bool(self.ours) and self.how not in ("unneeded", "lost")
 
     def advice(self) -> str:
-        """Return the advice after "unknown key"."""
+        """Return the advice that follows an "unknown key" error."""
         missing = "nothing like it here: leave it out" if self.how == "lost" else "not needed here"
         here = f"here: {self.ours}" if self.ours else missing
         return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (

@@ -148,7 +148,7 @@ class CheckpointCopier:
         self._wait()
 
     def finish(self) -> None:
-        """Wait for all copies that are due, unthrottled from now on.
+        """Lift the throttle, and wait for all copies that are due.
 
         Raises:
             CheckpointError: a copy cannot be sent to its URL.

@@ -184,7 +184,7 @@ def schema_key(name: str) -> str:
 def full_keys_of_leaf(leaf: str) -> list[str]:
     """Return the dotted keys whose last part is ``leaf``, sorted. A single key outside array tables hides the others.
 
-    Keys of ``[[data.train]]`` hide keys of ``[[data.eval]]``, which has all of them.
+    ``[[data.eval]]`` has every key of ``[[data.train]]``; only the latter is returned.
     """
     found = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
     keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})

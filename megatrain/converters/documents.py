@@ -37,7 +37,7 @@ __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_do
 
 #: Minimum tokens per piece if a document is longer than a window. Each piece takes a mask.
 _FEWEST_WINDOW_TOKENS = 512
-#: Limits of that kernel: dtypes, maximum and multiple of the head dimension, minimum compute capability.
+#: Limits of ``_varlen``'s kernel: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
 

@@ -46,8 +46,8 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     """Make the modules of ``model`` compute with liger's kernels; parameters and their names stay.
 
-    Results are rounded differently, but equally at every placement. A trace counts the reads and writes of these
-    kernels (``engine/kernel_work.py``).
+    Rounding differs from the model's own code, but is the same at every placement. A trace counts the
+    reads and writes of these kernels (``engine/kernel_work.py``).
 
     Raises:
         UnsupportedModelError: as `check_liger_kernels`, or liger does not fit the model's layers.

@@ -304,7 +304,7 @@ class LeasedGradients:
         keys: Sequence[str],
         added: set[str],
     ) -> None:
-        """Copy the sums of a use site into their blocks. The last use site to run sums all sites."""
+        """Copy the sums of a use site into their blocks. The use site that runs last adds up all sums."""
         name = layout.name
         self._gradients.note_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
         if self._execution.use(keys[0]).mode == "w":  # the blocks were leased without contents

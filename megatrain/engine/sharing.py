@@ -59,7 +59,7 @@ class _AliasedBlock:
         return tuple((turn.start, turn.gradient.whole) for turn in self.turns)
 
     def block(self, number: int, first_alike: int) -> BlockPlan:
-        """Return the block. A gradient that shares with no other keeps its own."""
+        """Return the block. A gradient that shares with no other keeps its block."""
         if len(self.turns) == 1:
             return self._largest
         whole = f"gradients/grad.{first_alike}"

@@ -60,7 +60,7 @@ class RunningTopK:
         top, at = values.topk(min(self._k, values.shape[1]), dim=1)
         rest = values.scatter(1, at, -torch.inf).logsumexp(1)
         top, ids = torch.cat([self._top, top], 1), torch.cat([self._ids, at + start], 1)
-        # Summed when they drop out. A final 1 minus the others would cancel if the rest is small.
+        # Added up as they drop out: a final 1 minus the others would lose precision if the rest is small.
         self._top, order = top.topk(min(self._k, top.shape[1]), dim=1)
         dropped = top.scatter(1, order, -torch.inf).logsumexp(1)
         self._ids = ids.gather(1, order)

@@ -75,7 +75,7 @@ class Region:
         return merged.source_span <= _MAX_WASTE * merged.num_elements or merged.source_strides[-1] == 1
 
     def rows(self, first: int, stop: int) -> Region:
-        """Return its rows ``first`` to ``stop`` of the outermost dimension."""
+        """Return the rows from ``first`` up to, but not including, ``stop`` of the outermost dimension."""
         return replace(
             self,
             shape=(stop - first, *self.shape[1:]),

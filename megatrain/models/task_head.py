@@ -66,7 +66,7 @@ def head_modules(model: PreTrainedModel) -> list[str]:
 
 
 def ways_of_other_classes(names: Iterable[str]) -> str:
-    """Return how to train a folder whose class has another task than text, or "" for other classes."""
+    """Return how to train a folder whose class is for a task other than text, or "" if no class is."""
     other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
     if other is None:
         return ""

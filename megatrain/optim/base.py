@@ -131,7 +131,7 @@ class Segment:
     first: int = 0
 
     def within(self, block: range) -> Segment:
-        """Return the part of the segment within a part of its block, relative to the start of that part."""
+        """Return the overlap of the segment with a range of its block, relative to the start of that range."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
         first = self.first + start - self.start
         starts = dict.fromkeys(self.state_starts, start - block.start)  # only blocks like the weight are cut

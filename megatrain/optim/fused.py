@@ -59,7 +59,7 @@ class FusedMatrix:
         return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.by_column else 1)
 
     def runs(self, columns: int, first: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return element ranges of a stack of matrices with divided rows, and the number of their logical matrix.
+        """Return element ranges of a stack of row-divided matrices, each with the number of its logical matrix.
 
         Args:
             columns: Number of columns of each matrix.

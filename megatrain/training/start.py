@@ -319,7 +319,7 @@ def _decays(plan: Plan, exclude: Sequence[str]) -> str:
 
 
 def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
-    """Return a checkpoint that records which parameters decayed. For older ones, derive this from their globs.
+    """Return a checkpoint that records which parameters decayed. For older checkpoints, derive this from their globs.
 
     In those versions vectors never decayed, even without exclusions.
     """

@@ -45,7 +45,7 @@ def planned_line(plan: Plan, machine: str) -> str:
     sizes = {tier.upper(): plan.totals[tier] for tier in plan.tiers if plan.totals[tier]}
     needs = ", ".join(f"{tier} {nbytes / GiB:,.0f} GiB" for tier, nbytes in sizes.items())
     speed = plan.estimate.tokens_per_step / plan.estimate.step_s
-    rounded = round(speed, 2 - len(str(int(speed))))  # more digits would promise more than these rates have
+    rounded = round(speed, 2 - len(str(int(speed))))  # the rates are too inaccurate for more digits
     return f"#   {machine + '.toml':<15} {needs}; about {rounded:,.0f} tokens/s predicted"
 
 

@@ -1,8 +1,8 @@
 """A CUDA device that delays all work until the host waits for it: the worst case for a missing order.
 
-Kernels and copies are queued on streams. They run only when the host waits for an event, and then only the work before
-it, in its stream or through the events that its stream waits for. So a copy that did not wait for the kernel before it
-moves stale bytes, and a kernel whose slot was reused too early reads another block, every time.
+Kernels and copies are queued on streams. When the host waits for an event, only the work
+before it runs: in its stream, and behind events that its stream waits for. So a copy that did not wait for the kernel
+before it moves stale bytes, and a kernel whose slot was reused too early reads another block, every time.
 
 The memory is the host's. The tiers, links, leases and the store, with all their threads, are real.
 """

@@ -102,7 +102,7 @@ class S3:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
-    """Start the server with the bucket "bucket"; the environment directs clients to its line."""
+    """Start the server with the bucket "bucket"; environment variables point clients to its line."""
     pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
     moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

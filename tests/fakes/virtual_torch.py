@@ -81,7 +81,7 @@ def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
 
 
 def class_of(make: Callable[..., Any]) -> type:
-    """Return a class whose instances another function makes: annotations need a class."""
+    """Return a class whose constructor calls ``make``, for annotations that need a class."""
     return type("Made", (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
 
 

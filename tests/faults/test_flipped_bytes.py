@@ -141,7 +141,7 @@ def is_contents(path: Path) -> bool:
 
 
 def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
-    """Flip one bit after the other and back; count the detected ones by kind of file."""
+    """Flip each bit in turn and restore it; count the detected flips by kind of file."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
         flip(path, offset, bit)

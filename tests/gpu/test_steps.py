@@ -57,7 +57,7 @@ def engine_in(
 def test_host_waits_only_for_the_end_of_a_step(
     max_grad_norm: float, packing: str, placement: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """torch raises at every operation that waits. The read at the end is an event, which it allows."""
+    """torch raises an error at every operation that waits. The final read waits for an event, which torch allows."""
     tables = {"optimizer": f"max_grad_norm = {max_grad_norm}", "data": f"packing = {packing}", "placement": placement}
     with engine_in(tmp_path, tiny_model, 6, **tables) as (engine, loader, _):
         for number in range(3):  # libraries initialize, and memory is allocated

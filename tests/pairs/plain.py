@@ -36,7 +36,7 @@ class Document:
     """Tokens of one sequence for the model.
 
     Attributes:
-        inputs: of the model, [1, T].
+        inputs: model inputs, [1, T].
         trained: whether each token is trained [T].
     """
 

@@ -232,7 +232,7 @@ def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
     """Fork a process for each request; return the request in the new process.
 
     Args:
-        owner: descriptor that reaches its end when no requester is left.
+        owner: file descriptor that returns end-of-file when no requester is left.
     """
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)

@@ -356,7 +356,7 @@ def test_a_prefetch_is_a_hint(store: TieredStore) -> None:
 def test_traffic_does_not_depend_on_lookahead(
     tmp_path: Path, policy: EvictionPolicy, lookahead_bytes: int | None
 ) -> None:
-    """Forward and backward over six layers, two of them pinned, each dropped after its use: traffic is arithmetic."""
+    """Run six layers forward and backward, two pinned, each dropped after use: the traffic can be calculated."""
     keys = [f"layer.{i}" for i in range(6)]
     order = keys + keys[::-1]
     with make_store(tmp_path, ram_blocks=5, policy=policy) as store:

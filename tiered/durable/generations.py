@@ -227,7 +227,7 @@ class Generations:
         return store, full
 
     def _owner_tier(self, store: StoreIdentity) -> DurableTier | None:
-        """Return the file tier that the directory of generations is a path of, or None."""
+        """Return the file tier whose paths include the directory of generations, or None."""
         return next((tier for tier in self._file_tiers if str(store.path) in tier.paths), None)
 
     def _snapshot_folders(self, store: StoreIdentity) -> list[tuple[int, Path]]:
@@ -602,7 +602,7 @@ class _Loader:
             home = files_of(slot)
             home.checksums, home.is_flushed = self.reader.blocks[block.spec.key].xxh3_64, True
             is_adopted = True
-        except (GenerationError, CapacityError):  # not all on these paths, or cut so that it does not fit: read it
+        except (GenerationError, CapacityError):  # some files are elsewhere, or the cut does not fit: read the block
             pass
         finally:
             with movement.changed:

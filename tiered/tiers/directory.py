@@ -21,7 +21,7 @@ from tiered.tiers.health import WEAR_NAME, WearCounter
 from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 from tiered.units import PAGE_BYTES, format_size, is_number
 
-#: In a directory of generations: the id of their store (``durable/ownership.py``).
+#: File in a directory of generations that holds the id of their store (``durable/ownership.py``).
 STORE_NAME = "STORE.json"
 _LATEST_NAME = "latest"  # of tiered.durable.zarr_folder
 _OWN_FOLDERS = ("live", "snap", ".pool")

@@ -25,8 +25,8 @@ from tiered.units import PAGE_BYTES
 Verify = Literal["off", "resume", "always"]
 #: Mover of the bytes; ``auto``: kvikio if GPUDirect Storage carries them, else plain system calls.
 Engine = Literal["posix", "auto", "kvikio"]
-#: Room of a snapshot in addition to contents: two folders, a document and their entries for each block; folders,
-#: notes and a manifest for the snapshot.
+#: Space of a snapshot in addition to contents. For each block: two folders, a document and their entries. For the
+#: snapshot: folders, notes and a manifest.
 _DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 

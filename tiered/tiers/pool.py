@@ -143,7 +143,7 @@ class SlabPool(Generic[Buffer]):
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes that are neither in a buffer, made or being made, nor reserved."""
+        """Return the bytes that are not reserved and not in a buffer, finished or in the making."""
         with self._lock:
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 

@@ -184,7 +184,7 @@ class SparePages:
         return len(self._units) * self._unit
 
     def keep(self, mapping: mmap.mmap, address: int, nbytes: int) -> bool:
-        """Take over the pages of a range that nothing uses any more, and its mapping; return whether it did."""
+        """Keep the pages and the mapping of an unused range; return whether they were kept."""
         with self._lock:
             end = nbytes // self._unit * self._unit
             if self._is_closed or not end or os.getpid() != self._process:

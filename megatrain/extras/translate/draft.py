@@ -26,7 +26,7 @@ class TranslatedValue:
         theirs: The tool's key, or "".
         note: A remark for the reader of the config.
         is_path: Whether it is a path relative to the start folder of the other tool.
-        to_fill_in: Whether it is only an example because the tool's file has no value.
+        to_fill_in: Whether the value is an example to replace, because the tool's file has none.
     """
 
     value: Any

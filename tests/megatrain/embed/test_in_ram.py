@@ -61,7 +61,7 @@ def test_updates_in_ram_match_fetched_updates_bitwise(kind: str, dtype: torch.dt
 
 @pytest.mark.parametrize(("state_dtype", "rounding"), [("int8", 2**-4), ("bfloat16", 2**-7)])
 def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: float, tmp_path: Path) -> None:
-    """An offloaded module also has the bits of ordinary parameters: each element is identified by its number."""
+    """An offloaded module gives the bits of ordinary parameters, because each element is identified by its number."""
     module, plain = nn.Linear(70, 30), nn.Linear(70, 30)
     plain.load_state_dict(module.state_dict())
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
