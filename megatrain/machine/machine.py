@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -763,11 +763,19 @@ def file_system_number(path: Path) -> int:
             return existing_parent(path).stat().st_dev
 
 
-def disk_usage(path: Path) -> shutil._ntuple_diskusage:
-    """Return total, used and free bytes of the file system that holds a path, or would hold it."""
+class DiskUsage(NamedTuple):
+    """Total and free bytes of a file system."""
+
+    total: int
+    free: int
+
+
+def disk_usage(path: Path) -> DiskUsage:
+    """Return total and free bytes of the file system that holds a path, or would hold it."""
     while True:
         with contextlib.suppress(FileNotFoundError):  # as above
-            return shutil.disk_usage(existing_parent(path))
+            usage = shutil.disk_usage(existing_parent(path))
+            return DiskUsage(usage.total, usage.free)
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:

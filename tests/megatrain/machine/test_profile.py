@@ -13,6 +13,7 @@ import pytest
 
 from megatrain.machine import machine
 from megatrain.machine.machine import DriveProfile, MachineProfile, load_profile, profile_path, store_profile
+from tiered.units import GiB
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -181,3 +182,56 @@ def test_mounts_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
 def test_age() -> None:
     assert machine.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
     assert machine.age_days(datetime.now(UTC) + timedelta(days=1)) == 0
+
+
+def planned_machine(num_drives: int) -> machine.PlannedMachine:
+    drives = [machine.PlannedDrive(f"drive {number}", f"Drive {number}", 10**12) for number in range(num_drives)]
+    rates = {each.key: drive(mixed_bytes_per_s=(number + 1) * 1e9) for number, each in enumerate(drives)}
+    return machine.PlannedMachine(
+        name="planned",
+        title="A planned machine",
+        note="",
+        ram_bytes=64 * GiB,
+        free_ram_bytes=60 * GiB,
+        gpu_bytes=None,
+        num_gpus=0,
+        unified_bytes=None,
+        drives=tuple(drives),
+        profile=make_machine(drives=rates),
+        num_published=0,
+        num_estimated=0,
+    )
+
+
+def test_stripe_rates_are_the_given_ones_or_one_for_a_single_drive() -> None:
+    paths = [Path("/a"), Path("/b")]
+    assert machine.stripe_rates(paths, [3.0, 1.0], planned_machine(2)) == [3.0, 1.0]
+    assert machine.stripe_rates(paths[:1], [], planned_machine(2)) == [1.0]
+    assert machine.stripe_rates([], []) == []
+
+
+def test_stripe_rates_of_a_planned_machine_are_its_mixed_rates_in_order() -> None:
+    paths = [Path("/a"), Path("/b"), Path("/c")]
+    assert machine.stripe_rates(paths[:2], [], planned_machine(3)) == [1e9, 2e9]
+    assert machine.stripe_rates(paths, [], planned_machine(3)) == [1e9, 2e9, 3e9]
+    assert machine.stripe_rates(paths, [], planned_machine(2)) == [1.0, 1.0, 1.0]  # one drive has no rate
+
+
+def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    assert machine.stripe_rates(paths, []) == [1.0, 1.0]
+    store_profile(make_machine())
+    assert machine.stripe_rates(paths, []) == [1.0, 1.0]
+    store_profile(make_machine(drives={machine.file_system_of(tmp_path).key: drive(mixed_bytes_per_s=5e9)}))
+    assert machine.stripe_rates(paths, []) == [5e9, 5e9]
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "reserve_bytes"),
+    [(120 * GiB, 12 * GiB), (20 * GiB, 2 * GiB), (8 * GiB, 2 * GiB), (4 * GiB, 2 * GiB), (2 * GiB, GiB), (0, 0)],
+)
+def test_one_memory_reserve_is_a_tenth_and_at_least_2_gib_or_half(total_bytes: int, reserve_bytes: int) -> None:
+    assert machine.one_memory_reserve_bytes(total_bytes) == reserve_bytes
