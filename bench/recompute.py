@@ -52,7 +52,7 @@ from megatrain.optim.threads import default_num_threads
 from megatrain.plan.kept import num_layers_kept, num_layers_of
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.trace.trace import step_flops
+from megatrain.trace.counting import step_flops
 from megatrain.training.resolve import resolve
 
 WHOLE, FULL, SELECTIVE, NVME, NONE = "whole", "full", "selective", "nvme", "none"

@@ -46,7 +46,7 @@ from megatrain.plan.estimate import work_of_phases  # noqa: E402
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
 from megatrain.plan.shortfall import DoesNotFitError  # noqa: E402
-from megatrain.trace.trace import step_flops  # noqa: E402
+from megatrain.trace.counting import step_flops  # noqa: E402
 from megatrain.training.resolve import resolve  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 

@@ -206,7 +206,7 @@ INTERNAL_IMPORTS_OF_TOOLS = {
         "megatrain.extras.verify -> megatrain.config.schema",
     },
     "it measures a kernel or counts the calls of an engine, as they are": {
-        "megatrain.extras.doctor.processors -> megatrain.trace.trace",
+        "megatrain.extras.doctor.processors -> megatrain.trace.counting",
         "megatrain.extras.doctor.processors -> megatrain.optim.kernels",
         "megatrain.extras.doctor.processors -> megatrain.optim.threads",
     },

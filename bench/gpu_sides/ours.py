@@ -23,7 +23,7 @@ from megatrain.plan.placement import Placement
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import step_seconds
-from megatrain.trace.trace import step_flops
+from megatrain.trace.counting import step_flops
 from megatrain.training.resolve import resolve
 from megatrain.training.weights import RandomWeights
 

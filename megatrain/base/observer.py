@@ -97,7 +97,7 @@ class StepMetrics(StoredRecord):
         rss_bytes: resident memory of the process.
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
         model_flops: floating-point operations without recomputation and padding; 0 if unknown.
-        hardware_flops: all floating-point operations, see ``megatrain.trace.trace.step_flops``; 0 if unknown.
+        hardware_flops: all floating-point operations, see ``megatrain.trace.counting.step_flops``; 0 if unknown.
         preferences: means of a loss over preferences, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 

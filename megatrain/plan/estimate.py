@@ -34,7 +34,7 @@ from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.plan import Estimate, Occasion, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import NETWORK, PEER
-from megatrain.trace.trace import is_counted
+from megatrain.trace.counting import is_counted
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Phase, Tick

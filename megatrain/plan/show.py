@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatrain.engine.program import KINDS, Kind, Recompute
 from megatrain.plan.estimate import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
-from megatrain.trace.trace import is_counted
+from megatrain.trace.counting import is_counted
 from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:

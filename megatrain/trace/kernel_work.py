@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megatrain.engine.work import Work
 
-__all__ = ["accesses", "has_products", "kernels_counted"]
-
 #: Functions of Triton's language -> number of accesses to the memory behind their pointer.
 _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}
 

@@ -24,8 +24,6 @@ from megatrain.engine.work import Work
 if TYPE_CHECKING:
     from megatrain.engine.bound_unit import BoundUnit
 
-__all__ = ["CountedBackward", "Gradient", "Recorder", "RepeatedLayers", "gradients_of"]
-
 #: Types that are compared by type and value.
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -49,7 +47,6 @@ class Gradient:
 
     Attributes:
         shape: Shape without gaps between elements.
-        dtype: Dtype of the gradient.
     """
 
     shape: torch.Size

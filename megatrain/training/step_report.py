@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 
 from megatrain.base.observer import StepMetrics
-from megatrain.trace.trace import step_flops
+from megatrain.trace.counting import step_flops
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.state import RunState

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import VisitTrace
-from megatrain.trace.trace import StepFlops, count_flops, step_flops, trace_visits
+from megatrain.trace.counting import StepFlops, count_flops, step_flops
+from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, VOCAB, tiny_config
 from oracles.huggingface import build_model
 

@@ -23,7 +23,7 @@ from megatrain.api import (
     available_ram_bytes,
 )
 from megatrain.optim.threads import cut
-from megatrain.trace.trace import CountingMode
+from megatrain.trace.counting import CountingMode
 from tiered.ext import HostSlab
 from tiered.units import MiB
 

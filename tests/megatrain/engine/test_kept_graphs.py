@@ -27,7 +27,8 @@ from megatrain.engine.program import (
 )
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.optim.elementwise import AdamW
-from megatrain.trace.trace import CountingMode, trace_visits
+from megatrain.trace.counting import CountingMode
+from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -15,7 +15,8 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.unneeded import ProductUses, Unneeded, without_values
 from megatrain.models.graph import ModelGraph
-from megatrain.trace.trace import count_flops, trace_visits
+from megatrain.trace.counting import count_flops
+from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

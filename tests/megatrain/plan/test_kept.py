@@ -24,7 +24,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import messages, table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from megatrain.trace.trace import step_flops
+from megatrain.trace.counting import step_flops
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered.units import PAGE_BYTES, format_size, round_up

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from megatrain.engine.unneeded import ProductUses
 from megatrain.engine.work import NO_WORK, Work
+from megatrain.trace.counting import count_flops
 from megatrain.trace.kernel_work import accesses, has_products, kernels_counted
-from megatrain.trace.trace import count_flops
 
 triton = pytest.importorskip("triton")
 ROWS, WIDTH = 48, 640

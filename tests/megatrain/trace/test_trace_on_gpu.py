@@ -20,15 +20,8 @@ from megatrain.engine.attention import AttentionCall
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import VisitTrace
 from megatrain.plan import traced
-from megatrain.trace.trace import (
-    CountingError,
-    CountingMode,
-    StepFlops,
-    count_flops,
-    step_flops,
-    trace_generation,
-    trace_visits,
-)
+from megatrain.trace.counting import CountingError, CountingMode, StepFlops, count_flops, step_flops
+from megatrain.trace.trace import trace_generation, trace_visits
 from megatrain_tier_cli.main import command_group
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
@@ -239,7 +232,7 @@ def test_a_formula_that_fails_costs_figures_and_no_plan(monkeypatch: pytest.Monk
         assert func is not aten.silu.default, "no such shape"
         return 1
 
-    monkeypatch.setattr("megatrain.trace.trace.count_flops", failing)
+    monkeypatch.setattr("megatrain.trace.counting.count_flops", failing)
     trace = trace_of()
     assert trace.exact and trace.uncounted == ("aten.silu.default: AssertionError: no such shape",)
     assert [visit.memory.backward_nbytes for visit in trace.visits] == [

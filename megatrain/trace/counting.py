@@ -1,0 +1,365 @@
+"""Counts of operators on fake tensors: live bytes, work and FLOPs, also of a whole step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.arguments import tree_map
+from megatrain.engine.attention import AttentionCall
+from megatrain.engine.device_kernels import stands_for_gpu
+from megatrain.engine.flash import planned_flash
+from megatrain.engine.program import KEEP_NOTHING, Recompute, VisitTrace
+from megatrain.engine.unneeded import changed_arguments
+from megatrain.engine.work import NO_WORK, Work, moved_nbytes
+from megatrain.trace.repeated_layers import Recorder
+
+_RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
+_DEVICE_OF = torch.ops.prim.device.default
+#: Largest number of elements of a tensor whose values the trace computes.
+_MOST_KNOWN = 1 << 25
+#: Operators whose known values would differ from a run's, or are of no use.
+_NOT_REPEATED = frozenset(
+    {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
+)
+
+
+class CountingError(RuntimeError):
+    """The trace failed at counting, not the model at running. Its counts are wrong."""
+
+
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that counts work and the bytes of live storages, and guesses the values that fake tensors do not have.
+
+    Attributes:
+        peak_nbytes: Largest ``live_nbytes`` since its last reset.
+        work: Work of the operators since its last reset.
+        num_storages: Number of storages made so far.
+        new_nbytes: Bytes of live storages made since its last clear, by storage.
+        uncounted: Operators without a FLOP formula, and why.
+        on_launch: Called with the tensors of each launch that is not an operator of torch; None without an observer.
+        recorder: Called with each operator, and with the work and tensors of such a launch; None without a recorder.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on_launch: Callable[[Sequence[Tensor]], None] | None = None
+        self.recorder: Recorder | None = None
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self.work = NO_WORK
+        self.uncounted: list[str] = []
+        self.where = "the model"
+        self.num_guesses = 0
+        self._guesses: dict[str, list[str]] = {}
+        self.new_nbytes: dict[int, int] = {}
+        self.num_storages = 0
+        self._known: dict[int, tuple[int, int]] = {}  # live storage -> its bytes, and the number of earlier storages
+        self._paused = False
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> real tensor with its values
+
+    def nbytes_made_before(self, number: int) -> int:
+        """Return the bytes of the live storages among the first ``number`` storages."""
+        return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of storages made before a tensor's storage; None if it was made elsewhere."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
+        """Count work that is not done by operators of torch.
+
+        Args:
+            uncounted: Description of uncounted work, or "".
+        """
+        self.work += work
+        if self.on_launch is not None:
+            self.on_launch(tensors)
+        if self.recorder is not None:
+            self.recorder(work, tuple(tensors), {}, None)
+        if uncounted and uncounted not in self.uncounted:
+            self.uncounted.append(uncounted)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the memory of tensors made inside, which are in blocks."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Give a fake tensor the values of a real host tensor. Results computed from it are also known."""
+        with _disable_current_modes():
+            self._values[tensor] = value.clone()
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Record guesses under the name of a unit."""
+        before, self.where = self.where, name
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def guess(self, what: str) -> None:
+        """Record a guessed value, and the reason. It is reported once for all units that have it."""
+        self.num_guesses += 1
+        names = self._guesses.setdefault(what, [])
+        if self.where not in names:
+            names.append(self.where)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """Guessed values, with place and reason, one sentence each."""
+        return tuple(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
+            for what, names in self._guesses.items()
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE_OF and not self._values:  # autograd calls it hundreds of times per layer
+            return func(*args)
+        kwargs = kwargs or {}
+        result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
+        try:
+            self._book(func, args, kwargs, result)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
+        if self.recorder is not None:
+            self.recorder(func, args, kwargs, result)
+        return result
+
+    def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator whose tensors may be known, and store the values of its result."""
+        inputs: list[Tensor] = []
+        tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
+        unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
+        if func is torch.ops.aten.index.Tensor and unknown:
+            args = (args[0], self._numbered(args[1]), *args[2:])
+        if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
+            for tensor in changed_arguments(func, args, kwargs):
+                self._values.pop(tensor, None)  # type: ignore[no-untyped-call]
+            return self._result(func, args, kwargs)
+        device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
+        with _disable_current_modes():
+            real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real)
+            value = func(*real_args, **real_kwargs)
+        if not tensors_in(value):
+            return value
+        changed = changed_arguments(func, args, kwargs)
+        if changed or not _has_dynamic_shape(func):
+            result = self._result(func, args, kwargs)
+        else:
+            result = tree_map(
+                value,
+                lambda item: (
+                    torch.empty(item.shape, dtype=item.dtype, device=device) if isinstance(item, Tensor) else item
+                ),
+            )
+        for fake, real in zip(tensors_in(result), tensors_in(value), strict=True):
+            if not any(fake is tensor for tensor in changed) and real.numel() <= _MOST_KNOWN:
+                self._values[fake] = real
+        return result
+
+    def _real(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self._values.get(item, item)  # type: ignore[no-untyped-call]
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    def _numbered(self, indices: Sequence[Any]) -> list[Any]:
+        """Return indices with known masks replaced by the selected numbers, because a mask's count is unknown."""
+        found: list[Any] = []
+        for index in indices:
+            if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
+                found.append(index)
+                continue
+            with _disable_current_modes():
+                chosen = self._values[index].nonzero().unbind(1)
+            for numbers in chosen:
+                found.append(torch.empty(numbers.shape, dtype=torch.long, device=index.device))
+                self._values[found[-1]] = numbers
+        return found
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator: fake tensors, or a guessed number."""
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            if (known := getattr(args[0], "constant", None)) is not None:
+                return known.item()
+            self.guess("it reads a value that is not known before it runs; taken as 0, or as true")
+            if args[0].dtype == torch.bool:
+                return True  # validity checks pass
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is aten.nonzero.default:
+            self.guess("the number of nonzero elements is not known before it runs; taken as the longest side")
+            found = max(args[0].shape, default=1)
+            return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
+        if func is aten.rand.default and not args[0]:
+            # Layer drop: a layer is skipped if this number is below a rate. The plan is for all layers.
+            return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # torch's fake kernel accepts only bf16; the real kernel also accepts fp32.
+            with self.paused():
+                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
+                shape = func(*lowered, *args[2:], **kwargs).shape
+            return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **kwargs)
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        attention = AttentionCall.of(func, args, kwargs)
+        self.work += attention.work if attention is not None else self._work_of(func, args, kwargs, result)
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self._count(item)
+        if attention is not None and not self._paused:
+            is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
+            device = torch.device("cuda") if stands_for_gpu(args[0]) else args[0].device
+            hidden = attention.hidden_nbytes(device, is_deterministic=is_deterministic, flash=planned_flash())
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
+
+    def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
+        """Return the work of a call. If torch's FLOP formula fails, only MFU is lost: the plan continues."""
+        flops = 0
+        try:
+            flops = count_flops(func, args, kwargs, result)
+        except Exception as error:
+            reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if reason not in self.uncounted:
+                self.uncounted.append(reason)
+        if flops:
+            return Work(product_flops=flops, launches=1)
+        nbytes = moved_nbytes(func, args, kwargs, result)
+        return NO_WORK if nbytes is None else Work(moved_nbytes=nbytes, launches=1)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = 0 if self._paused else storage.nbytes()
+        self._known[key] = nbytes, self.num_storages
+        self.new_nbytes[key] = nbytes
+        self.num_storages += 1
+        weakref.finalize(storage, self._forget, key)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_nbytes -= self._known.pop(key)[0]
+        self.new_nbytes.pop(key, None)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor has real values, like constants in the model's code, even in a trace."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
+    return found
+
+
+def _has_dynamic_shape(func: Any) -> bool:
+    return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(getattr(func, "tags", ())))
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """FLOPs of one optimizer step; 0 if the trace does not know all FLOPs.
+
+    Matrix products, convolutions and attention are counted, with two FLOPs for each multiplication and addition. Causal
+    attention counts in full, as kernels are rated. The optimizer does not count.
+
+    Attributes:
+        model: FLOPs of one forward and one backward of the tokens that are not padding.
+        hardware: All executed FLOPs, with recomputed forwards and padding.
+    """
+
+    model: int = 0
+    hardware: int = 0
+
+
+def is_counted(trace: VisitTrace) -> bool:
+    """Return whether a trace knows the FLOPs of everything that it ran."""
+    return trace.exact and not trace.uncounted and bool(trace.num_tokens)
+
+
+def step_flops(
+    trace: VisitTrace,
+    *,
+    num_places: int,
+    num_real_tokens: int,
+    num_trained_tokens: int,
+    recompute: Recompute = KEEP_NOTHING,
+) -> StepFlops:
+    """Return the FLOPs of a step, scaled from the traced micro-batch.
+
+    Layers cost the same for each position of a row, the head for each trained token. Attention counts as in rows of the
+    traced length, which is too much if rows are shorter.
+
+    Args:
+        num_places: Tokens of all micro-batches, with padding.
+        num_real_tokens: Tokens without padding.
+        num_trained_tokens: Tokens with a label.
+        recompute: Forward results kept for the backward. For a loss that compares rows, it keeps no logits.
+    """
+    if not is_counted(trace):
+        return StepFlops()
+    trunk = [visit for visit in trace.visits if not visit.is_head]
+    forward = sum(visit.forward.flops for visit in trunk)
+    backward = sum(visit.backward.flops for visit in trunk)
+    recomputed = sum(visit.recompute.flops for visit in trunk)
+    saved = sum(visit.recompute.flops for number, visit in enumerate(trace.visits) if number in recompute.kept_graphs)
+    saved += sum(recompute.savable(number, visit).work.flops for number, visit in enumerate(trace.visits))
+    head = trace.head.flops * num_trained_tokens
+    again = max(0, trace.head_parts - recompute.kept_parts)
+    logits = trace.logits_flops * num_trained_tokens * again // trace.head_parts
+    return StepFlops(
+        model=((forward + backward - recomputed) * num_real_tokens + head) // trace.num_tokens,
+        hardware=((forward + backward - saved) * num_places + head + logits) // trace.num_tokens,
+    )
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the FLOPs of one call of a torch operator."""
+    if (attention := AttentionCall.of(func, args, kwargs)) is not None:
+        return attention.num_flops
+    formula = _formulas().get(getattr(func, "_overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """Return operator -> formula: torch's formulas, and additional ones."""
+    from torch.utils import flop_counter
+
+    counter: Any = flop_counter  # its functions carry no types
+
+    return {**counter.flop_registry, torch.ops.aten._grouped_mm: _grouped_mm}
+
+
+def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of groups of rows [M, K] times one matrix each [E, K, N], or of their backward."""
+    rows, inner = a.shape[-2:]
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return int(2 * groups * rows * inner * b.shape[-1])
