@@ -37,7 +37,7 @@ _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.ls
 _SENTINEL = "qzsentinel"
 #: Attribute of a tokenizer: the file of its chat template, if the template is not in the tokenizer's own files.
 TEMPLATE_FILE = "chat_template_file"
-_MOST_TRIED = 8  # kinds of conversations for which the first rendering is limited
+_MOST_TRIED = 24  # kinds of conversations of a template for which the first rendering is limited
 _TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}  # by template, for all renderers: a try forks the process
 #: Fields that link a result to its call. A template may omit them; they hold no text to train.
 _LINKS = ("id", "tool_call_id")

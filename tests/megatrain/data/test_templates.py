@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from megatrain.base import limited
+from megatrain.base.limited import LimitError, run_limited
+from megatrain.data import masks
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
@@ -238,3 +240,29 @@ def test_a_template_without_end_is_refused_by_its_file(
     messages = [{"role": role, "content": text} for role, text in TURNS]
     with pytest.raises(DataError, match=r"bomb\.jinja.*the chat template cannot be used: it takes more than"):
         encode_row(encoder, Conversation("rows.jsonl, row 1", messages))
+
+
+def test_encoders_of_a_template_try_a_kind_of_conversation_within_limits_once(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Any] = []
+
+    def fail(act: Callable[[], Any]) -> None:
+        raise LimitError("it takes more than 10 s of processor time")
+
+    def count(act: Callable[[], Any]) -> Any:
+        tries.append(act)
+        return run_limited(act)
+
+    tokenizer.chat_template = "{# of this test #}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    monkeypatch.setattr(masks, "run_limited", fail)
+    for _ in range(2):  # a kind that failed is tried again
+        with pytest.raises(DataError, match="it takes more than 10 s"):
+            encode_row(RowEncoder(tokenizer), conversation(*TURNS))
+    monkeypatch.setattr(masks, "run_limited", count)
+    encode_row(RowEncoder(tokenizer), conversation(*TURNS))
+    assert (found := len(tries)) > 0
+    encode_row(RowEncoder(tokenizer), conversation(*TURNS))
+    assert len(tries) == found
+    encode_row(RowEncoder(tokenizer), conversation(*TURNS[:2]))
+    assert len(tries) > found
