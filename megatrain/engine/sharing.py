@@ -25,7 +25,7 @@ LEAST_FILLED = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _Lifetime:
     """Lifetime of one gradient in a block."""
 
     start: int
@@ -36,37 +36,37 @@ class _Turn:
 class _AliasedBlock:
     """Block that gradients share. Its first gradient is the largest."""
 
-    def __init__(self, first: _Turn) -> None:
-        self.turns = [first]  # by time
+    def __init__(self, first: _Lifetime) -> None:
+        self.lifetimes = [first]  # by time
         self._largest = first.gradient
 
-    def admits(self, turn: _Turn) -> bool:
+    def admits(self, lifetime: _Lifetime) -> bool:
         """Return whether a gradient fits here: it is nearly as large, and no other gradient lives here at its time."""
-        gradient = turn.gradient
+        gradient = lifetime.gradient
         if gradient.dtype != self._largest.dtype or gradient.num_elements < LEAST_FILLED * self._largest.num_elements:
             return False
-        after = self._position(turn)
-        # Both ends count: a tick leases its blocks together, so a life cannot begin in the tick that ends another.
-        is_after = after == 0 or self.turns[after - 1].stop < turn.start
-        return is_after and (after == len(self.turns) or turn.stop < self.turns[after].start)
+        after = self._position(lifetime)
+        # Both ends count: a tick leases its blocks together, so a lifetime cannot begin in the tick that ends another.
+        is_after = after == 0 or self.lifetimes[after - 1].stop < lifetime.start
+        return is_after and (after == len(self.lifetimes) or lifetime.stop < self.lifetimes[after].start)
 
-    def add(self, turn: _Turn) -> None:
-        self.turns.insert(self._position(turn), turn)
+    def add(self, lifetime: _Lifetime) -> None:
+        self.lifetimes.insert(self._position(lifetime), lifetime)
 
     @property
     def pattern(self) -> tuple[tuple[int, str], ...]:
         """Key that is equal for blocks with the same use: blocks of the parts of the same layouts."""
-        return tuple((turn.start, turn.gradient.whole) for turn in self.turns)
+        return tuple((lifetime.start, lifetime.gradient.whole) for lifetime in self.lifetimes)
 
     def block(self, number: int, first_alike: int) -> BlockPlan:
         """Return the block. A gradient that shares with no other keeps its block."""
-        if len(self.turns) == 1:
+        if len(self.lifetimes) == 1:
             return self._largest
         whole = f"gradients/grad.{first_alike}"
         return replace(self._largest, key=f"gradients/grad.{number}", part_of=whole)
 
-    def _position(self, turn: _Turn) -> int:
-        return bisect_left(self.turns, turn.start, key=lambda other: other.start)
+    def _position(self, lifetime: _Lifetime) -> int:
+        return bisect_left(self.lifetimes, lifetime.start, key=lambda other: other.start)
 
 
 def sharing_gradients(program: StepProgram) -> StepProgram:
@@ -79,17 +79,17 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
     """
     rooms: list[_AliasedBlock] = []
     # Equal sizes are sorted by their starts, so that first fit needs no more blocks than simultaneous lives.
-    for turn in sorted(_turns(program), key=lambda turn: (-turn.gradient.num_elements, turn.start)):
-        room = next((room for room in reversed(rooms) if room.admits(turn)), None)  # the smallest that fits
+    for lifetime in sorted(_lifetimes(program), key=lambda lifetime: (-lifetime.gradient.num_elements, lifetime.start)):
+        room = next((room for room in reversed(rooms) if room.admits(lifetime)), None)  # the smallest that fits
         if room is None:
-            rooms.append(_AliasedBlock(turn))
+            rooms.append(_AliasedBlock(lifetime))
         else:
-            room.add(turn)
+            room.add(lifetime)
     alike: dict[tuple[tuple[int, str], ...], int] = {}
     blocks: dict[str, BlockPlan] = {}
     for number, room in enumerate(rooms):
         block = room.block(number, alike.setdefault(room.pattern, number))
-        blocks.update((turn.gradient.key, block) for turn in room.turns)
+        blocks.update((lifetime.gradient.key, block) for lifetime in room.lifetimes)
     moved = {key: block for key, block in blocks.items() if block.key != key}
     return replace(
         program,
@@ -104,7 +104,7 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
     )
 
 
-def _turns(program: StepProgram) -> list[_Turn]:
+def _lifetimes(program: StepProgram) -> list[_Lifetime]:
     """Return the lifetime of every gradient that begins and ends within a step."""
     uses: dict[str, list[tuple[int, Mode, bool]]] = {}
     for number, tick in enumerate(program.ticks):
@@ -112,7 +112,7 @@ def _turns(program: StepProgram) -> list[_Turn]:
             if program.blocks[key].kind == "gradients":
                 uses.setdefault(key, []).append((number, mode, key in tick.spent))
     return [
-        _Turn(of_key[0][0], of_key[-1][0], program.blocks[key])
+        _Lifetime(of_key[0][0], of_key[-1][0], program.blocks[key])
         for key, of_key in uses.items()
         if of_key[0][1] == "w" and of_key[-1][2]
     ]

@@ -1,4 +1,4 @@
-"""Workspace of a step: bytes on a tier's ledger that are in no block, each from one turn of the step to another.
+"""Workspace of a step: bytes on a tier's ledger that are in no block, each from one point of the step to another.
 
 The engine allocates and frees it with the ticks: memory of visits, sums of gradients outside of blocks, and full copies
 that ranks gather. Here each is a `Transient`, derived from the ticks of the program. A tier needs the largest sum of
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 #: A tick, and a position in it: 0 before its groups, 2n + 1 and 2n + 2 while its n-th group passes.
-Turn = tuple[int, int]
+StepPoint = tuple[int, int]
 _END = sys.maxsize
 
 _FP32_BYTES = 4
@@ -45,12 +45,12 @@ _SOFTMAX_NUMBERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Transient:
-    """Memory of the compute tier that is in no block, for some turns of a step."""
+    """Memory of the compute tier that is in no block, between two points of a step."""
 
     name: str
     nbytes: int
-    first: Turn
-    last: Turn
+    first: StepPoint
+    last: StepPoint
 
     @classmethod
     def of_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
@@ -60,11 +60,11 @@ class Transient:
 
 def peak_bytes(transients: Iterable[Transient]) -> int:
     """Return the largest sum of simultaneous transients, in bytes."""
-    changes: list[tuple[Turn, bool, int]] = []
+    changes: list[tuple[StepPoint, bool, int]] = []
     for each in transients:
         changes += [(each.first, False, each.nbytes), (each.last, True, -each.nbytes)]
     live = most = 0
-    for _, _, change in sorted(changes):  # memory allocated in a turn coexists with memory freed in it
+    for _, _, change in sorted(changes):  # memory allocated at a point coexists with memory freed at it
         live += change
         most = max(most, live)
     return most
