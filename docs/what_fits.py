@@ -410,65 +410,66 @@ def published_row(published: Published, rows: Rows) -> str:
 HEAD = f"""# What fits where
 
 The planner calculated every row. **Nothing here was measured**: bytes are exact plans, speeds are predictions from the rates of each machine, and no GPU
-has run the code. For your own machine: `megatrain-tier plan run.toml`. For another one: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
+has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, run
+`megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
 ## The largest model of each machine
 
-All parameters with AdamW in bf16, fp32 masters and moments (12 bytes per parameter), bf16 gradients, exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}. *In memory* means that no drive
-holds state. A model that needs drives wears them out: the [selector](#your-model-and-machine) shows how fast.
+All rows train all parameters with AdamW in bf16, fp32 masters and moments (12 bytes per parameter), bf16 gradients, exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}. *In memory* means that no drive
+holds state. Training with state on drives wears them out; the [selector](#your-model-and-machine) shows how fast.
 
 """
 
 SELECT = """## Your model and machine
 
-<div id="what-fits">The selector needs JavaScript and the built site (`make docs`). The page of all planned rows has the same rows.</div>
+<div id="what-fits">The selector needs JavaScript and the built site (`make docs`). Another page lists the same rows as tables.</div>
 
-Rows: `python docs/what_fits.py` on @DATE@, from the `config.json` of models (`examples/models`) and the figures of machines (`megatrain/machine/machines`, each
-with its source). [All rows as tables](what_fits_tables.md), with the assumptions and with published figures of other systems.
+`python docs/what_fits.py` made the rows on @DATE@, from the `config.json` of models (`examples/models`) and the figures of machines (`megatrain/machine/machines`, each
+with its source). [All planned rows](what_fits_tables.md) has them as tables, with the assumptions and with published figures of other systems.
 
-- Sizes of tiers are left to the planner. It uses all drives of the machine and keeps space for two checkpoints.
-- Machines with several GPUs use one here; `plan --processes` plans for all of them.
+- The planner chooses the sizes of the tiers. It uses all drives of the machine and keeps space for two checkpoints.
+- Each row uses one GPU, even on a machine with several GPUs; `plan --processes` plans for all of them.
 - If a layer of a mixture is too large for a GPU or RAM, the row uses [experts in parts](config.md#model), `model.split_experts = true`.
-@OLDER@- **T\\*** is the number of tokens per step above which computing limits the step. More tokens per step speed up a row that is bound by nvme, ram->gpu or
-  optimizer, and wear drives less.
+@OLDER@- **T\\*** is the number of tokens per step above which compute limits the step. If `nvme`, `ram->gpu` or `optimizer` limits a row, more tokens per step
+  speed it up and wear drives less.
 
 """
 
 TABLES_HEAD = f"""# All planned rows
 
-`python docs/what_fits.py` writes this page. [What fits where](what_fits.md) has the largest model of each machine, and a selector. **Nothing here was measured by this
-project**: bytes are exact plans, speeds are predictions from rates.
+`python docs/what_fits.py` writes this page. [What fits where](what_fits.md) has the largest model of each machine, and a selector. **This project measured
+nothing on this page**: bytes are exact plans, speeds are predictions from rates.
 
-Computing is [counted](sizing.md#accuracy-of-the-prediction) as products, attention, bytes of all other operators, and the
-host's launches, which run concurrently with a GPU. **Assumed for every machine**: attention at half the rate of products, other operators
-at the rate of updates in memory, and 40 us of the host for a launch, 42 us with a GPU. A row that is bound by `host` has
-micro-batches too short for its GPU. The assumed rates of each machine are listed below its heading. They are estimated from data sheets or
-similar machines, not published as measured. The prediction overlaps everything that can overlap. These are predictions, not bounds:
-other systems measured more on some of these machines (last table).
+The work of a step is [counted](sizing.md#accuracy-of-the-prediction) as matrix products, attention, bytes of all other operators, and kernel
+launches by the host, which run concurrently with a GPU. **Assumed for every machine**: attention at half the rate of products, other operators
+at the rate of updates in memory, and 40 us of host time per launch, 42 us with a GPU. If `host` limits a row, its
+micro-batches are too short for the GPU. The assumed rates of each machine are listed below its heading. They are estimates from data sheets or
+similar machines, because no measurement was published. The prediction assumes that everything overlaps that can overlap. The speeds are predictions, not upper bounds:
+on some of these machines, other systems measured higher speeds (last table).
 
 The rows train all parameters with AdamW in bf16, with fp32 masters and moments (12 bytes per parameter), bf16 gradients and
-exact clipping. A step has {TOKENS:,} tokens in rows of {LENGTH:,}. They use all drives of the machine, two checkpoints kept. The planner
-chooses the sizes of tiers. **T\\*** is the number of tokens per step above which computing limits the step. Machines with several GPUs use one
-here; `plan --processes` plans for all of them. If a layer of a mixture is too large for a GPU or for RAM, the
-next line has [experts in parts](config.md#model), `model.split_experts = true`.
+exact clipping. A step has {TOKENS:,} tokens in rows of {LENGTH:,}. The rows use all drives of the machine and keep two checkpoints. The planner
+chooses the sizes of the tiers. **T\\*** is the number of tokens per step above which compute limits the step. Each row uses one GPU, even on a machine with several
+GPUs; `plan --processes` plans for all of them. If a layer of a mixture is too large for a GPU or for RAM, the
+next row has [experts in parts](config.md#model), `model.split_experts = true`.
 
-Below {TOKENS:,} tokens per step, transfers limit most rows; above T\\* they limit no row. More tokens per step are the cheapest way
-to speed up a row that is bound by nvme, ram->gpu or optimizer, and wear drives less.
+Below {TOKENS:,} tokens per step, transfers limit most rows; above T\\* they limit no row. If `nvme`, `ram->gpu` or `optimizer` limits a row, more tokens
+per step are the cheapest way to speed it up; they also wear drives less.
 """
 
-BESIDE = """## Predicted beside published
+BESIDE = """## Predicted and published
 
 The table compares published figures of other systems with the planner's prediction for the same machine and tokens per step. The
-prediction is not a measurement: the ratio shows the distance between prediction and measurement, not which system is faster.
+ratio shows the distance between a prediction for this project and a measurement of another system. It does not show which system is faster.
 If lengths or batches were not published, the number of tokens is an assumption. Predictions use
 `model.use_liger_kernel = true`, because the other systems have custom kernels for norms and MLPs. **Products** is the share of the
 predicted step that matrix products alone take at the assumed rate. The rest is attention and the memory traffic of other
 operators: rotary embeddings, residual sums, copies, bias sums. **FLOPs** is the ratio of computed FLOPs to the FLOPs that a forward
-and a backward need. Above 1.00, results are recomputed because there is no memory to keep them.
+and a backward need. Above 1.00, some results are recomputed because there is no memory to keep them.
 
-On an H100 LLMQ measured the predicted speed, on an RTX PRO 6000 and an RTX 4090 up to a tenth more. There, the prediction is bound by
-products at the assumed rate, and by operators that only LLMQ's CUDA kernels fuse. LLMQ keeps gradient sums in bf16 on the
-card. Here they are in fp32, so less memory is left for results for the backward, and FLOPs rise above 1.00. A step of fewer
+On an H100, LLMQ measured the predicted speed; on an RTX PRO 6000 and an RTX 4090, it measured up to a tenth more. On these two cards, two things limit the prediction:
+products at the assumed rate, and operators that only LLMQ's CUDA kernels fuse. LLMQ keeps gradient sums in bf16 on the
+card. This project keeps them in fp32, so less memory is left to keep results for the backward, and FLOPs rise above 1.00. A step with fewer
 tokens leaves more memory for results.
 
 | system | model | machine | tokens per step | published tokens/s | predicted tokens/s | ratio | predicted limit | products | FLOPs | what explains it |
@@ -605,7 +606,7 @@ def tables_page(
     left_out = [*(model for model in models if model not in shown)]
     left_out += [f"{each.system} {each.model} on {each.machine}" for each in PUBLISHED if each not in beside]
     missing = f"\nNot on this page, because it was not planned again: {', '.join(left_out)}.\n" if left_out else ""
-    parts = [TABLES_HEAD, f"\n{older()} So is the last table.\n" if OLDER else "", missing]
+    parts = [TABLES_HEAD, f"\n{older()} The last table is also from that planner.\n" if OLDER else "", missing]
     for name in machines:
         file = read_machine(name)[1]
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
@@ -620,7 +621,7 @@ def tables_page(
 def older() -> str:
     """Return the sentence about older rows."""
     return (
-        f"Rows of {', '.join(OLDER)} with all parameters are older: when they were planned, the planner did not yet "
+        f"Rows of {', '.join(OLDER)} with all parameters are from an earlier planner, which did not yet "
         "count the bytes of gradient sums and kept logits."
     )
 

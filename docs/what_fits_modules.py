@@ -169,15 +169,15 @@ def lines() -> Iterator[str]:
             yield f"| {title} | {what} | {' | '.join(cells)} |"
 
 
-HEAD = f"""## Modules that are no language models
+HEAD = f"""## Modules that are not language models
 
-[Any module](any_module.md) can be offloaded. `plan` traces language models only, so this table has bytes and no speed. It was planned, and not run.
+[Any module](any_module.md) can be offloaded. `plan` traces language models only, so this table has bytes and no speed. The bytes are calculated; the modules were not run.
 
-It counts blocks: weights in bf16 and, for trained parameters, gradients in fp32 and AdamW's state with the rest of the fp32 masters, 16 bytes per parameter
-in total. **A GPU needs** the largest layer, its gradients and the modules around it. **RAM needs** the update of that layer. The table does not
-count activations (checkpoint them, and move the inputs of layers with `offload_activations`), latents, text encoders and VAE. An encoder in the store takes 2 bytes
+The table counts blocks: weights in bf16 and, for trained parameters, gradients in fp32 and AdamW's state with the rest of the fp32 masters, 16 bytes per parameter
+in total. **A GPU needs** memory for the largest layer, its gradients and the modules around it. **RAM needs** memory for the update of that layer. The table does not
+count activations (use activation checkpointing, and move the inputs of layers with `offload_activations`), latents, text encoders and VAE. An encoder in the store takes 2 bytes
 per parameter. LoRA has rank {RANK}, on the projections of attention. The column of a machine shows
-where homes are with `open_store(ram="auto", ...)`; drives include two checkpoints. `python docs/what_fits_modules.py` makes the table
+where the blocks have their homes with `open_store(ram="auto", ...)`; drives include two checkpoints. `python docs/what_fits_modules.py` makes the table
 from the classes of diffusers, with their defaults.
 
 """

@@ -202,7 +202,7 @@ def test_fit_page_matches_the_planner(what_fits: ModuleType) -> None:
         section = page.split(f"`--machine {name}`")[1].split("\n## ")[0]
         assert line in section.splitlines(), "run python docs/what_fits.py, which takes half an hour"
     assert set(what_fits.SHOWN) <= {folder.name for folder in MODELS.iterdir()}
-    for heading in ("Predicted beside published", *(what_fits.read_machine(n)[1].title for n in what_fits.MACHINES)):
+    for heading in ("Predicted and published", *(what_fits.read_machine(n)[1].title for n in what_fits.MACHINES)):
         assert f"\n## {heading}\n" in page
     left_out = page.partition("Not on this page yet")[2].partition("\n")[0]
     for model in what_fits.SHOWN:
