@@ -1,6 +1,6 @@
-"""The tables of the pages docs/coming_from: every key of another tool that is known, and what becomes of it.
+"""Write the tables of the pages in docs/coming_from: all known keys of other tools, and their replacements.
 
-``python docs/keys_of_tools.py docs/coming_from`` writes them again between the markers of each page.
+``python docs/keys_of_tools.py docs/coming_from`` rewrites the tables between the markers of each page.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def table_of(tool: str) -> str:
     same = [key for key, row in moved.items() if key == row.ours.rpartition(".")[2] and not row.note]
     lines = []
     if same:
-        lines += ["**Called the same**: " + ", ".join(f"`{moved[key].ours}`" for key in sorted(same)) + ".", ""]
+        lines += ["**Keys with the same name**: " + ", ".join(f"`{moved[key].ours}`" for key in sorted(same)) + ".", ""]
     others = sorted(key for key in moved if key not in same)
     if others:
-        lines += ["| there | here | |", "|---|---|---|"]
+        lines += ["| key | key here | note |", "|---|---|---|"]
         lines += [f"| `{key}` | `{moved[key].ours}` | {_cell(moved[key].note)} |" for key in others]
         lines += [""]
-    for how, title in (("unneeded", "not needed here"), ("lost", "nothing like it here")):
+    for how, title in (("unneeded", "not needed here"), ("lost", "no equivalent here")):
         reasons = _by_reason((key, row) for key, row in rows.items() if row.how == how)
         if reasons:
             lines += [f"| {title} | why |", "|---|---|"]
@@ -50,7 +50,7 @@ def _cell(text: str) -> str:
 
 
 def update_page(page: str, tool: str) -> str:
-    """Return a page with its tables as they are now."""
+    """Return a page with its tables replaced by the current ones."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table_of(tool)}\n{END}{after}"

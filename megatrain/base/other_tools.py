@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
     def advice(self) -> str:
         """Return the advice that follows an "unknown key" error."""
-        missing = "nothing like it here: leave it out" if self.how == "lost" else "not needed here"
+        missing = "no equivalent here: remove it" if self.how == "lost" else "not needed here"
         here = f"here: {self.ours}" if self.ours else missing
         return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (
             f" ({self.note})" if self.note else ""
@@ -100,28 +100,28 @@ def _of(tool: str, rows: Mapping[str, Row]) -> dict[str, Row]:
     return {key: row if row.tool else row._replace(tool=tool) for key, row in rows.items()}
 
 
-PLANNER = "where bytes live, and when they move, the planner decides from [tiers]: see `megatrain-tier plan`"
-RANKS = "several processes share every layer here, each with a part of it"
+PLANNER = "the planner decides from [tiers] where bytes are stored and when they move: see `megatrain-tier plan`"
+RANKS = "with several processes, each process holds a shard of every layer"
 RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
-_CACHED = "tokens are cached by their contents: the cache is never stale"
+_CACHED = "the token cache is keyed by content, so it is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
-QUANTIZED = "name a folder that is quantized already, such as a -bnb-4bit one of the hub"
+QUANTIZED = "name a folder that is quantized already, such as a -bnb-4bit repository of the hub"
 OWN_TEMPLATE = (
-    "the chat template in the model's folder is used, and a different one changes every text: check it with "
+    "the chat template in the model's folder is used; a different template changes every text, so check the texts with "
     "`megatrain-tier data preview`"
 )
-_NOT_UPLOADED = "a run uploads nothing: `megatrain-tier export OUTPUT_DIR --push-to-hub ID` does"
+_NOT_UPLOADED = "a run does not upload the model; use `megatrain-tier export OUTPUT_DIR --push-to-hub ID`"
 _NO_REMOTE_CODE = "code in a model folder is never run"
 _GROUPS = "see [[optimizer.groups]]"
 _RESUME = "checkpoint.resume_from_checkpoint"
 _WHOLE = "a checkpoint holds everything that the run needs to continue"
-_WHOLE_AND_SAFETENSORS = "checkpoints are whole, and the trained model is always written as safetensors"
-_PROGRESS = "a terminal shows the progress, a file gets lines"
+_WHOLE_AND_SAFETENSORS = "checkpoints are always complete, and the trained model is always written as safetensors"
+_PROGRESS = "progress is shown live in a terminal, and as lines in a file"
 _PADDING = "rows are packed, or padded to data.max_length"
-_RUN_TRAINS = "training is what `run` does"
-_EVAL_PACKING = "eval sets are packed as the training data is"
-_FROM_START = "the reference is the model that the run starts from"
+_RUN_TRAINS = "`run` always trains, and sets this itself"
+_EVAL_PACKING = "eval sets are packed like the training data"
+_FROM_START = "the reference is always the model that the run starts from"
 _UNSUPPORTED_HALF = 'float16 is not supported; write compute_dtype = "bfloat16"'
 _BFLOAT16 = 'write compute_dtype = "bfloat16"'
 _REPORT_TO_WANDB = 'write report_to = ["jsonl", "wandb"]'
@@ -131,7 +131,7 @@ _BACKENDS = {name: name for name in ("inductor", "aot_eager", "eager")}
 _STRATEGY = {False: "no"}  # YAML reads a bare no as false
 _HELD_OUT = _choice("data.val_size", {0: None, "": None})
 _REVISION = _choice("model.revision", {"main": None})
-_AUTO_ATTENTION = "auto takes sdpa where the model supports it"
+_AUTO_ATTENTION = "auto uses sdpa if the model supports it"
 _ATTENTION = _choice(
     "model.attn_implementation",
     {
@@ -161,7 +161,7 @@ _SHARED = _of(_TRANSFORMERS, {
     "enable_liger_kernel": _same("model.use_liger_kernel", tool=_LLAMA_FACTORY),
     "torch_compile": _same("model.compile"),
     "torch_compile_backend": _choice("model.compile_backend", _BACKENDS,
-                                     'there are "inductor", "aot_eager" and "eager"'),
+                                     'possible values are "inductor", "aot_eager" and "eager"'),
     "output_dir": _as("path", "output_dir"),
     # Old names of transformers 4; also accepted in a config, with a warning.
     "warmup_ratio": _as("warmup", "optimizer.warmup_steps", tool=TRANSFORMERS_4),
@@ -183,7 +183,7 @@ _SHARED = _of(_TRANSFORMERS, {
     "resume_from_checkpoint": _as("resume", _RESUME),
     "deepspeed": _as("deepspeed", "tiers", "see also [placement]", tool=_DEEPSPEED),
     "save_strategy": _choice("checkpoint.save_strategy", _STRATEGY | {name: name for name in ("no", "steps", "epoch")},
-                             "checkpoints are saved at steps or epochs, and kept by their age"),
+                             "checkpoints are saved at steps or epochs, and the newest ones are kept"),
     "eval_strategy": _choice("evaluation.eval_strategy", _STRATEGY),
     "model_revision": _REVISION,
     "chat_template": _as("chat_template", "model.chat_template"),
@@ -207,13 +207,13 @@ _SHARED = _of(_TRANSFORMERS, {
     "dataset_num_proc": _unneeded(SPEED, note=_ALL_CORES, tool=_TRL),
     "preprocessing_num_workers": _unneeded(SPEED, note=_ALL_CORES, tool=_LLAMA_FACTORY),
     "preprocessing_batch_size": _unneeded(SPEED, tool=_LLAMA_FACTORY),
-    "overwrite_cache": _unneeded(_CACHED, "data.cache_dir", "the cache is keyed by content, it is never stale",
+    "overwrite_cache": _unneeded(_CACHED, "data.cache_dir", "the cache is keyed by content, so it is never stale",
                                  _LLAMA_FACTORY),
     "dataset_prepared_path": _unneeded(_CACHED, "data.cache_dir", "", _AXOLOTL),
-    "overwrite_output_dir": _unneeded("nothing saved is overwritten", _RESUME,
-                                      "nothing saved is overwritten: remove it with `megatrain-tier ckpt rm`"),
+    "overwrite_output_dir": _unneeded("a run never overwrites checkpoints", _RESUME,
+                                      "a run never overwrites checkpoints: remove them with `megatrain-tier ckpt rm`"),
     "save_safetensors": _unneeded(_WHOLE_AND_SAFETENSORS,
-                                  note="the [export] is safetensors, checkpoints are plain zarr arrays"),
+                                  note="the [export] is safetensors, and checkpoints are plain zarr arrays"),
     "save_only_model": _unneeded(_WHOLE_AND_SAFETENSORS, note=f"{_WHOLE}; [export] writes the model alone"),
     "ignore_data_skip": _unneeded("the data resumes where it stopped, without reading it again"),
     "enable_jit_checkpoint": _same("checkpoint.save_on_signal"),
@@ -221,7 +221,7 @@ _SHARED = _of(_TRANSFORMERS, {
         include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics log_on_each_node
         logging_nan_inf_filter""", _unneeded(_PROGRESS)),
     "plot_loss": _unneeded(_PROGRESS, tool=_LLAMA_FACTORY),
-    **_each("remove_unused_columns dataloader_drop_last", _unneeded("batches hold what the model reads")),
+    **_each("remove_unused_columns dataloader_drop_last", _unneeded("batches contain only what the model reads")),
     **_each("group_by_length train_sampling_strategy", _unneeded(_PADDING)),
     "pad_to_sequence_len": _unneeded(_PADDING, tool=_AXOLOTL),
     "pad_to_multiple_of": _unneeded(_PADDING, tool=_TRL),
@@ -232,7 +232,7 @@ _SHARED = _of(_TRANSFORMERS, {
 
 _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "model_name_or_path": _as("path", "model.model_name_or_path"),
-    "stage": _rule("task", '"sft", "pretrain" or "dpo"; its "pt" is "pretrain", its "kto" is "dpo" with a loss_type'),
+    "stage": _rule("task", '"sft", "pretrain" or "dpo"; "pt" becomes "pretrain", "kto" is "dpo" with a loss_type'),
     "pref_loss": _rule("preference.loss_type"),
     "pref_beta": _as("preference", "preference.beta"),
     "pref_ftx": _as("preference", "preference.rpo_alpha"),
@@ -241,22 +241,22 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "kto_rejected_weight": _as("preference", "preference.undesirable_weight"),
     "simpo_gamma": _as("preference", "preference.simpo_gamma"),
     "ref_model": _lost(_FROM_START),
-    "finetuning_type": _rule("lora.r", "lora is r > 0; else every parameter that is not frozen is trained"),
+    "finetuning_type": _rule("lora.r", "for LoRA, set r > 0; otherwise all parameters that are not frozen are trained"),
     "quantization_bit": _rule("model.model_name_or_path", QUANTIZED),
     **_in_table("lora.", "adapter_name_or_path lora_alpha lora_dropout use_rslora use_dora", "lora"),
     "lora_rank": _as("lora", "lora.r"),
-    "lora_target": _as("lora", "lora.target_modules", '"all" is "all-linear"'),
+    "lora_target": _as("lora", "lora.target_modules", '"all" becomes "all-linear"'),
     "lora_parameters": _as("lora", "lora.target_parameters"),
     "additional_target": _as("lora", "lora.modules_to_save"),
     "create_new_adapter": _rule(),
-    **_each("pissa_init pissa_iter pissa_convert", _lost("adapters start as peft's default does", "", None)),
+    **_each("pissa_init pissa_iter pissa_convert", _lost("adapters are initialized as by peft's default", "", None)),
     **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
     **_each("flash_attn attn", _ATTENTION),
     "pure_bf16": _as("half_precision", "precision.compute_dtype", _BFLOAT16),
-    "upcast_layernorm": _unneeded("weights keep 32 bits"),
+    "upcast_layernorm": _unneeded("master weights are fp32"),
     "upcast_lmhead_output": _unneeded("the loss is computed in float32"),
     "use_unsloth": _unneeded(SPEED),
-    "rope_scaling": _lost("write rope_parameters into config.json of the model"),
+    "rope_scaling": _lost("set rope_parameters in the model's config.json"),
     "cache_dir": _unneeded("models are folders on this machine"),
     "dataset": _rule("data.train.0.path"),
     "eval_dataset": _rule("data.eval.0.path"),
@@ -269,23 +269,23 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "cutoff_len": _same("data.max_length"),
     "packing": _rule("data.packing"),
     "neat_packing": _rule("data.packing"),
-    "train_on_prompt": _rule("data.train_on", 'false is "assistant", true is "all"'),
-    "mask_history": _rule("data.train_on", 'true is "last_assistant"'),
+    "train_on_prompt": _rule("data.train_on", 'false becomes "assistant", true becomes "all"'),
+    "mask_history": _rule("data.train_on", 'true becomes "last_assistant"'),
     "val_size": _HELD_OUT,
     "tokenized_path": _unneeded("tokens are cached by their contents, see data.cache_dir", "data.cache_dir", ""),
-    "streaming": _unneeded("tokens are read from files, never held in RAM as a whole; data.streaming reads shards "
+    "streaming": _unneeded("tokens are read from files and never completely in RAM; data.streaming reads shards "
                            "without a first pass", "data.streaming", "shards are read without a first pass"),
-    "interleave_probs": _lost("data.train.N.weight says how often the rows of a source are used in an epoch",
+    "interleave_probs": _lost("data.train.N.weight sets how often an epoch uses the rows of a source",
                               "data.train.0.weight", "one for each source"),
-    "mix_strategy": _lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
-    "freeze_vision_tower": _rule("model.images", 'true is "frozen", false is "trained"'),
-    "freeze_multi_modal_projector": _rule("model.images", 'false is "trained"; model.freeze names what stays'),
+    "mix_strategy": _lost("all sources are mixed and shuffled; data.train.N.weight changes their shares"),
+    "freeze_vision_tower": _rule("model.images", 'true becomes "frozen", false becomes "trained"'),
+    "freeze_multi_modal_projector": _rule("model.images", 'false becomes "trained"; model.freeze lists exceptions'),
     "freeze_language_model": _rule("model.freeze", "name the language model's parameters"),
     **_each("image_max_pixels image_min_pixels", _lost("image sizes come from preprocessor_config.json in the model's "
                                                        "folder: change them there")),
     **_each("video_max_pixels video_min_pixels video_fps video_maxlen", _unneeded("videos are not trained")),
     **_each("use_galore use_badam use_apollo use_adam_mini", _lost("see optimizer.optim")),
-    "use_muon": _rule("optimizer.optim", 'true is "muon"'),
+    "use_muon": _rule("optimizer.optim", 'true becomes "muon"'),
 })  # fmt: skip
 
 _OF_AXOLOTL = _of(_AXOLOTL, {
@@ -294,15 +294,15 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "tokenizer_config": _as("path", "model.tokenizer_name_or_path"),
     **_each("""model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
         is_qwen_derived_model tokenizer_use_fast tokenizer_legacy base_model_config""",
-            _unneeded("transformers finds the classes in config.json")),
+            _unneeded("transformers reads the classes from config.json")),
     "flash_attention": _choice("model.attn_implementation", {True: "flash_attention_2", False: None}, _AUTO_ATTENTION),
     "sdp_attention": _choice("model.attn_implementation", {True: "sdpa", False: None}, _AUTO_ATTENTION),
     "eager_attention": _choice("model.attn_implementation", {True: "eager", False: None}, _AUTO_ATTENTION),
     "processor_type": _rule("model.images"),
-    "unfrozen_parameters": _lost("name those that stay as they are in model.freeze", "model.freeze",
-                                 "name the frozen ones instead"),
+    "unfrozen_parameters": _lost("list the parameters that are not trained in model.freeze", "model.freeze",
+                                 "list the frozen parameters instead"),
     "chat_template_jinja": _as("chat_template", "model.chat_template"),
-    "special_tokens": _lost("write them into the tokenizer's files"),
+    "special_tokens": _lost("set them in the tokenizer's files"),
     "tokens": _lost("add them to the tokenizer and the model first"),
     "datasets": _rule("data.train"),
     "test_datasets": _rule("data.eval"),
@@ -313,12 +313,12 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
                                       "see data.overlong"),
     "sample_packing": _same("data.packing"),
     "eval_sample_packing": _unneeded(_EVAL_PACKING),
-    "train_on_inputs": _rule("data.train_on", 'false is "assistant", true is "all"'),
+    "train_on_inputs": _rule("data.train_on", 'false becomes "assistant", true becomes "all"'),
     "roles_to_train": _rule("data.train_on"),
     **_each("eot_tokens train_on_eos train_on_eot",
             _unneeded("end-of-turn tokens are found in the chat template, and trained")),
     "micro_batch_size": _same("training.per_device_train_batch_size"),
-    "batch_size": _lost("rows of a step are micro_batch_size x gradient_accumulation_steps"),
+    "batch_size": _lost("a step has micro_batch_size x gradient_accumulation_steps rows"),
     "eval_batch_size": _same("evaluation.per_device_eval_batch_size"),
     "num_epochs": _same("training.num_train_epochs"),
     "optimizer": _as("optimizer", "optimizer.optim"),
@@ -328,7 +328,7 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
     **_in_table("lora.", "lora_alpha lora_dropout", "lora"),
     "lora_r": _as("lora", "lora.r"),
-    "lora_target_linear": _rule("lora.target_modules", 'true is "all-linear"'),
+    "lora_target_linear": _rule("lora.target_modules", 'true becomes "all-linear"'),
     "lora_target_modules": _as("lora", "lora.target_modules"),
     "lora_target_parameters": _as("lora", "lora.target_parameters"),
     "lora_modules_to_save": _as("lora", "lora.modules_to_save"),
@@ -338,13 +338,13 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "peft_layers_to_transform": _as("lora", "lora.layers_to_transform"),
     "peft_init_lora_weights": _as("lora", "lora.init_lora_weights"),
     **_each("merge_lora", _lost("write export.merge = true", "export.merge")),
-    "lora_fan_in_fan_out": _unneeded("peft sees from the module which way its weight lies"),
+    "lora_fan_in_fan_out": _unneeded("peft reads the orientation of the weight from the module"),
     "evals_per_epoch": _lost("write a number of steps into evaluation.eval_steps"),
     "saves_per_epoch": _choice("checkpoint.save_strategy", {1: "epoch", 0: None},
                                "write a number of steps into checkpoint.save_steps",
-                               '1 is "epoch"; else count steps in save_steps'),
-    "save_first_step": _unneeded("checkpoints are always whole"),
-    "auto_resume_from_checkpoints": _as("resume", _RESUME, 'true is "auto"'),
+                               '1 becomes "epoch"; otherwise set a number of steps in save_steps'),
+    "save_first_step": _unneeded("checkpoints are always complete"),
+    "auto_resume_from_checkpoints": _as("resume", _RESUME, 'true becomes "auto"'),
     "loss_watchdog_threshold": _lost("a NaN ends the run: optimizer.nonfinite"),
     "wandb_project": _rule("logging.project"),
     "wandb_name": _rule("run_name"),
@@ -379,8 +379,8 @@ _OF_TRL = _of(_TRL, {
     "packing_strategy": _unneeded("documents are packed best fit, and never attend to each other", "data.packing",
                                   "always best fit"),
     "eval_packing": _unneeded(_EVAL_PACKING),
-    "completion_only_loss": _rule("data.train_on", 'true is "completion"'),
-    "assistant_only_loss": _rule("data.train_on", 'true is "assistant"'),
+    "completion_only_loss": _rule("data.train_on", 'true becomes "completion"'),
+    "assistant_only_loss": _rule("data.train_on", 'true becomes "assistant"'),
     **_each("loss_type loss_weights", _rule("preference.loss_type")),
     "beta": _as("preference", "preference.beta"),
     "label_smoothing": _as("preference", "preference.label_smoothing"),
@@ -390,11 +390,11 @@ _OF_TRL = _of(_TRL, {
     "desirable_weight": _as("preference", "preference.desirable_weight"),
     "undesirable_weight": _as("preference", "preference.undesirable_weight"),
     **_each("precompute_ref_log_probs precompute_ref_batch_size force_use_ref_model reference_free disable_dropout",
-            _unneeded("the reference is asked once, before the first step, and nothing is dropped out")),
+            _unneeded("the reference scores the data once, before the first step and without dropout")),
     **_each("ref_model ref_model_init_kwargs ref_adapter_name sync_ref_model",
             _lost(_FROM_START)),
     **_each("max_prompt_length max_completion_length truncation_mode", _lost("see data.max_length and data.overlong")),
-    "eos_token": _lost("write it into the tokenizer's files"),
+    "eos_token": _lost("set it in the tokenizer's files"),
     "pad_token": _unneeded("padding is never attended to or trained"),
     "dataset_name": _rule("data.train.0.path"),
     "dataset_config": _rule("data.train.0.subset"),
@@ -432,7 +432,7 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     "optimizer.params.momentum": _same("optimizer.sgd_momentum"),
     "optimizer.params.nesterov": _same("optimizer.sgd_nesterov"),
     "optimizer.params.adam_w_mode": _unless(True, "weight decay is decoupled from the gradient here, as in AdamW"),
-    "optimizer.params.bias_correction": _unless(True, "the moments are always corrected for their start here"),
+    "optimizer.params.bias_correction": _unless(True, "bias correction of the moments is always on here"),
     "optimizer.params.fp32_optimizer_states": _unless(True, "see optimizer.state_dtype"),
     "optimizer.params.torch_adam": _unless(False, "the update rule is the same; only the kernel differs"),
     "scheduler": _rule("optimizer.lr_scheduler_type"),
@@ -449,11 +449,11 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     **_each("""wall_clock_breakdown flops_profiler monitor_config dump_state csv_monitor memory_breakdown""",
             _unneeded("every run writes metrics.jsonl; [profile] writes timelines")),
     **_each("checkpoint elasticity autotuning", _unneeded("checkpoints are verified, and open with any tiers")),
-    "checkpoint.load_universal": _unneeded("a checkpoint opens with any tiers and placement"),
+    "checkpoint.load_universal": _unneeded("a checkpoint opens with any tiers and any placement"),
     "checkpoint.tag_validation": _unneeded("checkpoints are verified when they are opened"),
-    "checkpoint.use_node_local_storage": _rule("tiers.nvme.0.path", "state on a drive is checkpointed there"),
+    "checkpoint.use_node_local_storage": _rule("tiers.nvme.0.path", "checkpoints keep state on its drive"),
     "checkpoint.parallel_write": _rule("checkpoint.async_save"),
-    "compression_training": _lost("all parameters are trained in full precision"),
+    "compression_training": _lost("all parameters are trained in full precision here"),
     **_each("data_efficiency curriculum_learning", _lost("see [data]")),
     "amp": _lost("see precision.compute_dtype"),
 })  # fmt: skip
@@ -463,7 +463,7 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
     "model.dtype": _as("loaded_dtype", "precision.compute_dtype"),
     "model.attn_implementation": _ATTENTION,
     "model.trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
-    "model.device": _unneeded("one CUDA device is used where there is one: CUDA_VISIBLE_DEVICES chooses which"),
+    "model.device": _unneeded("a run uses one CUDA device if one exists; CUDA_VISIBLE_DEVICES selects it"),
     "model.devices": _lost(RANKS),
     **_each("dataset.name dataset.path dataset.dataset_dir", _rule("data.train.0.path")),
     **_each("dataset.query_field dataset.response_field", _rule("data.train.0.columns")),
@@ -519,7 +519,7 @@ OTHERS = {
         "interval": _same("checkpoint.save_steps"),
         "keep_latest_k": _same("checkpoint.save_total_limit"),
         "async_mode": _rule("checkpoint.async_save"),
-        "enable_checkpoint": _rule("checkpoint.save_strategy", 'false is "no"'),
+        "enable_checkpoint": _rule("checkpoint.save_strategy", 'false becomes "no"'),
         "initial_load_path": _as("path", _RESUME),
         "last_save_model_only": _unneeded(f"{_WHOLE}; [export] writes the model alone"),
         "export_dtype": _same("export.dtype"),

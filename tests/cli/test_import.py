@@ -32,7 +32,7 @@ def test_toml_on_stdout_and_the_rest_on_stderr(source: Path, tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     (tmp_path / "ours.toml").write_text(result.stdout)
     assert load_config(tmp_path / "ours.toml").config.optimizer.learning_rate == 1e-4
-    assert "no equivalent here:\n  rope_theta = 5: nothing like it here" in result.stderr
+    assert "no equivalent here:\n  rope_theta = 5: no key here does this" in result.stderr
     assert "to fill in" not in result.stderr
 
 
@@ -52,7 +52,7 @@ def test_a_file_is_written_once(source: Path, tmp_path: Path) -> None:
 def test_json(source: Path) -> None:
     values = json.loads(call(source, "--json").stdout)
     assert (values["tool"], values["out"]) == ("axolotl", None)
-    assert values["no_equivalent"] == [{"key": "rope_theta", "value": 5, "why": "nothing like it here"}]
+    assert values["no_equivalent"] == [{"key": "rope_theta", "value": 5, "why": "no key here does this"}]
     assert values["values"]["optimizer.learning_rate"]["value"] == 1e-4
     assert "learning_rate = 0.0001" in values["toml"]
 
@@ -120,7 +120,9 @@ def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert config.training.gradient_accumulation_steps == 32, "the rows of all processes"
     assert config.distributed.processes == 8
     assert set(config.logging.report_to) == {"jsonl", "wandb", "tensorboard"}
-    assert 'accelerate --config_file = "zero3.yaml": several processes share every layer here' in result.stderr
+    assert (
+        'accelerate --config_file = "zero3.yaml": with several processes, each process holds a shard' in result.stderr
+    )
     assert "--run_name: only a shell knows its value" in result.stderr
     assert "eval.py" not in result.stderr
 

@@ -13,7 +13,7 @@ from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, parse_path, plain
 from megatrain.extras.translate.read import Source, TranslationError, exists
 
-NOTHING_LIKE_IT = "nothing like it here"
+NOTHING_LIKE_IT = "no key here does this"
 #: Values with which an unknown key enables nothing.
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 

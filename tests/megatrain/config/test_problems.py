@@ -97,11 +97,11 @@ BAD = {
     "no source": ("[checkpoint]\nresume_from_checkpoint = 3", "line 8: checkpoint.resume_from_checkpoint = 3 is a number. Write it in quotes"),
     "free disk": ("[checkpoint]\nmin_free_disk = 20", 'line 8: checkpoint.min_free_disk: 20 has no unit. Write "20GiB" or "20GB"'),
     "saves elsewhere": ("[training]\nsave_steps = 50", "line 8: unknown key `training.save_steps`. `save_steps` belongs in [checkpoint]: write checkpoint.save_steps"),
-    "overwrite": ("[training]\noverwrite_output_dir = true", "That is transformers' name; here: checkpoint.resume_from_checkpoint (nothing saved is overwritten"),
+    "overwrite": ("[training]\noverwrite_output_dir = true", "That is transformers' name; here: checkpoint.resume_from_checkpoint (a run never overwrites checkpoints"),
     "model only": ("[checkpoint]\nsave_only_model = true", "line 8: unknown key `checkpoint.save_only_model`. That is transformers' name; not needed here"),
     "saves per epoch": ("[training]\nsaves_per_epoch = 2", "That is Axolotl's name; here: checkpoint.save_strategy"),
     "interval of torchtitan": ("[checkpoint]\ninterval = 50", "line 8: unknown key `checkpoint.interval`. That is torchtitan's name; here: checkpoint.save_steps"),
-    "universal": ("[checkpoint]\nload_universal = true", "That is DeepSpeed's name; not needed here (a checkpoint opens with any tiers and placement)"),
+    "universal": ("[checkpoint]\nload_universal = true", "That is DeepSpeed's name; not needed here (a checkpoint opens with any tiers and any placement)"),
     "off": ("[training]\ngradient_checkpointing = false", "line 8: unknown key `training.gradient_checkpointing`"),
 }  # fmt: skip
 

@@ -898,7 +898,7 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
         ("qwen3_nothink", "<|im_start|>{{ role }}", "which also writes <|im_start|>", False),
         ("alpaca", "<|im_start|>{{ role }}", "which is different: it does not contain ### Instruction", True),
         ("llama3", "", "no chat template, which rows of chats need: write it into a .jinja file", True),
-        ("a_template_of_mine", "<|im_start|>{{ role }}", "a different one changes every text", True),
+        ("a_template_of_mine", "<|im_start|>{{ role }}", "a different template changes every text", True),
     ],
 )
 def test_template_is_compared_with_the_model_template(
