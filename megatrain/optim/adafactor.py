@@ -1,4 +1,4 @@
-"""Adafactor on the CPU: second moments of matrices kept as row and column means, a thousandth of AdamW's state."""
+"""Adafactor on the CPU. It stores row and column means of second moments, about a thousandth of AdamW's state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["MAX_ROW_BLOCKS", "Adafactor", "rows_per_block", "second_moment_elements"]
 
 MAX_ROW_BLOCKS = 64
-"""Maximum number of row groups per matrix: each keeps its column sums until they are added up."""
+"""Maximum number of row blocks per matrix. Each row block stores column sums until they are added."""
 
 
 def second_moment_elements(entry: TensorEntry) -> int:
-    """Return the elements of a parameter's Adafactor state: one per row and column of its matrices, or per element."""
+    """Return the number of state elements: one per row and column of a matrix, or one per element of a vector."""
     num_matrices, num_rows, num_columns = as_matrices(entry.shape, entry.numel)
     return num_matrices * (num_rows + num_columns) if len(entry.shape) >= 2 else entry.numel
 
@@ -35,20 +35,20 @@ _STATE = (StateKind("v", torch.float32, second_moment_elements, needs_whole=True
 
 
 def as_matrices(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]:
-    """Return `(matrices, rows, columns)`: the last two dimensions are factored, earlier ones are a batch."""
+    """Return `(matrices, rows, columns)`, where all dimensions before the last two form a batch of matrices."""
     if len(shape) < 2:
         return 1, 1, num_elements
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
 def rows_per_block(num_rows: int, num_columns: int) -> int:
-    """Return the number of rows that share column sums. It depends only on the shape, because it affects bits."""
+    """Return the number of rows that share column sums. It affects the result, so it depends only on the shape."""
     return max(RANGE_ELEMENTS // max(num_columns, 1), -(-num_rows // MAX_ROW_BLOCKS), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _KernelSlice:
-    """The work of one kernel call: whole matrices, or some rows of one."""
+    """The work of one kernel call: whole matrices, or some rows of one matrix."""
 
     matrices: slice
     rows: slice
@@ -58,7 +58,7 @@ class Adafactor:
     """Adafactor over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
 
     From Shazeer and Stern (2018), with an external learning rate: `transformers.Adafactor` with `scale_parameter` and
-    `relative_step` off and no first moment. Per parameter, in fp32 except for the sums, which are in fp64::
+    `relative_step` off and no first moment. A parameter is updated as follows, in fp32 with sums in fp64::
 
         g = grad * grad_scale
         rows = rows * b + (mean(g * g, columns) + eps) * (1 - b)       where b = 1 - step ** decay_rate
@@ -69,10 +69,10 @@ class Adafactor:
     The gradient is read three times, because the mean square of the update must be known before a weight changes.
 
     Args:
-        decay_rate: The second moments decay by `1 - step ** decay_rate`; below 0.
-        eps: Added to squared gradients.
-        clip_threshold: Largest root mean square of a parameter's update before the learning rate.
-        threads: Threads to compute on; None makes a set with one thread per usable CPU.
+        decay_rate: Exponent below 0; second moments decay by `1 - step ** decay_rate`.
+        eps: Number added to squared gradients.
+        clip_threshold: Maximum root mean square of a parameter's update before it is multiplied by the learning rate.
+        threads: Threads to compute on; None creates one thread per usable CPU.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Adafactor:
         self.threads = KernelThreads() if threads is None else threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master and `v`, which has another length than the weights."""
+        """Return the kinds of the master, and `v`, which is shorter than the weights."""
         return (*master_kinds(split_master), *_STATE)
 
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Apply one step in place; see `megatrain.optim.base.Optimizer.update`. Segments are whole parameters."""
+        """Apply one step in place; see `megatrain.optim.base.Optimizer.update`. Each segment is a whole parameter."""
         assert update.step >= 1, update.step
         num_elements = gradient.numel()
         weight, low = flat_master(blocks, num_elements)
@@ -107,7 +107,7 @@ class Adafactor:
             matrices = as_matrices(segment.shape, size)
             is_matrix = len(segment.shape) >= 2
             kept = matrices[0] * (matrices[1] + matrices[2]) if is_matrix else size
-            assert "v" in segment.state_starts, segment  # set by build_segments if it receives the kinds
+            assert "v" in segment.state_starts, segment  # build_segments sets it if it receives the kinds
             start = segment.state_starts["v"]
             assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
             if size:
@@ -122,7 +122,7 @@ class Adafactor:
                 task.update_matrices(matrices) if is_matrix else task.update_vector()
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels for these kinds of master and gradient."""
+        """Compile or load the kernels for these formats."""
         segments = (Segment(0, 1, 0.0, state_starts={"v": 0}), Segment(1, 2, 0.0, shape=(1, 1), state_starts={"v": 1}))
         for split_master, dtype in formats:
             blocks = {kind.name: torch.zeros(3, dtype=kind.dtype)[:2] for kind in master_kinds(split_master)}
@@ -131,7 +131,7 @@ class Adafactor:
 
 
 class _Parameter:
-    """One step of one parameter. All arrays are views of its part of the blocks."""
+    """One step of one parameter. All arrays are views of the blocks."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Parameter:
         self._grad_scale = np.float32(update.grad_scale)
 
     def update_vector(self) -> None:
-        """Update a parameter of fewer than two dimensions."""
+        """Update a parameter with fewer than two dimensions."""
         from megatrain.optim import kernels
 
         block, eps, (weight, low) = kernels.NORM_BLOCK_ELEMENTS, np.float32(self._optimizer.eps), self._master
@@ -178,7 +178,7 @@ class _Parameter:
         )
 
     def update_matrices(self, shape: tuple[int, int, int]) -> None:
-        """Update a parameter of two or more dimensions; `shape` is (matrices, rows, columns)."""
+        """Update a parameter with two or more dimensions; `shape` is (matrices, rows, columns)."""
         from megatrain.optim import kernels
 
         num_matrices, num_rows, num_columns = shape
@@ -186,7 +186,7 @@ class _Parameter:
         rows = self._moments[:num_row_means].reshape(num_matrices, num_rows)
         columns = self._moments[num_row_means:].reshape(num_matrices, num_columns)
         self._update_means(shape, rows, columns)
-        with np.errstate(all="ignore"):  # non-finite values reach the weights, as in every other optimizer
+        with np.errstate(all="ignore"):  # non-finite values propagate to the weights, as in every other optimizer
             mean = np.add.accumulate(rows, axis=1, dtype=np.float64)[:, -1:] / num_rows
             row_factor = np.sqrt(mean / rows).astype(np.float32)
             column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)
@@ -252,7 +252,7 @@ class _Parameter:
             means[:] = means * self._beta2 + new * self._one_minus_beta2
 
     def _step_size(self, sums: Array) -> np.float32:
-        """Return the factor on the update from the sums of its squares, added in order."""
+        """Return the clipped learning rate, given the sums of squares of the update."""
         with np.errstate(all="ignore"):
             total = float(np.add.accumulate(sums.reshape(-1))[-1])
         rms = math.sqrt(total / self._grad.size)
@@ -261,7 +261,7 @@ class _Parameter:
 
 
 def _pieces(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
-    """Split matrices into kernel calls of about RANGE_ELEMENTS: several matrices, or row blocks of one."""
+    """Yield kernel calls of about RANGE_ELEMENTS: several matrices, or one row block of a matrix."""
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)
     if block >= num_rows:

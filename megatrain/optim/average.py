@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, as an additional kind of state for any optimizer."""
+"""Exponential moving average of the weights, as an additional kind of state of any optimizer."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 
 
 class WeightAverage:
-    """Any optimizer, extended by an average of its weights; see `megatrain.optim.base.Optimizer`.
+    """Wrapper of an optimizer that adds an average of the weights; see `megatrain.optim.base.Optimizer`.
 
-    After the update of an element, each operation rounded to fp32::
+    After it updates an element, it updates the average with the new fp32 master w. Each operation is rounded to fp32::
 
         ema = ema + (w - ema) * (1 - decay)
 
-    with its fp32 master. The average begins as a copy of the weights. Like the update, it skips parameters without a
-    gradient in a step.
+    The average begins as a copy of the weights. A step changes no averages of parameters without a gradient.
 
     Args:
-        inner: Updates the weights; none of its kinds is named "ema".
+        inner: Optimizer of the weights. None of its kinds is named "ema".
         decay: Above 0 and below 1.
         threads: Threads to compute on; default: the threads of ``inner``, or new ones.
     """
@@ -56,22 +55,22 @@ class WeightAverage:
 
     @property
     def share(self) -> np.float32:
-        """The weight of the newest values in the average."""
+        """Factor on the new weights in the average: 1 - decay."""
         return np.float32(1.0 - self.decay)
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the optimizer, and the average."""
+        """Return the kinds of the wrapped optimizer, and the average."""
         return (*self.inner.state_kinds(split_master), EMA)
 
     def workspace_bytes(self, entry: Any) -> int:
-        """Return the scratch bytes of a parameter's update."""
+        """Return the scratch bytes of `update` for a parameter."""
         bytes_of = getattr(self.inner, "workspace_bytes", None)
         return 0 if bytes_of is None else int(bytes_of(entry))
 
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Apply one step in place, then average; see `megatrain.optim.base.Optimizer.update`."""
+        """Apply one step in place, then update the average; see `megatrain.optim.base.Optimizer.update`."""
         num_elements = gradient.numel()
         own = {name: block for name, block in blocks.items() if name != EMA.name}
         weight, low = flat_master(blocks, num_elements)
@@ -85,13 +84,13 @@ class WeightAverage:
         for kind in self.inner.state:
             arrays[kind.name] = flat_block(kind.name, own[kind.name], kind.dtype, kind.elements_for(num_elements))
         updating = self.inner.calls(arrays, flat_gradient(gradient), segments, update)
-        # Both cut segments equally: the thread that updated a range averages it while it is in the cache.
+        # Both cut segments at the same elements, so a thread averages the range that it just updated from its cache.
         self.threads.run(partial(_both, *calls) for calls in zip(updating, averaging, strict=True))
 
     def _calls(
         self, weight: Array, low: Array | None, average: Array, segments: Sequence[Segment]
     ) -> Iterator[Callable[[], None]]:
-        from megatrain.optim import kernels  # late: importing numba takes half a second, and only updates need it
+        from megatrain.optim import kernels  # imported late, because importing numba takes half a second
 
         for segment in segments:
             for start, stop in cut(segment.start, segment.stop):
@@ -101,7 +100,7 @@ class WeightAverage:
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows_call` can be used, as in the optimizer."""
+        """Whether the wrapped optimizer supports `rows_call`."""
         return isinstance(self.inner, ElementwiseOptimizer) and self.inner.has_rows
 
     @property
@@ -113,7 +112,7 @@ class WeightAverage:
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return the function that updates and then averages the parameters of some rows.
+        """Return a function that updates the parameters in given rows and then their averages.
 
         See `ElementwiseOptimizer.rows_call`.
         """
@@ -130,7 +129,7 @@ class WeightAverage:
         return call
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels for these kinds of master and gradient."""
+        """Compile or load the kernels for these formats."""
         formats = list(formats)
         self.inner.warm_up(formats)
         for split_master in {is_split for is_split, _ in formats}:
@@ -143,9 +142,9 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
     """Initialize an average with the masters.
 
     Args:
-        weight: 1-D and contiguous in host memory: masters, or their high halves.
-        low: the low halves; None if `weight` has whole masters.
-        average: fp32, of the same length; written.
+        weight: Masters or their high halves; 1-D and contiguous in host memory.
+        low: Low halves; None if `weight` holds whole masters.
+        average: fp32 average of the same length; written.
     """
     if low is None:
         average.copy_(weight)
@@ -154,13 +153,7 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
-    """Swap masters and their averages, bit for bit; a second call restores both.
-
-    Args:
-        weight: As in `begin_average`; written.
-        low: As in `begin_average`; written.
-        average: As in `begin_average`; written.
-    """
+    """Swap masters and their averages exactly, so that a second call restores both; see `begin_average`."""
     before = torch.empty_like(average)
     begin_average(weight, low, before)
     if low is None:
@@ -171,13 +164,13 @@ def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 class MatrixWeightAverage(WeightAverage):
-    """`WeightAverage` for an optimizer of whole matrices; see `megatrain.optim.base.MatrixOptimizer`."""
+    """`WeightAverage` that wraps a `megatrain.optim.base.MatrixOptimizer`."""
 
     inner: MatrixOptimizer
 
     @property
     def piece_bytes(self) -> int:
-        """Scratch bytes of the wrapped optimizer; averaging takes none."""
+        """Scratch bytes of the wrapped optimizer; averaging needs none."""
         return self.inner.piece_bytes
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
@@ -192,7 +185,7 @@ class MatrixWeightAverage(WeightAverage):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Begin an update of matrices; averaging follows in `apply_directions`."""
+        """Start an update of matrices; `apply_directions` updates the averages."""
         self.inner.make_directions(blocks, gradient, segments, update, directions)
 
     def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
@@ -204,7 +197,7 @@ class MatrixWeightAverage(WeightAverage):
         return self.inner.orthogonalize_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations of the wrapped optimizer."""
+        """Return the FLOPs of the wrapped optimizer."""
         return self.inner.orthogonalize_flops(rows, columns, name)
 
     def apply_directions(
@@ -215,7 +208,7 @@ class MatrixWeightAverage(WeightAverage):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """End an update of matrices, then average."""
+        """Finish an update of matrices, then update the averages."""
         num_elements = gradient.numel()
         weight, low = flat_master(blocks, num_elements)
         average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)

@@ -37,9 +37,9 @@ Format = tuple[bool, torch.dtype]
 FORMATS: tuple[Format, ...] = tuple((is_split, dtype) for is_split in (False, True) for dtype in GRADIENT_DTYPES)
 
 _STATE_ALIGNMENT_ELEMENTS = 16
-"""Alignment of parameters in a block of `elements_of`: a cache line in fp32."""
+"""Alignment of each parameter in the block of a kind with `elements_of`, in elements: a cache line of fp32."""
 _BLOCK_ALIGNMENT_ELEMENTS = 1024
-"""Alignment of the length of every block, as of a weight block."""
+"""The length of every block is a multiple of this, like the length of a weight block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class StateKind:
     Attributes:
         name: Kind of the block: the part of its key after the unit's name.
         dtype: Element type.
-        elements_of: Returns the number of a parameter's elements in the block, which holds one parameter after another.
-            Without it, one per `granularity` elements of the parameter, in the order of the weight block.
-        needs_whole: Whether the update needs the whole parameter at once, even if the block is like the weight.
+        elements_of: Returns the number of elements that a parameter has in the block, which stores parameters
+            consecutively. Without it, each `granularity` elements of the weight block share one element, in order.
+        needs_whole: Whether an update needs the whole parameter, even if the block has the layout of the weight.
         granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024. Parameters
             and parts are aligned to it, so no two of them share an element.
-        begins_as_weight: Whether new state is a copy of the fp32 masters instead of zeros; requires one element each.
+        begins_as_weight: Whether new state is a copy of the fp32 masters, not zeros. Needs an fp32 element per weight.
     """
 
     name: str
@@ -77,23 +77,23 @@ class StateKind:
         return max(1, -(-self._extent(layout)[1] // _BLOCK_ALIGNMENT_ELEMENTS)) * _BLOCK_ALIGNMENT_ELEMENTS
 
     def elements_for(self, num_elements: int) -> int:
-        """Return the length of the state of a range of the weight block with an aligned start."""
+        """Return the number of state elements for an aligned range of `num_elements` weights."""
         return -(-num_elements // self.granularity)
 
     def is_like_weight(self, layout: UnitLayout) -> bool:
-        """Return whether the block can be cut like its weight, so that parts are updated one after another."""
+        """Return whether the block can be cut where the weight block is cut, so that parts are updated separately."""
         if self.elements_of is None or self.needs_whole:
             return not self.needs_whole
         return len(layout.entries) == 1 and self.elements_of(layout.entries[0]) == layout.entries[0].numel
 
     def starts(self, layout: UnitLayout) -> dict[str, int]:
-        """Return the first element of each parameter in the block, by full name."""
+        """Return the index of each parameter's first element in the block, by full name."""
         if self.elements_of is None:
             return {entry.name: entry.offset // self.granularity for entry in layout.entries}
         return self._extent(layout)[0]
 
     def length_of(self, entry: TensorEntry) -> int:
-        """Return the number of a parameter's elements in the block."""
+        """Return the number of elements that a parameter has in the block."""
         return self.elements_for(entry.numel) if self.elements_of is None else self.elements_of(entry)
 
     def _extent(self, layout: UnitLayout) -> tuple[dict[str, int], int]:
@@ -111,14 +111,14 @@ class Segment:
 
     Attributes:
         start: First element.
-        stop: One past the last element; the padding after it is never touched.
+        stop: One past the last element. Updates never touch the padding after it.
         weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
         lr_scale: Factor on the learning rate of the step.
         shape: Shape of the parameter, for optimizers that need it; `()` for a vector.
         state_starts: First element of the parameter in the block, by kind, for kinds with `elements_of`.
         name: Full name of the parameter.
-        first: Index in the parameter of element `start`: not 0 if the block begins inside the parameter. With `name` it
-            identifies an element of the model, however blocks are cut and whichever rank holds them.
+        first: Index of element `start` within the parameter; above 0 if the block begins inside the parameter. Together
+            with `name` it identifies an element of the model, independent of parts and ranks.
     """
 
     start: int
@@ -134,7 +134,8 @@ class Segment:
         """Return the overlap of the segment with a range of its block, relative to the start of that range."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
         first = self.first + start - self.start
-        starts = dict.fromkeys(self.state_starts, start - block.start)  # only blocks like the weight are cut
+        # Only blocks with the layout of the weight are cut, so state and weight start at the same element.
+        starts = dict.fromkeys(self.state_starts, start - block.start)
         return replace(self, start=start - block.start, stop=stop - block.start, first=first, state_starts=starts)
 
 
@@ -145,8 +146,8 @@ class Update:
     Attributes:
         step: Number of this update, counted from 1; it sets the bias corrections.
         grad_scale: Factor on every gradient, applied in fp32: the clip coefficient, or 1 without clipping.
-        decision: ``[2]`` fp32 on the blocks' device, instead of ``grad_scale``: the factor, and 0 to skip the update.
-            None if the host knows the factor. Only a `TableOptimizer` receives a decision.
+        decision: fp32 tensor ``[2]`` on the blocks' device that replaces ``grad_scale``: the factor, and 0 to skip the
+            update or 1 to apply it. None if the host knows the factor. Only a `TableOptimizer` receives a decision.
     """
 
     step: int
@@ -159,7 +160,7 @@ class Update:
 class Optimizer(Protocol):
     """The contract between the engine and an optimizer.
 
-    An optimizer object holds only settings. All state is in the blocks, so it can live in any tier, and the blocks
+    An optimizer object holds only settings. The blocks hold all state, so state can live in any tier, and the blocks
     suffice to resume. New state is zeros, except for kinds that begin as the weights.
     """
 
@@ -167,7 +168,7 @@ class Optimizer(Protocol):
         """Return every kind of block that `update` needs, the master weight first. Names are unique.
 
         Args:
-            split_master: Whether the master is a bf16 `weight` and an int16 `low` block, not one fp32 `weight` block.
+            split_master: Whether a bf16 `weight` and an int16 `low` block replace the fp32 `weight` block.
         """
         ...
 
@@ -176,8 +177,8 @@ class Optimizer(Protocol):
     ) -> None:
         """Apply one step to one block group, in place, and return when it is done.
 
-        The result depends only on the contents, not on how the block is cut or on the number of threads. May run on
-        any thread and concurrently with updates of other block groups; releases the GIL while it computes.
+        The result depends only on the contents, not on the parts of the block or the number of threads. Any thread may
+        call it, also while other block groups are updated. It releases the GIL while it computes.
 
         Args:
             blocks: Flat CPU tensors by kind; a `low` block selects the split-master update.
@@ -187,29 +188,29 @@ class Optimizer(Protocol):
         ...
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels before the first step. May be called twice, from any thread.
+        """Compile or load the kernels before the first step. Any thread may call it, repeatedly.
 
         Args:
-            formats: Variants to compile; compiling all takes additional seconds, most of all on a GPU.
+            formats: Variants to compile. Each variant takes more seconds, especially on a GPU.
         """
         ...
 
 
 @runtime_checkable
 class MatrixOptimizer(Optimizer, Protocol):
-    """An optimizer that orthogonalizes matrices one at a time, so that a device can do it for updates in RAM.
+    """An optimizer that orthogonalizes matrices one at a time, so that a GPU can do it for blocks in RAM.
 
-    `update` equals `make_directions`, `orthogonalize` and `apply_directions` in sequence. State is like the weight, or
-    `elements_of` packs only the elements outside of matrices.
+    `update` equals `make_directions`, `orthogonalize` and `apply_directions` in sequence. Each kind of state either has
+    the layout of the weight, or its `elements_of` packs only the elements outside of matrices.
     """
 
     @property
     def piece_bytes(self) -> int:
-        """Maximum scratch bytes of `make_directions` and `apply_directions`, whatever their input size."""
+        """Maximum scratch bytes of `make_directions` and `apply_directions`, for inputs of any size."""
         ...
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return whether the last two dimensions of a parameter are matrices that an update needs whole."""
+        """Return whether the last two dimensions of a parameter form matrices that an update needs as a whole."""
         ...
 
     def make_directions(
@@ -220,12 +221,12 @@ class MatrixOptimizer(Optimizer, Protocol):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the moments of matrices, and write the update direction of each element; see `update`.
+        """Update the moments of matrices and write the update direction of each element; see `update`.
 
         Args:
-            blocks: The blocks of `update`, or their elements of one matrix.
-            gradient: As long as the weight block.
-            directions: bf16, as long as the weight block; elements outside of matrices are unchanged.
+            blocks: The blocks of `update`, or only the elements of one matrix.
+            gradient: Gradient with the length of the weight block.
+            directions: bf16 output with the same length; elements outside of matrices are unchanged.
         """
         ...
 
@@ -237,7 +238,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         Args:
             matrix: [rows, columns] in bf16, contiguous, on any device.
             room: uint8 scratch of at least `orthogonalize_bytes`, on the same device; nothing else large is allocated.
-            name: Full name of its parameter, which may fuse several logical matrices.
+            name: Full name of the parameter, which may fuse several logical matrices.
         """
         ...
 
@@ -246,7 +247,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         ...
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations of `orthogonalize`, from which the plan predicts its time."""
+        """Return the FLOPs of `orthogonalize`, from which the plan predicts its time."""
         ...
 
     def apply_directions(
@@ -260,8 +261,8 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Update the weights of matrices, and all other parameters; see `make_directions`.
 
         Args:
-            blocks: As in `make_directions`; for packed state, tensors in which `Segment.state_starts` are offsets.
-            directions: The results of `orthogonalize`.
+            blocks: As in `make_directions`. `Segment.state_starts` are offsets into the blocks of packed state.
+            directions: Results of `orthogonalize`.
         """
         ...
 
@@ -277,7 +278,7 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
     """Return the total bytes of `kinds` per parameter.
 
     Args:
-        layout: Counts the layout's blocks with padding. Without it, padding and kinds with `elements_of` count as 0.
+        layout: Layout whose padded blocks are counted. Without it, padding and kinds with `elements_of` count as 0.
     """
     if layout is None:
         return sum(kind.dtype.itemsize / kind.granularity for kind in kinds if kind.elements_of is None)
@@ -285,10 +286,10 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
 
 
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
-    """Return whether weight decay applies to a parameter.
+    """Return whether weight decay applies to the parameter of an entry.
 
-    If anything is excluded, only parameters of two or more dimensions decay, because biases and norm weights are
-    vectors in every architecture. `exclude` also removes parameters by name. If it is empty, all parameters decay.
+    If `exclude` is empty, all parameters decay. Otherwise only parameters with at least two dimensions decay, because
+    biases and norm weights are vectors in every architecture, and `exclude` removes further parameters by name.
 
     Args:
         exclude: Globs matched against the full name, case-sensitively.
@@ -310,9 +311,9 @@ def build_segments(
 
     Args:
         exclude: Globs of parameter names without decay; see `decays`.
-        groups: Settings by name; the first group that matches a parameter counts.
-        kinds: Kinds of the optimizer; required if one has `elements_of`.
-        learning_rate: Peak of the run; a group's own rate becomes a factor relative to it.
+        groups: Settings by parameter name; the first group that matches a parameter applies.
+        kinds: Kinds of the optimizer; required if one of them has `elements_of`.
+        learning_rate: Peak learning rate of the run; the rate of a group is converted to a factor on this rate.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []

@@ -1,4 +1,4 @@
-"""Chooses the optimizer for the blocks of each tier; in one memory, the GPU or the host updates the same bytes."""
+"""Choice of the optimizer for each tier. In one memory, either the GPU or the host can update the same bytes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ __all__ = ["HostUpdates", "optimizers_by_tier"]
 class HostUpdates:
     """A host optimizer over blocks of a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
 
-    Waits for the device first, and moves nothing.
-
-    Args:
-        device: The device whose queued work wrote the blocks.
+    `update` waits for the device's current stream, which wrote the blocks, and copies no bytes.
     """
 
     def __init__(self, host: Optimizer, device: torch.device) -> None:
@@ -37,7 +34,7 @@ class HostUpdates:
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Apply one step to one block group; it is done when this returns."""
+        """Apply one step to one block group and return when it is done."""
         torch.cuda.current_stream(self._device).synchronize()
         views = {name: host_view(block) for name, block in blocks.items()}
         self._host.update(views, host_view(gradient), segments, update)
@@ -50,14 +47,14 @@ class HostUpdates:
 def optimizers_by_tier(
     host: Optimizer, on_device: Optimizer | None, compute_tier: str, device: torch.device
 ) -> dict[str, Optimizer]:
-    """Return the optimizer for blocks in each tier, with the bits of ``host``.
+    """Return the optimizer for the blocks in each tier. All are bit-identical to ``host``.
 
-    If a GPU computes in RAM, its kernels make the updates if they exist: it reads the one memory faster than the
-    processor's cores do.
+    If GPU and CPU share one memory, the GPU's kernels update the blocks in RAM, because the GPU reads this memory
+    faster than the CPU. ``host`` updates them if the optimizer has no GPU kernels.
 
     Args:
-        host: updates blocks in RAM.
-        on_device: updates blocks in the compute tier; default: ``host``.
+        host: Optimizer for blocks in RAM.
+        on_device: Optimizer for blocks in the compute tier; default: ``host``.
         compute_tier: "ram", or the tier of a device with separate memory.
     """
     if compute_tier != "ram" or device.type != "cuda":

@@ -1,9 +1,9 @@
-"""Gradients of a step: sums over use sites, the exact global norm, the norm of a unit, and the clip coefficient.
+"""Gradient sums over use sites, exact gradient norms, and the clip coefficient.
 
-The norm is the square root of an fp64 sum whose order depends only on the layout. It adds 65,536 elements at a time
-within a block group, then block group after block group. So it is equal for every placement and number of threads, and
-on a GPU (`on_device.device_squared_norm`). Clipping takes no pass over the gradients, because the coefficient is a
-scalar of the update.
+The norm is the square root of an fp64 sum whose order depends only on the layout: first within every 65,536 elements,
+then over these partial sums in a block group, then over the block groups. The norm is therefore bit-identical for every
+placement and number of threads, and on a GPU (`on_device.device_squared_norm`). Clipping needs no pass over the
+gradients, because the coefficient is a scalar of the update.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = [
 ]
 
 _EPS = 1e-6
-"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
+"""Number added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
 _CALLER = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
-    """A gradient is NaN or infinite, and was not used. The text says whether other gradients of its step were used."""
+    """A gradient is NaN or infinite and was not applied. The message says whether the step applied other gradients."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
-    """Add one use site's gradient to another's in place: each sum in fp32, then rounded to the dtype of `total`.
+    """Add the gradient of another use site to `total` in place, in fp32, rounded to the dtype of `total`.
 
     Args:
         total: 1-D contiguous fp32 or bf16 CPU tensor; written.
-        addend: Likewise, of the same length; unchanged.
+        addend: 1-D contiguous fp32 or bf16 CPU tensor of the same length; unchanged.
         threads: Threads to compute on; None computes on the calling thread.
     """
     from megatrain.optim import kernels
@@ -68,7 +68,7 @@ def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None =
 def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> float:
     """Return the fp64 sum of squares of one block group's gradient.
 
-    Infinite or NaN exactly if an element is, because fp64 holds squares and sums of all finite fp32 numbers.
+    The sum is non-finite only if an element is, because squares and sums of finite fp32 numbers fit into fp64.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 CPU tensor, padding (zeros) included.
@@ -78,7 +78,7 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
 
 
 def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> Tensor:
-    """Return the fp64 sum of squares of each 65,536 elements of a gradient: [blocks], on its device. No host sync.
+    """Return the fp64 sum of squares of every 65,536 elements: [blocks], on the gradient's device. No host sync.
 
     Args:
         gradient: As in `squared_norm` or `device_squared_norm`.
@@ -90,7 +90,7 @@ def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> T
 
 
 def add_in_order(partials: Tensor) -> float:
-    """Return the sum of fp64 numbers on the host, added one after the other, as `squared_norm` adds them."""
+    """Return the sum of fp64 numbers on the host, added sequentially like in `squared_norm`."""
     return float(np.add.accumulate(partials.numpy())[-1]) if len(partials) else 0.0
 
 
@@ -111,7 +111,7 @@ def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[floa
 
 
 class SquaredNorm:
-    """The sum of squares of a block group's gradient that comes in parts, in any order; same bits as for the whole.
+    """Sum of squares of a block group's gradient, added in parts in any order. Exactly equal to `squared_norm`.
 
     Args:
         threads: Threads to compute on; None computes on the calling thread.
@@ -126,8 +126,9 @@ class SquaredNorm:
         """Add a part, as in `squared_norm` or `device_squared_norm`.
 
         Args:
-            number: place of the part in the order of the sum, from 0.
-            part: its gradient; every part except the last is a multiple of ``kernels.NORM_BLOCK_ELEMENTS`` long.
+            number: Position of the part in the order of summation, from 0.
+            part: Gradient of the part. The length of every part except the last is a multiple of
+                ``kernels.NORM_BLOCK_ELEMENTS``.
         """
         if part.is_cuda:
             self._device[number] = device_partials(part)
@@ -135,7 +136,7 @@ class SquaredNorm:
             self._host[number] = _host_partials(part, self._threads)
 
     def add_all(self, parts: Sequence[Tensor]) -> None:
-        """Add all parts at once, in order, with the result of separate ``add`` calls."""
+        """Add all parts in one call. The result is the same as with one ``add`` call per part."""
         if parts[0].is_cuda:
             self._device[0] = device_partials_of_parts(parts)
             return
@@ -143,17 +144,17 @@ class SquaredNorm:
             self.add(number, part)
 
     def total(self) -> float | Tensor:
-        """Return the sum over all parts, in their order: a number, or a scalar on the device."""
+        """Return the sum over all parts, in order of their numbers: a float, or a scalar on the device."""
         if self._device:
             return sum_partials(torch.cat([self._device[number] for number in sorted(self._device)]))
         return _sum_in_order(value for number in sorted(self._host) for value in self._host[number])
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
-    """Return `squared_norm` of each gradient, bit for bit, in a few calls for all of them.
+    """Return `squared_norm` of each gradient, with a few kernel calls for all gradients.
 
     Args:
-        gradients: contiguous CPU tensors of any shape, fp32 or bf16.
+        gradients: Contiguous fp32 or bf16 CPU tensors of any shape.
     """
     from megatrain.optim import kernels
 
@@ -187,7 +188,7 @@ def global_norm(squared_norms: Iterable[float]) -> float:
     """Return the norm over all block groups.
 
     Args:
-        squared_norms: `squared_norm` of each block group, in layout order, because the order of addition affects bits.
+        squared_norms: `squared_norm` of each block group, in layout order because the order affects the result.
     """
     return math.sqrt(_sum_in_order(squared_norms))
 
@@ -195,11 +196,11 @@ def global_norm(squared_norms: Iterable[float]) -> float:
 def clip_coefficient(norm: float, max_grad_norm: float) -> float:
     """Return the factor that scales a gradient of this norm down to `max_grad_norm`; 1 if the norm is smaller.
 
-    Computed in fp64 as `torch.nn.utils.clip_grad_norm_` does in fp32. 0 means no clipping.
+    The formula is that of `torch.nn.utils.clip_grad_norm_`, but in fp64 instead of fp32.
 
     Args:
-        norm: Global norm. It must be finite: a step with a non-finite gradient is not an update.
-        max_grad_norm: Largest norm after clipping.
+        norm: Global norm. It must be finite, because a step with a non-finite gradient is not applied.
+        max_grad_norm: Largest norm after clipping; 0 disables clipping.
     """
     assert math.isfinite(norm) and norm >= 0, norm
     assert max_grad_norm >= 0, max_grad_norm
@@ -207,12 +208,12 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 
 def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> float | None:
-    """Return the factor on every gradient of a step, or None if the step must not be used.
+    """Return the factor on every gradient of a step, or None if the step must not be applied.
 
     Args:
         norm: Global norm of the step.
         max_grad_norm: Largest norm after clipping.
-        nonfinite: Treatment of a NaN or infinite norm: "ignore" scales by it like torch, others reject the step.
+        nonfinite: Treatment of a NaN or infinite norm: "ignore" divides by it like torch; "stop" and "skip" give None.
     """
     if math.isfinite(norm):
         return clip_coefficient(norm, max_grad_norm)
@@ -224,7 +225,7 @@ def decide_on_device(
 ) -> Tensor:
     """Return the decision of `gradient_scale` as an `Update.decision` on the device of the norms. No host sync.
 
-    Every operation is in fp64 and rounds to nearest, on the host and on a GPU.
+    The host and a GPU compute the same result, because every operation is in fp64 and rounds to nearest.
 
     Args:
         squared_norms: Scalars of fp64 on one device, in layout order.
@@ -233,7 +234,7 @@ def decide_on_device(
     """
     norm = sum_partials(torch.stack(list(squared_norms))).sqrt()
     is_finite, one = norm.isfinite(), torch.ones_like(norm)
-    # Divide tensors only: torch multiplies by the reciprocal of a number, and divides a number by way of a reciprocal.
+    # Divide only tensors by tensors, because torch replaces a division by or of a Python number with a reciprocal.
     largest = torch.full_like(norm, max_grad_norm)
     scale = torch.div(largest, norm + _EPS).minimum(one) if max_grad_norm > 0 else one
     if nonfinite == "ignore":
@@ -251,7 +252,7 @@ def warm_up() -> None:
 
 
 def _sum_in_order(values: Iterable[float]) -> float:
-    total = 0.0  # not sum(), which compensates since Python 3.12 and so gives another result
+    total = 0.0  # sum() has compensated rounding errors since Python 3.12, which changes the result
     for value in values:
         total += value
     return total

@@ -1,4 +1,4 @@
-"""AdamW, Lion and SGD: elementwise updates, one rule each, over ranges of a block, for both kinds of master."""
+"""Elementwise optimizers on the CPU: AdamW, Lion and SGD, for fp32 masters and split masters."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 Scalars = tuple[np.float32, tuple[np.float32, ...]]
 MOMENTS = ("m", "v")
-"""Moments in the kernels of every elementwise optimizer; an optimizer passes None for a moment that it lacks."""
+"""Moment arguments of the kernels, in order. An optimizer passes None for a moment that it lacks."""
 
-#: Empty arrays, from which numba infers the types of a kernel's arguments.
+#: Empty arrays from which numba infers the types of a kernel's arguments.
 _EXAMPLES: dict[torch.dtype, Array] = {
     torch.float32: np.empty(0, np.float32),
     torch.bfloat16: np.empty(0, np.uint16),
@@ -46,16 +46,16 @@ _SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch
 class ElementwiseOptimizer(ABC):
     """An optimizer over flat CPU blocks that updates each element separately.
 
-    A subclass names its kernels and its moments, some of `MOMENTS`, and computes the scalars of the kernels. See
+    A subclass names its kernels and its moments (a subset of `MOMENTS`), and computes the scalars of the kernels. See
     `megatrain.optim.base.Optimizer` for the contract.
 
-    Moments in bf16 are rounded stochastically, so the mean of many roundings is the exact number. The random bits
-    depend only on seed, step, parameter name and element index. Moments in int8 are bytes of a code
-    (`moments.code_of`), in blocks of 256 elements with a shared scale, and segments begin at multiples of 256.
-    Arithmetic is always in fp32, and the weight is updated with the new moments before they are rounded.
+    Moments in bf16 are rounded stochastically, so their expected value is exact. The random bits depend only on seed,
+    step, parameter name and element index. Moments in int8 are bytes of a code (`moments.code_of`) in blocks of 256
+    elements that share a scale, and segments begin at multiples of 256. Arithmetic is always in fp32, and the weight is
+    updated with the new moments before they are rounded.
 
     Args:
-        threads: Threads to compute on; None makes a set with one thread per usable CPU.
+        threads: Threads to compute on; None creates one thread per usable CPU.
     """
 
     def __init__(
@@ -72,24 +72,24 @@ class ElementwiseOptimizer(ABC):
     @property
     @abstractmethod
     def kernel_name(self) -> str:
-        """Name of its rule in `megatrain.optim.kernels.UPDATES` and `triton_kernels.RULES`."""
+        """Name of the rule in `megatrain.optim.kernels.UPDATES` and `triton_kernels.RULES`."""
 
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """Names of the moments, in the order of `MOMENTS`. Available before `__init__` of this class."""
+        """Names of the moments, in the order of `MOMENTS`. `ElementwiseOptimizer.__init__` reads it."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows_call` can be used; rows have no columns for keys and scales."""
+        """Whether `rows_call` supports these moments: only fp32, because rows have no columns for keys and scales."""
         return self.state_dtype == "float32"
 
     @abstractmethod
     def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:
-        """Return the scalars of the rule for one segment, computed in fp64."""
+        """Return the scalars that the rule receives for a segment, computed in fp64."""
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master and the state."""
+        """Return the kinds of the master and of the moments."""
         return (*master_kinds(split_master), *self.state)
 
     def update(
@@ -106,13 +106,13 @@ class ElementwiseOptimizer(ABC):
     def calls(
         self, arrays: Mapping[str, Array | None], gradient: Array, segments: Sequence[Segment], update: Update
     ) -> Iterator[Callable[[], None]]:
-        """Yield the kernel calls of an update; they may run in any order, on any thread, and concurrently with others.
+        """Yield the kernel calls of an update, which may run in any order, on any thread, and concurrently.
 
         Args:
-            arrays: by kind, from `flat_master` and `flat_block`.
-            gradient: from `flat_gradient`.
+            arrays: Results of `flat_master` and `flat_block`, by kind.
+            gradient: Result of `flat_gradient`.
         """
-        from megatrain.optim import kernels  # late: importing numba takes half a second, and only updates need it
+        from megatrain.optim import kernels  # imported late, because importing numba takes half a second
 
         assert update.step >= 1, update.step
         in_bytes = self.state_dtype == "int8"
@@ -137,25 +137,24 @@ class ElementwiseOptimizer(ABC):
                     yield partial(of_this.update, weight, low, m, v, grad, key, *scalars)
 
     def rounding(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
-        """Return the key of the random bits for a segment from its element `start` on, or None without rounding."""
+        """Return the key of the random bits for a segment from element `start`, or None without stochastic rounding."""
         if self.state_dtype != "bfloat16":
             return None
         return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.first + start))
 
     @property
     def rows_kinds(self) -> tuple[str, ...]:
-        """State kinds in the column order of an address table, before gradient and size; an unused one has 0."""
+        """State kinds in the column order of an address table, before gradient and size. Unused columns contain 0."""
         return ("weight", "low", *MOMENTS)
 
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return the function that updates the parameters of some rows with equal settings; on any thread.
+        """Return a function that updates the parameters in given rows. Any thread may call the function.
 
         Args:
-            split_master: As in `state_kinds`.
-            gradient: dtype of the gradients.
-            segment: settings of all rows; its range is ignored.
+            gradient: Dtype of the gradients.
+            segment: Settings of all rows; its range is ignored.
         """
         from megatrain.optim import kernels
 
@@ -168,25 +167,25 @@ class ElementwiseOptimizer(ABC):
     def scalars(self, segment: Segment, update: Update) -> Scalars:
         """Return the factor on gradients and the scalars of the rule, each rounded to fp32 once.
 
-        Caches the last result, which most parameters share.
+        The last result is cached, because most parameters have the same scalars.
         """
         wanted = (segment.weight_decay, segment.lr_scale, update)
         known, scalars = self._last_scalars
         if known != wanted:
             rounded = tuple(np.float32(number) for number in self.coefficients(segment, update))
             scalars = (np.float32(update.grad_scale), rounded)
-            self._last_scalars = (wanted, scalars)  # a single assignment, so other threads see both or neither
+            self._last_scalars = (wanted, scalars)  # one assignment, so other threads never see a mismatched pair
         return scalars
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernel for these kinds of master and gradient."""
+        """Compile or load the kernel for these formats."""
         for split_master, dtype in formats:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in self.state_kinds(split_master)}
             self.update(blocks, torch.zeros(1, dtype=dtype), (Segment(0, 1, 0.0),), Update(step=1, lr=0.0))
 
 
 def master_examples(split_master: bool) -> tuple[Array, Array | None]:
-    """Return empty arrays `(weight, low)` with the dtypes of a master, for kernels that receive addresses."""
+    """Return empty arrays `(weight, low)` that supply a master's dtypes to kernels that receive addresses."""
     return _SPLIT if split_master else _WHOLE
 
 
@@ -198,13 +197,13 @@ def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array,
 
 
 def flat_gradient(gradient: Tensor) -> Array:
-    """Return a gradient block's memory as numpy: fp32, or the bits of bf16."""
+    """Return a gradient block's memory as a numpy array: fp32, or the bits of bf16."""
     assert gradient.dtype in GRADIENT_DTYPES, gradient.dtype
     return flat_block("gradient", gradient, gradient.dtype, gradient.numel())
 
 
 def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int) -> Array:
-    """Return a block's memory as numpy; bf16 becomes its 16 bits, because numpy lacks it.
+    """Return a block's memory as a numpy array; bf16 becomes uint16, because numpy has no bf16.
 
     Args:
         name: Kind of the block, for assertions.
@@ -220,11 +219,11 @@ def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int)
 
 
 class AdamW(ElementwiseOptimizer):
-    """AdamW over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 12 bytes per parameter.
+    """AdamW over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    8 with moments in bf16, 6.03 in int8: see `ElementwiseOptimizer`.
+    It needs 12 bytes per parameter, 8 with moments in bf16, and 6.03 with moments in int8.
 
-    Each element goes through these operations, each one rounded to fp32, as in `torch.optim.AdamW` (foreach=False)::
+    Each element is updated as in `torch.optim.AdamW` (foreach=False), with each operation rounded to fp32::
 
         g = grad * grad_scale
         w = w * (1 - lr * weight_decay)
@@ -237,9 +236,9 @@ class AdamW(ElementwiseOptimizer):
     Args:
         beta1: Decay of the mean of gradients, at least 0 and below 1.
         beta2: Decay of the mean of squared gradients, at least 0 and below 1.
-        eps: Added to the denominator.
-        threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        seed: Seed of the rounding of moments in bf16.
+        eps: Number added to the denominator.
+        threads: Threads to compute on; None creates one thread per usable CPU.
+        seed: Seed for the rounding of bf16 moments.
     """
 
     kernel_name = "adamw"
@@ -275,10 +274,10 @@ class AdamW(ElementwiseOptimizer):
 
 
 class Lion(ElementwiseOptimizer):
-    """Lion over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 8 bytes per parameter.
+    """Lion over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. It needs 8 bytes per parameter.
 
-    Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (2023). Each element goes through these
-    operations, each one rounded to fp32::
+    Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (2023). Each element is updated with these
+    operations, each rounded to fp32::
 
         g = grad * grad_scale
         w = w * (1 - lr * weight_decay)
@@ -288,10 +287,10 @@ class Lion(ElementwiseOptimizer):
     The sign of zero, and of NaN, is zero.
 
     Args:
-        beta1: Weight of the momentum in the direction, at least 0 and below 1.
+        beta1: Weight of the momentum in the update direction, at least 0 and below 1.
         beta2: Decay of the momentum, at least 0 and below 1.
-        threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        seed: Seed of the rounding of moments in bf16.
+        threads: Threads to compute on; None creates one thread per usable CPU.
+        seed: Seed for the rounding of bf16 moments.
     """
 
     kernel_name = "lion"
@@ -325,9 +324,10 @@ class Lion(ElementwiseOptimizer):
 
 
 class SGD(ElementwiseOptimizer):
-    """SGD over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 or 8 bytes per parameter.
+    """SGD over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    Each element goes through these operations, each one rounded to fp32, as in `torch.optim.SGD` without dampening::
+    It needs 8 bytes per parameter, or 4 without momentum. Each element is updated as in `torch.optim.SGD` without
+    dampening, with each operation rounded to fp32::
 
         g = grad * grad_scale + w * weight_decay
         m = m * momentum + g
@@ -338,8 +338,8 @@ class SGD(ElementwiseOptimizer):
     Args:
         momentum: Decay of the sum of gradients, at least 0 and below 1; 0 keeps no state.
         nesterov: Step along the gradient plus the decayed sum instead of along the sum. Needs momentum.
-        threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        seed: Seed of the rounding of moments in bf16.
+        threads: Threads to compute on; None creates one thread per usable CPU.
+        seed: Seed for the rounding of bf16 moments.
     """
 
     def __init__(
@@ -357,12 +357,12 @@ class SGD(ElementwiseOptimizer):
 
     @property
     def kernel_name(self) -> str:
-        """`nesterov`, or `sgd` with plain momentum or none."""
+        """Name of the rule: `nesterov`, or `sgd` with and without plain momentum."""
         return "nesterov" if self.nesterov else "sgd"
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """`m`; none without momentum."""
+        """Names of the moments: `m`, or none if momentum is 0."""
         return ("m",) if self.momentum else ()
 
     def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:

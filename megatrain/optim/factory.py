@@ -1,4 +1,4 @@
-"""Makes the optimizer of a run, and its settings for each parameter, from the config."""
+"""Construction of a run's optimizer, and of its settings for each parameter, from the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ParameterGroupError(OptimizerError):
-    """A group of `[[optimizer.groups]]` has no effect: it matches no trained parameter, or none that decays."""
+    """A group of `[[optimizer.groups]]` has no effect, because it matches no trained parameter or none that decays."""
 
 
 def make_optimizer(
@@ -46,7 +46,7 @@ def make_optimizer(
 
     Args:
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        vocabulary: Full names of the embedding and head parameters, for optimizers that treat these differently.
+        vocabulary: Full names of the embedding and head parameters, which some optimizers treat differently.
         seed: Seed of the rounding of moments in bf16.
         fused: Parameters that hold several logical matrices, by full name.
 
@@ -58,9 +58,7 @@ def make_optimizer(
         return made
     if any(kind.name == EMA.name for kind in made.state_kinds(True)):
         name = table.custom_optimizer
-        raise OptimizerError(
-            f'optimizer.ema_decay: "{name}" already has state with the name "{EMA.name}". Take the key out'
-        )
+        raise OptimizerError(f'optimizer.ema_decay: "{name}" already has state named "{EMA.name}". Remove the key')
     kind = MatrixWeightAverage if isinstance(made, MatrixOptimizer) else WeightAverage
     return kind(made, table.ema_decay, threads)
 
@@ -104,8 +102,9 @@ def _updating(
 def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
     """Return the learning rate factor of each block group, by the name of its layout.
 
-    As in timm: units after the last layer have 1, the last layer `layer_decay`, and each earlier layer one more power
-    of it. Units before the first layer have the highest power. A tied weight counts where it is used first.
+    As in timm, units after the last layer have factor 1, the last layer has `layer_decay`, and each earlier layer has
+    one more power of it. Units before the first layer have the highest power. A tied weight has the factor of its first
+    use.
     """
     num_layers = len({unit.layer for unit in graph.units if unit.layer})
     scales: dict[str, float] = {}
@@ -149,13 +148,13 @@ def segment_builder(
 
 
 def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None:
-    """Refuse groups and globs without an effect.
+    """Raise an error for groups and globs that have no effect.
 
     Args:
         trained: Every trained parameter, under its owner's name.
 
     Raises:
-        ParameterGroupError: names the group, the glob, and the most similar parameter.
+        ParameterGroupError: The message contains the group, the glob, and the most similar parameter name.
     """
     entries = list(trained)
     names = list(dict.fromkeys(entry.parameter for entry in entries))
@@ -165,19 +164,19 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
         for glob in group.params:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob.replace("*", ""), names, n=1, cutoff=0.0)
-                shown = f' Write one that does; a name of this model is "{near[0]}"' if near else ""
-                raise ParameterGroupError(f'{key}.params: "{glob}" names no trained parameter.{shown}')
+                shown = f' The most similar parameter of this model is "{near[0]}"' if near else ""
+                raise ParameterGroupError(f'{key}.params: "{glob}" matches no trained parameter.{shown}')
         own = {name for name in left if group.matches(name)}
         left -= own
         if not own:
             raise ParameterGroupError(
-                f"{key} has no effect: groups before it name all of its parameters. Put it before them, or take it out"
+                f"{key} has no effect, because earlier groups match all of its parameters. Move it up or remove it"
             )
         if group.weight_decay and not any(
             entry.parameter in own and decays(entry, table.weight_decay_exclude) for entry in entries
         ):
             raise ParameterGroupError(
                 f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which do "
-                "not decay, or match optimizer.weight_decay_exclude. Take them out there (with [], vectors also "
-                "decay), or the key out here"
+                "not decay, or match optimizer.weight_decay_exclude. Change optimizer.weight_decay_exclude (with "
+                "[], vectors also decay), or remove this weight_decay"
             )

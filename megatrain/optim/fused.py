@@ -1,4 +1,4 @@
-"""Logical matrices that share a parameter: rows or columns of one product, which the model splits afterwards."""
+"""Logical matrices that share a parameter, so that one product computes them and the model splits its result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["FusedMatrix"]
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """Assignment of the rows or columns of a parameter to several logical matrices.
+    """Mapping from the rows or columns of a parameter to its logical matrices.
 
     Attributes:
-        sizes: Rows of each logical matrix in one group, in order.
-        num_groups: Number of consecutive groups; every group has rows of each logical matrix. With 1, whole matrices
-            follow one another.
-        by_column: Whether columns are divided instead of rows.
+        sizes: Number of rows of each logical matrix in one group, in order.
+        num_groups: Number of consecutive groups. Each group has rows of every logical matrix. With 1 group, the logical
+            matrices are stored consecutively.
+        by_column: Whether the matrices divide the columns of the parameter instead of its rows.
     """
 
     sizes: tuple[int, ...]
@@ -28,12 +28,12 @@ class FusedMatrix:
 
     def __post_init__(self) -> None:
         assert self.sizes and min(self.sizes) > 0 and self.num_groups > 0, self
-        # With equal sizes, one learning rate factor serves all columns: rows of a matrix are updated together.
+        # A row of the parameter spans all matrices and gets one learning rate factor, so their sizes must be equal.
         assert not self.by_column or len(set(self.sizes)) == 1, self
 
     @property
     def length(self) -> int:
-        """Number of rows of the parameter, or of columns if these are divided."""
+        """Number of divided rows or columns of the parameter."""
         return self.num_groups * sum(self.sizes)
 
     @property
@@ -42,13 +42,13 @@ class FusedMatrix:
         return self.by_column or self.num_groups > 1
 
     def shapes(self, rows: int, columns: int) -> list[tuple[int, int]]:
-        """Return rows and columns of each logical matrix, given the parameter's rows and columns."""
+        """Return `(rows, columns)` of each logical matrix, given the rows and columns of the parameter."""
         assert self.length == (columns if self.by_column else rows), (self, rows, columns)
         lengths = [self.num_groups * size for size in self.sizes]
         return [(rows, length) if self.by_column else (length, columns) for length in lengths]
 
     def views(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Return a view of each logical matrix, with its rows or columns in groups.
+        """Return a 3-D view of each logical matrix, with its divided dimension as (group, row or column).
 
         Args:
             matrix: [rows, columns], contiguous.
@@ -59,16 +59,15 @@ class FusedMatrix:
         return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.by_column else 1)
 
     def runs(self, columns: int, first: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return element ranges of a stack of row-divided matrices, each with the number of its logical matrix.
+        """Return `(start, stop, logical matrix number)` of each contiguous range in a stack of row-divided matrices.
 
         Args:
-            columns: Number of columns of each matrix.
             first: First requested element of the stack.
             stop: One past the last requested element.
         """
         assert not self.by_column, self
         found: list[tuple[int, int, int]] = []
-        at = first - first % (columns * sum(self.sizes))  # groups of all matrices follow one another
+        at = first - first % (columns * sum(self.sizes))  # start of the group that contains `first`
         while at < stop:
             for number, size in enumerate(self.sizes):
                 end = at + size * columns

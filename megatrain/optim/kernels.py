@@ -1,23 +1,23 @@
-"""The numba kernels of the optimizers. Importing this file imports numba; kernels are compiled at their first call.
+"""Numba kernels of the optimizers. Importing this file imports numba, which compiles each kernel at its first call.
 
-These rules make the bits equal for every cut of a block, every thread count and every CPU:
+These rules make the results bit-identical for every partition of a block, every thread count and every CPU:
 
-* one fp32 operation per line of arithmetic, in the order written, rounded each time. `fastmath` stays off, so LLVM
-  neither reassociates nor contracts a product and a sum into a fused multiply-add (a test reads the machine code);
-* elements are independent, except in sums over a tensor, which are in fp64 in an order fixed by block position;
-* scalars arrive in fp32, rounded once from fp64 by the caller.
+* Arithmetic runs in fp32 in the written order, and each operation is rounded. `fastmath` stays off, so LLVM neither
+  reassociates nor contracts a product and a sum into a fused multiply-add (a test reads the machine code).
+* Elements are independent, except in sums over a tensor. These sums are in fp64, and block positions fix their order.
+* Scalars arrive in fp32. The caller rounds them once from fp64.
 
-`error_model="numpy"` makes division by zero return infinity instead of branching, which vectorization requires.
+With `error_model="numpy"`, division by zero returns infinity instead of branching, which vectorization requires.
 
-Moments are fp32, or bf16 with stochastic rounding by a hash of the element (`random_bits`), or bytes in blocks of 256
-with a shared scale (`megatrain.optim.moments`).
+Moments have one of three formats: fp32, bf16 with stochastic rounding by a hash of the element (`random_bits`), or
+bytes in blocks of 256 that share a scale (`megatrain.optim.moments`).
 
 A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.base.precision`. A
 gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the argument types and drops
 unused branches.
 
-An elementwise optimizer is one function of a weight, a gradient and two moments, in fp32. `UPDATES` has its kernels:
-over a range of blocks, over moments in bytes, and over many parameters in one call.
+An elementwise optimizer is one function of a weight, a gradient and two moments, in fp32. `UPDATES` contains three
+kernels of each: over a range of a block, over a range with moments in bytes, and over many parameters in one call.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ Gradient = NDArray[np.float32] | NDArray[np.uint16]
 Rows = NDArray[np.int64]
 
 
-# -- numbers in and out of blocks --------------------------------------------------------------------------------
+# -- loads and stores ---------------------------------------------------------------------------------------------
 
 
 def as_float32(value: Any) -> Any:
     """Return an element of a gradient block in fp32; bf16 bits are widened exactly."""
-    raise NotImplementedError("only compiled code calls this")  # numba requires an overload by type, below
+    raise NotImplementedError("only compiled code calls this")  # numba calls the overload below
 
 
 @overload(as_float32)
@@ -90,9 +90,9 @@ def _as_float32(value: Any) -> Any:
 
 
 def as_gradient(value: Any) -> Any:
-    """Return an element of a gradient block for an update: in fp32, with -0 as 0.
+    """Return an element of a gradient block for an update: in fp32, with -0 converted to 0.
 
-    So it does not matter where the zeros of parameters without a gradient are added.
+    The conversion makes results independent of where zeros are added for parameters without a gradient.
     """
     raise NotImplementedError("only compiled code calls this")
 
@@ -109,7 +109,7 @@ def _as_gradient(value: Any) -> Any:
 
 
 def from_float32(value: Any, like: Any) -> Any:
-    """Return `value` in the dtype of `like`, an element of a block: bf16 is rounded to nearest, ties to even."""
+    """Return `value` in the dtype of `like`, an element of a block. bf16 is rounded to nearest, ties to even."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -129,7 +129,7 @@ def _from_float32(value: Any, like: Any) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def load_master(weight: Master, low: Low, i: int) -> Any:
-    """Return fp32 master number `i`."""
+    """Return master `i` in fp32."""
     if low is None:
         return weight[i]
     bits = (np.uint32(weight[i]) << np.uint32(16)) + np.uint32(np.int32(low[i]))
@@ -138,7 +138,7 @@ def load_master(weight: Master, low: Low, i: int) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
-    """Write fp32 master number `i`."""
+    """Write master `i`, given in fp32."""
     if low is None:
         weight[i] = value
     else:
@@ -147,12 +147,12 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
         low[i] = np.int16(bits)
 
 
-# -- moments that are smaller than fp32 ------------------------------------------------------------------------------
+# -- moments -------------------------------------------------------------------------------------------------------
 
 
 @njit(fastmath=False, error_model="numpy")
 def mix(bits: Any) -> Any:
-    """Return 32 bits that each depend on all bits of the argument (a bijection: Wellons' lowbias32)."""
+    """Return Wellons' lowbias32 hash of 32 bits: a bijection in which every output bit depends on all input bits."""
     x = np.uint32(bits)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
@@ -185,12 +185,12 @@ def _random_bits(key: Any, i: int) -> Any:
 
 
 def moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
-    """Return `value` as an element of a block of moments; bf16 rounds up with the probability of the cut-off part.
+    """Return `value` in the dtype of `like`. bf16 rounds up with a probability equal to the truncated fraction.
 
     Args:
-        value: fp32.
+        value: New moment in fp32.
         bits: 16 random bits.
-        like: an element of the block.
+        like: Any element of the block of moments.
     """
     raise NotImplementedError("only compiled code calls this")
 
@@ -209,7 +209,7 @@ def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def load_moment(moment: Moment, i: int) -> Any:
-    """Return fp32 moment number `i`, or None if the optimizer lacks this moment."""
+    """Return moment `i` in fp32, or None if the optimizer lacks this moment."""
     if moment is None:
         return None
     return as_float32(moment[i])
@@ -217,14 +217,14 @@ def load_moment(moment: Moment, i: int) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
-    """Write fp32 moment number `i`, rounded with the lowest 16 random bits."""
+    """Write moment `i`, given in fp32. The lowest 16 of the random bits round it."""
     if moment is not None:
         moment[i] = moment_from_float32(value, np.uint32(bits & np.uint32(0xFFFF)), moment[i])
 
 
-# -- elementwise optimizers: one element --------------------------------------------------------------------------
+# -- rules of elementwise optimizers -------------------------------------------------------------------------------
 #
-# Each returns the new weight and the new moments. Moments that an optimizer lacks are None.
+# Each rule updates one element and returns its new weight and its new moments. A moment that the rule lacks is None.
 
 
 @register_jitable(fastmath=False, error_model="numpy")
@@ -267,7 +267,7 @@ def _nesterov(w: np.float32, g: np.float32, m: np.float32, v: None, scalars: Sca
     return w - (decayed + m_new * momentum) * lr, m_new, v
 
 
-# -- elementwise optimizers: the kernels of each -------------------------------------------------------------------
+# -- kernels of elementwise optimizers -----------------------------------------------------------------------------
 
 
 @register_jitable(fastmath=False, error_model="numpy")
@@ -282,7 +282,7 @@ def update_range(
     grad_scale: np.float32,
     scalars: Scalars,
 ) -> None:
-    """Update a range. The two halves of one hash round the two moments."""
+    """Update a range of a block with a rule. One hash per element rounds both moments, each with half of the bits."""
     for i in range(grad.size):
         g = as_gradient(grad[i]) * grad_scale
         w = load_master(weight, low, i)
@@ -295,7 +295,7 @@ def update_range(
 
 @njit(fastmath=False, error_model="numpy")
 def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) -> None:
-    """Write the numbers that bytes encode."""
+    """Decode bytes into fp32 moments."""
     values = code[0]
     for i in range(codes.size):
         moments[i] = values[codes[i]] * scale
@@ -303,9 +303,9 @@ def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) 
 
 @njit(fastmath=False, error_model="numpy")
 def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
-    """Write the bytes of the nearest code values, the smaller one on a tie; return the scale.
+    """Write the bytes of the nearest code values (ties to the smaller one) and return the scale.
 
-    The scale compares bits, so a NaN is the largest value and reaches all moments of its block.
+    The scale is found by comparing bits. A NaN has the largest bits, so it spreads to all moments of its block.
     """
     largest = np.uint32(0)
     for i in range(codes.size):
@@ -323,7 +323,7 @@ def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
 
 
 def second_of(moments: BytesOfMoments, new: NDArray[np.float32]) -> Any:
-    """Return the second row of an array with a row per moment, or None for a single moment."""
+    """Return the second row of `new`, which has one row per moment, or None if there is only one moment."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -340,7 +340,7 @@ def _second_of(moments: Any, new: Any) -> Any:
 
 @intrinsic
 def _pointer(context: Any, address: Any) -> Any:
-    """Return an address as a pointer."""
+    """Convert an address to a pointer."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -349,7 +349,7 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 def array_at(address: int, size: int, like: Any) -> Any:
-    """Return the array of `size` elements at an address, with the dtype of `like`; None for None."""
+    """Return the array of `size` elements at an address, with the dtype of `like`, or None if `like` is None."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -366,14 +366,14 @@ def _array_at(address: int, size: int, like: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class UpdateKernels:
-    """The kernels of an elementwise optimizer. All arrays are 1-D and contiguous, and changed in place.
+    """Kernels of an elementwise optimizer, which update 1-D contiguous arrays in place.
 
     Attributes:
-        update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, arrays of one length.
-        in_bytes: `(weight, low, moments, grad, grad_scale, scalars)`; a moment consists of its bytes, their scales, and
-            the code. Each block of moments is decoded to fp32, updated, and encoded again.
-        rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. A parameter's row has the addresses of these
-            arrays, then their size. The array arguments are empty: they only supply dtypes.
+        update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, with arrays of equal length.
+        in_bytes: `(weight, low, moments, grad, grad_scale, scalars)`, where each moment is a tuple of bytes, scales and
+            code. The kernel decodes each block of moments to fp32, updates it, and encodes it again.
+        rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. Each parameter has a row with the addresses of its
+            arrays, then their size. The array arguments are empty and only supply dtypes.
     """
 
     update: Callable[..., None]
@@ -382,10 +382,10 @@ class UpdateKernels:
 
 
 def _kernels_of(rule: Any) -> UpdateKernels:
-    """Compile the kernels of an optimizer around its function of one element.
+    """Compile the kernels of an optimizer around its rule.
 
-    numba's cache names a closure by its pickled cells. `rule` is pickled by its name, as a plain function of this
-    module. A function made by `njit` would get another key in each process and be compiled again.
+    Numba's cache identifies a closure by its pickled cells. `rule` is a plain function of this module, which is pickled
+    by name. A function made by `njit` would have a different key in each process and be compiled again.
     """
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -415,7 +415,7 @@ def _kernels_of(rule: Any) -> UpdateKernels:
             own_low = None if low is None else low[start:stop]
             own_grad = grad[start:stop]
             update_range(rule, weight[start:stop], own_low, m_new, v_new, own_grad, None, grad_scale, scalars)
-            # A scale is the largest magnitude of its block, so all new moments must be known before rounding.
+            # A scale is the largest magnitude in its block, so all new moments must be known before they are rounded.
             for number in range(len(moments)):
                 codes, scales, code = moments[number]
                 scales[block] = store_moments(new[number], code, codes[start:stop])
@@ -447,7 +447,7 @@ UPDATES = {
     "nesterov": _kernels_of(_nesterov),
     "sgd": _kernels_of(_sgd),
 }
-"""The kernels of each elementwise optimizer, by `ElementwiseOptimizer.kernel_name`."""
+"""Kernels of the elementwise optimizers, by `ElementwiseOptimizer.kernel_name`."""
 
 
 # -- Muon ----------------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def muon_direction(
     one_minus_momentum: np.float32,
     nesterov: bool,
 ) -> None:
-    """Update moments, and write the bf16 directions to orthogonalize; see `megatrain.optim.muon.Muon`."""
+    """Update moments and write bf16 directions for orthogonalization; see `megatrain.optim.muon.Muon`."""
     for i in range(grad.size):
         g = as_gradient(grad[i]) * grad_scale
         m_new = m[i] + (g - m[i]) * one_minus_momentum
@@ -495,17 +495,17 @@ def sum_lanes(lanes: Float64) -> float:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def add_in_place(total: Any, addend: Gradient) -> None:
-    """Add `addend` to `total`, element by element: in fp32, then rounded to the dtype of `total`."""
+    """Add `addend` to `total` elementwise in fp32, and round the sums to the dtype of `total`."""
     for i in range(total.size):
         total[i] = from_float32(as_float32(total[i]) + as_float32(addend[i]), total[i])
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def squared_norms(grad: Gradient, partials: Float64) -> None:
-    """Write the sum of squares of each NORM_BLOCK_ELEMENTS of `grad` to `partials`, in fp64.
+    """Write the fp64 sum of squares of every NORM_BLOCK_ELEMENTS elements of `grad` to `partials`.
 
-    Lane j of a block adds up elements j, j + 64, j + 128, ... in this order; then the lanes are added in order. The
-    square of an fp32 number is exact in fp64, so only the additions round.
+    Lane j of a block adds elements j, j + 64, j + 128, ... in this order. Then the lanes are added in order. The square
+    of an fp32 number is exact in fp64, so only the additions round.
     """
     lanes = np.empty(NORM_LANES, np.float64)
     for block in range(partials.size):
@@ -526,7 +526,7 @@ def squared_norms(grad: Gradient, partials: Float64) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
-    """Run `squared_norms` for each row: gradient, size, index of its first partial sum, one past its last."""
+    """Run `squared_norms` for each row: gradient address, size, and the range `(start, stop)` of its partial sums."""
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])
@@ -534,18 +534,17 @@ def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
 
 # -- Adafactor -----------------------------------------------------------------------------------------------------
 #
-# Row sums use the lanes of `squared_norms`, whose loops are repeated here so that each kernel reads a gradient once.
+# The kernels repeat the loops of `squared_norms` instead of calling it, so that they read a gradient only once.
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64, column_sums: Float64) -> None:
-    """Write the sums of squares over each row and each column, in fp64.
+    """Write the fp64 sums of squares over each row and each column.
 
-    Column sums add rows in order. Row sums use the lanes of `squared_norms`.
+    Column sums add rows in order. Row sums use lanes like `squared_norms`.
 
     Args:
         grad: `matrices x rows x columns`.
-        grad_scale: factor, applied in fp32.
         row_sums: `matrices x rows`, written.
         column_sums: `matrices x columns`, written.
     """
@@ -578,7 +577,7 @@ def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64,
 def adafactor_square_sums(
     grad: Gradient, grad_scale: np.float32, row_factor: Float32, column_factor: Float32, sums: Float64
 ) -> None:
-    """Write the sum of squares of each row's update, in fp64 and in the lanes of `squared_norms`.
+    """Write the fp64 sum of squares of each row's update, added in lanes like `squared_norms`.
 
     Args:
         grad: `matrices x rows x columns`.
@@ -612,10 +611,8 @@ def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
     """Move an average towards the masters, in place; see `average.WeightAverage`.
 
     Args:
-        weight: 1-D.
-        low: of the same length, or None.
-        ema: of the same length; written.
-        share: weight of the masters in the new average.
+        ema: Average; 1-D, with the length of `weight`.
+        share: Weight of the masters in the new average.
     """
     for i in range(ema.size):
         distance = load_master(weight, low, i) - ema[i]
@@ -624,7 +621,7 @@ def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def average_rows(rows: Rows, weight: Any, low: Any, ema: Any, share: np.float32) -> None:
-    """Run `average` for each row: average, weight, low, further columns of the update, size."""
+    """Run `average` for each row: addresses of average, weight, low and unused arrays, then the size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         size = row[rows.shape[1] - 1]
@@ -645,8 +642,7 @@ def apply_factored(
     """Apply Adafactor's update to matrices, in place.
 
     Args:
-        weight: 1-D, with the number of elements of `grad`.
-        low: of the same length, or None.
+        weight: 1-D, with as many elements as `grad`.
         grad: `matrices x rows x columns`.
         row_factor: `matrices x rows`.
         column_factor: `matrices x columns`.
@@ -676,12 +672,11 @@ def adafactor_vector(
     one_minus_beta2: np.float32,
     sums: Float64,
 ) -> None:
-    """Update the second moment of a vector parameter; write the sum of squares of its update.
+    """Update the second moment of a vector parameter, and write the sums of squares of its update.
 
     Args:
-        v: 1-D.
-        grad: 1-D, as long as `v`.
-        sums: one fp64 sum per NORM_BLOCK_ELEMENTS, added in order; written.
+        v: Second moment; 1-D, as long as `grad`.
+        sums: Output; one fp64 sum per NORM_BLOCK_ELEMENTS elements, added in order.
     """
     for block in range(sums.size):
         total = 0.0

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of transformers, as a function of the step."""
+"""Learning-rate schedules of transformers, as functions of the step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ScheduleError(ValueError):
 
 
 def make_schedule(table: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
-    """Return the schedule of a run of `num_steps`, as `learning_rate_schedule`.
+    """Return the schedule for a run of `num_steps`; see `learning_rate_schedule`.
 
     Raises:
-        ScheduleError: The warm-up is longer than the run; no such schedule, or arguments it does not take.
+        ScheduleError: The warm-up is longer than the run, the schedule does not exist, or it rejects the arguments.
     """
     warmup = table.num_warmup_steps(num_steps)
     if table.warmup_steps >= 1 and warmup >= num_steps and table.has_warmup:
         raise ScheduleError(
             f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
-            "the run. Write fewer, or a fraction below 1 of all steps"
+            "the run. Write fewer steps, or a fraction below 1 of all steps"
         )
     arguments = table.lr_scheduler_kwargs
     return learning_rate_schedule(table.lr_scheduler_type, table.learning_rate, num_steps, warmup, arguments)
@@ -52,12 +52,11 @@ def learning_rate_schedule(
         arguments: `lr_scheduler_kwargs` of transformers, such as `{"min_lr_rate": 0.1}`.
 
     Returns:
-        A function from the number of finished steps (0 before the first update) to the following learning rate.
-        It keeps no state, so resuming needs only the step. With warm-up the first learning rate is 0, as in
-        transformers.
+        A function that maps the number of finished steps (0 before the first update) to the next learning rate. It has
+        no state, so resuming needs only the step. With warm-up the first learning rate is 0, as in transformers.
 
     Raises:
-        ScheduleError: no such schedule, a schedule that follows a metric, or invalid arguments.
+        ScheduleError: The schedule does not exist, follows a metric, or rejects the arguments.
     """
     check_internals(with_schedules=True)
     from transformers import get_scheduler
@@ -69,12 +68,12 @@ def learning_rate_schedule(
         reason = "follows a metric, not the step" if name in followers else "is not a learning-rate schedule"
         raise ScheduleError(f'lr_scheduler_type "{name}" {reason}. Use one of: {", ".join(known)}')
     given = dict(arguments or {})
-    # get_scheduler silently drops the arguments of these two
+    # get_scheduler silently drops the arguments of these two schedules.
     if given and name in {SchedulerType.CONSTANT.value, SchedulerType.CONSTANT_WITH_WARMUP.value}:
         raise ScheduleError(
             f'lr_scheduler_type "{name}" takes no lr_scheduler_kwargs, but got: {", ".join(sorted(given))}'
         )
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)  # only carries the learning rate
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)  # get_scheduler needs an optimizer, which is never stepped
     try:
         scheduler = get_scheduler(
             name,

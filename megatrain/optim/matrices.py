@@ -1,8 +1,8 @@
-"""Updates of whole matrices, one after the other, orthogonalized on the host or on the compute device.
+"""Updates of whole matrices, one at a time, with orthogonalization on the host or on the compute device.
 
-Products on a GPU and on a processor have different bits. So the place of computation is always the compute device, and
-never depends on the home of blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an
-update are elementwise and run in RAM.
+A GPU and a CPU round matrix products differently. The compute device therefore computes all of them, independent of the
+homes of the blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an update are
+elementwise and run in RAM.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = [
 Shape = tuple[int, int]
 """Rows and columns of a matrix."""
 DIRECTION_BYTES = 2
-"""Bytes per element of directions: bf16, the input dtype of the iteration."""
+"""Bytes per element of directions. Their dtype is bf16, the input dtype of the iteration."""
 _NUM_SLOTS = 2
-"""Matrices with directions in RAM at once: one is filled while the previous one is on the device."""
+"""Number of matrices whose directions are in RAM: one is filled while the previous one is on the device."""
 _CUBLAS_BYTES = 8 * 4096 * 1024
-"""Workspace of cuBLAS per stream, at the setting with deterministic sums."""
+"""Workspace of cuBLAS per stream, with the setting for deterministic sums."""
 
 
 class Matrices(Protocol):
-    """Orthogonalizes matrices, one after the other."""
+    """Orthogonalizes matrices one at a time."""
 
     def make_each(
         self,
@@ -59,19 +59,19 @@ class Matrices(Protocol):
         use: Callable[[int, Tensor], None],
         names: Sequence[str],
     ) -> None:
-        """Fill, orthogonalize and use the directions of one matrix after the other.
+        """Fill, orthogonalize and use the directions of each matrix, in order.
 
         Args:
-            fill: Writes the directions of a matrix, by number, into a flat bf16 tensor of the host.
-            use: Receives the orthogonalized directions, in the same order. It is called for a matrix after its `fill`,
-                and maybe after the `fill` of the following matrix.
-            names: Full names of their parameters.
+            fill: Writes the directions of the matrix with this number to a flat bf16 host tensor.
+            use: Receives the orthogonalized directions, in the same order. The call for a matrix may come after the
+                `fill` of the next matrix.
+            names: Full names of the matrices' parameters.
         """
         ...
 
 
 class HostMatrices:
-    """Orthogonalizes matrices on the processor; see `Matrices`. Thread-safe."""
+    """Orthogonalizes matrices on the CPU; see `Matrices`. Thread-safe."""
 
     def make_each(
         self,
@@ -92,14 +92,13 @@ class HostMatrices:
 
 
 class DeviceMatrices:
-    """Orthogonalizes matrices of the host on a device; see `Matrices`.
+    """Orthogonalizes matrices in RAM on a device; see `Matrices`. Thread-safe, with serialized calls.
 
-    While one matrix is on the device, the host uses the previous one and fills the following one. On a GPU, the work
-    has a separate stream, so the host waits only for its matrices, not for queued layers. Thread-safe; calls are
-    serialized.
+    While the device works on one matrix, the host uses the previous one and fills the next one. A GPU runs this work on
+    a separate stream, so the host waits only for the matrices, not for queued layers.
 
     Args:
-        device: A CUDA device, or the CPU that emulates one.
+        device: A CUDA device, or a CPU device that emulates one.
 
     Attributes:
         moved_bytes: Bytes copied to the device; the same number is copied back.
@@ -110,16 +109,16 @@ class DeviceMatrices:
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._slabs: list[HostSlab] = []  # pinned while they live
+        self._slabs: list[HostSlab] = []  # keep the memory of the slots pinned
         self._slots: list[Tensor] = []
         self._matrix = self._room = torch.empty(0)
         self.moved_bytes, self.sent_s, self.fetched_s = 0, 0.0, 0.0
 
     def make_room(self, optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> None:
-        """Allocate for all later matrices: `host_bytes` of pinned memory, `device_bytes` on the device."""
+        """Allocate memory for matrices of these shapes: `host_bytes` of pinned RAM, `device_bytes` on the device."""
         with self._lock:
             most = _most_elements(shapes)
-            self._slots, self._slabs = [], []  # free the old ones first
+            self._slots, self._slabs = [], []  # free the old memory before allocating the new memory
             self._matrix = self._room = torch.empty(0)
             slabs = [HostSlab(DIRECTION_BYTES * most, pin=self._stream is not None) for _ in range(_NUM_SLOTS)]
             self._slabs, self._slots = slabs, [slab.tensor.view(torch.bfloat16)[:most] for slab in slabs]
@@ -147,7 +146,7 @@ class DeviceMatrices:
 
         with self._lock:
             for number, shape in enumerate(shapes):
-                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # its previous contents have been used
+                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # `use` is done with its old contents
                 fill(number, own)
                 under_way.append((number, own, self._queue(optimizer, own, shape, names[number])))
                 if len(under_way) == _NUM_SLOTS:
@@ -156,7 +155,7 @@ class DeviceMatrices:
                 use_first()
 
     def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Mark]:
-        """Send a matrix to the device, orthogonalize it, and fetch it; return the marks around each copy."""
+        """Queue the copy to the device, the orthogonalization and the copy back; return the marks around the copies."""
         with self._on_stream():
             matrix = self._matrix[: own.numel()]
             begun = self._mark()
@@ -176,12 +175,12 @@ class DeviceMatrices:
 
 
 class _Mark:
-    """A point in time: on the current stream of a GPU, or on the host."""
+    """A timestamp on the current stream of a GPU, or on the host."""
 
     def __init__(self, *, is_on_gpu: bool) -> None:
         self._event: Any = None
         self._at_s = 0.0
-        if is_on_gpu:  # a blocking event: the host sleeps instead of spinning
+        if is_on_gpu:  # waiting for a blocking event sleeps instead of spinning
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
         else:
@@ -193,7 +192,7 @@ class _Mark:
             self._event.synchronize()
 
     def seconds_to(self, later: _Mark) -> float:
-        """Return the seconds up to a later mark that has been waited for."""
+        """Return the seconds from this mark to a later mark, for which `wait` has returned."""
         if self._event is None:
             return later._at_s - self._at_s
         return float(self._event.elapsed_time(later._event)) / 1e3
@@ -208,11 +207,11 @@ def update_by_matrix(
     segments: Sequence[Segment],
     update: Update,
 ) -> None:
-    """Update a block group, with the directions of one or two matrices in memory at a time.
+    """Update a block group, while the directions of at most two matrices are in memory.
 
     Args:
         is_matrix: Returns whether a parameter is a matrix or a stack of matrices.
-        blocks: As in `Optimizer.update`; matrices are whole.
+        blocks: As in `Optimizer.update`, with whole matrices.
     """
     found: list[tuple[Segment, slice]] = []
     others: list[Segment] = []
@@ -222,9 +221,9 @@ def update_by_matrix(
             continue
         assert segment.stop - segment.start == math.prod(segment.shape), segment
         size = math.prod(segment.shape[-2:])
-        starts = range(segment.start, segment.stop, size)  # stacked experts, one by one
+        starts = range(segment.start, segment.stop, size)  # a stack is updated one matrix at a time
         found += [(segment.within(range(start, start + size)), slice(start, start + size)) for start in starts]
-    # Packed state holds no elements of matrices.
+    # Packed state contains no elements of matrices, so it is left out.
     like_weight = {name: block for name, block in blocks.items() if len(block) == len(gradient)}
 
     def step(make: Callable[..., None], number: int, directions: Tensor) -> None:
@@ -261,12 +260,12 @@ def matrix_elements(optimizer: MatrixOptimizer, layout: UnitLayout) -> int:
 
 
 def host_bytes(shapes: Collection[Shape]) -> int:
-    """Return the RAM of `DeviceMatrices` for these shapes."""
+    """Return the bytes of RAM that `DeviceMatrices` needs for these shapes."""
     return _NUM_SLOTS * round_up(DIRECTION_BYTES * _most_elements(shapes), PAGE_BYTES)
 
 
 def device_bytes(optimizer: MatrixOptimizer, device: torch.device, shapes: Collection[Shape]) -> int:
-    """Return the device memory of `DeviceMatrices` for these shapes."""
+    """Return the bytes of device memory that `DeviceMatrices` needs for these shapes."""
     if not shapes:
         return 0
     own = DIRECTION_BYTES * _most_elements(shapes) + _room_bytes(optimizer, shapes)

@@ -1,4 +1,4 @@
-"""Moments in less than 4 bytes: their formats, the code of int8, and random keys for rounding to bf16."""
+"""Moments with fewer than 4 bytes: storage formats, the code of int8, and random keys for rounding to bf16."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ STATE_DTYPES: dict[StateDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "int8": torch.uint8,
 }
-"""Dtype of the blocks, by the format of the moments in a config. The bytes of int8 are indexes into a code."""
+"""Dtype of the blocks, by the format of moments in a config. An int8 moment is stored as an index into a code."""
 
 BLOCK_ELEMENTS = 256
-"""Bytes that share an fp32 scale, as in bitsandbytes and torchao."""
+"""Number of one-byte moments that share an fp32 scale, as in bitsandbytes and torchao."""
 
 Array = np.ndarray[Any, Any]
 Code = tuple[Array, Array, Array]
 
 
 def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
-    """Return the kinds of block of one moment: `m`, and `m_scale` if it is in bytes."""
+    """Return the state kinds of one moment, such as `m`, and `m_scale` for int8."""
     moment = StateKind(name, STATE_DTYPES[state_dtype])
     if state_dtype != "int8":
         return (moment,)
@@ -47,16 +47,16 @@ def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
 
 
 def is_signed(name: str) -> bool:
-    """Return whether a moment is signed: all except `v`, the mean of squares."""
+    """Return whether a moment is signed. All are, except `v`, the mean of squares."""
     return name != "v"
 
 
 @lru_cache(maxsize=1 << 16)
 def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]:
-    """Return the key of the random bits that round the moments of a parameter in a step.
+    """Return the key of the random bits that round a parameter's moments in one step.
 
-    With an element's index in its parameter, the key determines the rounding. The rounding does not depend on where the
-    block lives, how it is cut, which rank updates it or with how many threads.
+    The key and an element's index in its parameter determine the rounding. The block's tier and parts, the rank and the
+    number of threads have no effect.
     """
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     first, second = np.frombuffer(digest, "<u4")
@@ -65,13 +65,14 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
 
 @cache
 def code_of(signed: bool) -> Code:
-    """Return the values of 256 bytes: the dynamic code of Dettmers et al. (2021), as in bitsandbytes and torchao.
+    """Return the dynamic 8-bit code of Dettmers et al. (2021), as in bitsandbytes and torchao.
 
-    Decimal exponents from 1e-6 to 1, each with twice the number of fractions of the one below it.
+    The code covers the decades from 1e-6 to 1. Each decade has twice as many values as the decade below it.
 
     Returns:
-        Values in ascending order; the border above each value, infinity for the last; and a table by the upper 16 bits
-        of an fp32 number: the number of borders below all such numbers. At most one more border is among them.
+        The 256 values in ascending order; the rounding boundary above each value (infinity for the last); and a lookup
+        table. For the upper 16 bits of an fp32 number, it contains how many boundaries are below all numbers with these
+        bits. At most one more boundary lies between these numbers.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -82,8 +83,8 @@ def code_of(signed: bool) -> Code:
     assert table.size == 256, table.size
     between = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
     if not signed:
-        # A mean of squares that is not 0 is never rounded to 0, because dividing a first moment by almost nothing is a
-        # huge step. Embedding rows of rare tokens next to frequent ones in a block are that small.
+        # A nonzero second moment is never rounded to 0, because dividing by almost 0 would make a huge update step.
+        # Second moments are this small if a block contains embedding rows of both rare and frequent tokens.
         between[0] = 0.0
     first = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     last = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
@@ -96,11 +97,7 @@ def code_of(signed: bool) -> Code:
 
 
 def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the bytes and scales of fp32 numbers, rounded like the kernels.
-
-    Args:
-        moments: 1-D, in host memory.
-    """
+    """Return the bytes and scales of 1-D fp32 moments in host memory, rounded like in the kernels."""
     _, between, _ = code_of(signed)
     padded = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)
     padded.reshape(-1)[: moments.numel()] = moments.detach().numpy()
@@ -112,6 +109,6 @@ def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode_moments(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 numbers that bytes encode."""
+    """Return the fp32 moments that bytes and scales encode."""
     values = torch.from_numpy(code_of(signed)[0])
     return values[codes.long()] * scales.repeat_interleave(BLOCK_ELEMENTS)[: codes.numel()]

@@ -1,4 +1,4 @@
-"""Muon: orthogonalizes the momentum of matrices before it is applied; AdamW updates all other parameters."""
+"""Muon: orthogonalizes the momentum of matrices before applying it. AdamW updates all other parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["COEFFICIENTS", "EPS", "Muon", "newton_schulz", "newton_schulz_bytes"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
+"""Coefficients of X, X X^T X and (X X^T)^2 X in the quintic iteration. Jordan et al., Muon (2024)."""
 EPS = 1e-7
 _ROOM_ALIGNMENT_BYTES = 256
 
@@ -38,20 +38,20 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
 ) -> None:
-    """Make all singular values of a matrix about 1, in place; its singular vectors stay.
+    """Bring all singular values of a matrix close to 1, in place, without changing its singular vectors.
 
     Args:
         matrix: [rows, columns] in bf16, contiguous, on any device.
         room: uint8 scratch of at least `newton_schulz_bytes`, on the same device.
         num_steps: Steps of the Newton-Schulz iteration.
-        eps: Minimum norm that the matrix is divided by.
+        eps: Minimum of the norm by which the matrix is divided.
     """
     a, b, c = coefficients
     rows, columns = matrix.shape
     side = min(rows, columns)
     free = room[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
     other, gram, poly = (part.view(side, -1) for part in torch.split(free, [matrix.numel(), side * side, side * side]))
-    # The iteration multiplies by squares of the smaller side, so a tall matrix is transposed meanwhile.
+    # The iteration multiplies by square matrices of the smaller side, so it works on the transpose of a tall matrix.
     is_tall = rows > columns
     x, y = (other.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, other)
     x.div_(x.norm().clamp(min=eps))
@@ -60,7 +60,8 @@ def newton_schulz(
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
         torch.addmm(x, poly, x, beta=a, out=y)
         x, y = y, x
-    lies_in_matrix = (num_steps % 2 == 1) == is_tall  # a wide `x` began in `matrix`, and each step swapped the buffers
+    # A wide `x` starts in `matrix`, a tall one in `other`, and each step swaps the buffers.
+    lies_in_matrix = (num_steps % 2 == 1) == is_tall
     if is_tall:
         matrix.copy_((y.copy_(x) if lies_in_matrix else x).T)
     elif not lies_in_matrix:
@@ -68,35 +69,35 @@ def newton_schulz(
 
 
 def newton_schulz_bytes(rows: int, columns: int) -> int:
-    """Return the scratch bytes of `newton_schulz`: one copy of the matrix, and two squares of the smaller side."""
+    """Return the scratch bytes of `newton_schulz`: a copy of the matrix, and two squares of its smaller side."""
     return 2 * (rows * columns + 2 * min(rows, columns) ** 2)
 
 
 class Muon:
-    """Muon for matrices, AdamW for the rest; see `megatrain.optim.base.Optimizer` for the contract.
+    """Muon for matrices, AdamW for all other parameters; see `megatrain.optim.base.Optimizer` for the contract.
 
-    8 bytes per parameter of a matrix, 12 of all others. For each matrix, each operation rounded to fp32 except the
-    iteration, which is in bf16::
+    It needs 8 bytes per matrix element and 12 bytes per other parameter. A matrix is updated as follows. The iteration
+    is in bf16, and all other operations are rounded to fp32::
 
         g = grad * grad_scale
         m = m + (g - m) * (1 - momentum)
-        u = newton_schulz(g + (m - g) * momentum)         # without nesterov: of m
+        u = newton_schulz(g + (m - g) * momentum)         # without nesterov: newton_schulz(m)
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
-    A parameter of more than two dimensions is a batch of matrices, such as stacked experts; each matrix is
-    orthogonalized separately. So is each logical matrix of a fused parameter, with the factor of its shape. An update
-    needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes the
-    products on the device that computes the model, wherever the blocks are at home (`megatrain.optim.matrices`), so
-    the bits are equal. All other operations are elementwise.
+    A parameter with more than two dimensions is a batch of matrices, such as stacked experts. Each matrix of a batch
+    and each logical matrix of a fused parameter is orthogonalized separately, with the factor of its own shape. An
+    update needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes
+    the products on the device that computes the model, independent of the homes of the blocks
+    (`megatrain.optim.matrices`), so results do not depend on these homes. All other operations are elementwise.
 
     Args:
-        adamw: Updates the parameters outside of such matrices.
-        is_matrix: Returns whether a parameter consists of such matrices, by full name and shape.
+        adamw: Optimizer of the parameters that are not matrices.
+        is_matrix: Returns whether Muon updates a parameter, given its full name and shape.
         momentum: At least 0 and below 1.
-        nesterov: Look one step of momentum ahead.
-        adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" 0.2 * sqrt(max(rows, columns)). The
-            latter makes updates as large as AdamW's, so one learning rate serves both.
-        matrices: Orthogonalizes the matrices of `update`; default: on the host.
+        nesterov: Whether to use Nesterov momentum.
+        adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" is 0.2 * sqrt(max(rows, columns)). The
+            latter makes updates as large as AdamW's, so one learning rate fits both.
+        matrices: Orthogonalizes the matrices in `update`; default: on the host.
         fused: Parameters that hold several logical matrices, by full name.
     """
 
@@ -125,22 +126,22 @@ class Muon:
 
     @property
     def piece_bytes(self) -> int:
-        """Scratch bytes of the kernels: none."""
+        """Scratch bytes of the kernels, which need none."""
         return 0
 
     @property
     def threads(self) -> KernelThreads:
-        """Threads of the elementwise updates."""
+        """Threads that compute the elementwise updates."""
         return self.adamw.threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master, `m`, and `v` for the parameters that AdamW updates."""
+        """Return the master, `m`, and `v`, which exists only for the parameters that AdamW updates."""
         first = StateKind("m", torch.float32)
         second = StateKind("v", torch.float32, lambda entry: 0 if self.is_matrix_of(entry) else entry.numel)
         return (*master_kinds(split_master), first, second)
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return whether a parameter consists of such matrices."""
+        """Return whether Muon updates a parameter as matrices."""
         return self.is_matrix(entry.name, entry.shape)
 
     def workspace_bytes(self, entry: TensorEntry) -> int:
@@ -153,7 +154,7 @@ class Muon:
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Apply one step in place; see `megatrain.optim.base.Optimizer.update`. Matrices come whole."""
+        """Apply one step in place; see `megatrain.optim.base.Optimizer.update`. Blocks must contain whole matrices."""
 
         def is_matrix(segment: Segment) -> bool:
             return self.is_matrix(segment.name, segment.shape)
@@ -175,7 +176,7 @@ class Muon:
                 self._make_direction(blocks, gradient, inside, update, directions[segment.start : segment.stop])
 
     def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
-        """Make each logical matrix of a matrix orthogonal, in place."""
+        """Orthogonalize each logical matrix of a parameter's matrix, in place."""
         fused, make = self.fused.get(name), partial(self._newton_schulz, room)
         if fused is None:
             make(matrix)
@@ -185,7 +186,7 @@ class Muon:
             if not fused.needs_copies:
                 make(view.flatten(dim, dim + 1))
                 continue
-            # The rest of the scratch is as large as for the whole matrix.
+            # The remaining scratch is large enough even for the whole matrix.
             taken = DIRECTION_BYTES * view.numel()
             own = room[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
             self._newton_schulz(room[round_up(taken, _ROOM_ALIGNMENT_BYTES) :], own.flatten(dim, dim + 1))
@@ -195,12 +196,12 @@ class Muon:
         newton_schulz(matrix, room, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the scratch bytes of `orthogonalize`, for any logical matrices."""
+        """Return the scratch bytes of `orthogonalize`, for any division into logical matrices."""
         copied = round_up(DIRECTION_BYTES * rows * columns, _ROOM_ALIGNMENT_BYTES) if self._copies_matrices else 0
         return copied + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations of `orthogonalize`: per step, two products with the matrix and one of squares."""
+        """Return the FLOPs of `orthogonalize`. A step has two products with the matrix and one of square matrices."""
         fused = self.fused.get(name)
         if fused is not None:
             return sum(self.orthogonalize_flops(*shape) for shape in fused.shapes(rows, columns))
@@ -233,14 +234,14 @@ class Muon:
             return
         inside = slice(segment.start, segment.stop)
         own = {name: block[inside] for name, block in blocks.items() if name != "v"}
-        start = segment.state_starts["v"]  # set by build_segments if it receives the kinds
+        start = segment.state_starts["v"]  # build_segments sets it if it receives the kinds
         own["v"] = blocks["v"][start : start + size]
         self.adamw.update(own, gradient[inside], (replace(segment, start=0, stop=size),), update)
 
     def _make_direction(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, elements: range, update: Update, directions: Tensor
     ) -> None:
-        from megatrain.optim import kernels  # late: importing numba takes half a second, and only updates need it
+        from megatrain.optim import kernels  # imported late, because importing numba takes half a second
 
         num_elements = gradient.numel()
         assert update.step >= 1, update.step
@@ -262,7 +263,7 @@ class Muon:
         )
 
     def _logical_matrices(self, segment: Segment) -> Iterator[tuple[range, tuple[int, int]]]:
-        """Yield the ranges of a segment with one factor each, and the shape that determines the factor."""
+        """Yield ranges of a segment that have one learning rate factor, each with the shape that determines it."""
         rows, columns = segment.shape[-2:]
         fused = self.fused.get(segment.name)
         shapes = [(rows, columns)] if fused is None else fused.shapes(rows, columns)
@@ -274,7 +275,7 @@ class Muon:
             yield range(first + shift, stop + shift), shapes[number]
 
     def _ratio(self, rows: int, columns: int) -> float:
-        """Return the factor on a matrix's learning rate."""
+        """Return the factor on the learning rate for a matrix of this shape."""
         return math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
 
     def _apply_direction(
@@ -286,7 +287,7 @@ class Muon:
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the weights of some elements of a matrix, or of a stack of matrices."""
+        """Update the weights of a range of elements in a matrix or in a stack of matrices."""
         from megatrain.optim import kernels
 
         lr = update.lr * segment.lr_scale
@@ -306,7 +307,7 @@ class Muon:
         )
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels for these kinds of master and gradient."""
+        """Compile or load the kernels for these formats."""
         formats = list(formats)
         self.adamw.warm_up(formats)
         matrix, numbers = Segment(0, 1, 0.0, shape=(1, 1)), Update(step=1, lr=0.0)

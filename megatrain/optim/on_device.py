@@ -1,4 +1,4 @@
-"""Updates and norms of blocks in the memory of a compute device, bit-identical to the host's kernels."""
+"""Updates and gradient norms of blocks in device memory, bit-identical to the host's kernels."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megatrain.optim.moments import code_of, is_signed
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer
 
-#: Rows of a block of `kernels.squared_norms` that are loaded concurrently.
+#: Number of rows of a norm block that a Triton program loads concurrently.
 _UNROLLED = 16
-#: Elements per piece of a norm without Triton, whole blocks: bounds the fp64 temporary to 32 MiB.
+#: Elements per piece of a norm without Triton: whole blocks, with an fp64 temporary of at most 32 MiB.
 _PIECE_ELEMENTS = 1 << 22
 
 __all__ = [
@@ -52,21 +52,21 @@ __all__ = [
 
 
 class DeviceKernelError(RuntimeError):
-    """Updates on a GPU are impossible: no kernel exists, or Triton is missing."""
+    """Updates on a GPU are impossible, because no kernel exists or Triton is missing."""
 
 
-#: Blocks of one group by kind, its gradient, and the ranges to update, as in `Optimizer.update`.
+#: Blocks of a group by kind, the group's gradient, and the ranges to update, as in `Optimizer.update`.
 UpdateGroup = tuple[Mapping[str, Tensor], Tensor, Sequence[Segment]]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTable:
-    """Addresses of ranges that one launch updates. Valid while their blocks do not move.
+    """Addresses of ranges that one kernel launch updates. The table is valid while the blocks do not move.
 
     Attributes:
-        rows: The table on the device, ``[num_rows, columns]``, see `triton_kernels`.
-        examples: Empty tensors with the dtypes of the arrays, in the order of the kernel's arguments.
-        segment: The settings of all ranges.
+        rows: Address table on the device, ``[num_rows, columns]``; see `triton_kernels`.
+        examples: Empty tensors with the arrays' dtypes, in the order of the kernel's arguments.
+        segment: Settings of all ranges.
     """
 
     rows: Tensor
@@ -77,17 +77,17 @@ class UpdateTable:
 
 @runtime_checkable
 class TableOptimizer(Protocol):
-    """An optimizer of a device that updates many block groups in one launch, with the same bits as separate updates.
+    """A device optimizer that can update many block groups in one launch, bit-identical to separate updates.
 
     Its updates accept an `Update.decision`.
     """
 
     def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
-        """Return the addresses of tensors: tables are valid while the addresses of their blocks do not change."""
+        """Return the addresses of tensors. A table stays valid while the addresses of its blocks do not change."""
         ...
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateTable] | None:
-        """Return tables that update all block groups, one per setting; None if they need separate launches."""
+        """Return one table per setting for all block groups, or None if the groups need separate launches."""
         ...
 
     def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
@@ -98,15 +98,15 @@ class TableOptimizer(Protocol):
 class TritonOptimizer:
     """An optimizer over flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
-    Its bits equal the host's, so a block group may be updated in either place; only the payload of a NaN depends on the
-    processor. Unlike the contract, `update` queues the work on the current stream of the blocks' device and returns
-    before it is done.
+    It is bit-identical to the host optimizer, except for the payload of a NaN, so either one may update a block group.
+    Unlike in the contract, `update` queues the work on the current stream of the blocks' device and returns before the
+    work is done.
 
     Args:
-        host: The host optimizer, which defines the kinds of state, the scalars, and the name of the kernel.
+        host: Host optimizer, which defines the kinds of state, the scalars, and the name of the kernel.
 
     Raises:
-        DeviceKernelError: Triton is not installed, or this optimizer has no kernel.
+        DeviceKernelError: Triton is not installed, or the optimizer has no Triton kernel.
     """
 
     def __init__(self, host: ElementwiseOptimizer) -> None:
@@ -114,9 +114,7 @@ class TritonOptimizer:
         self._kernels = _import_kernels()
         self._rule: Any = self._kernels.RULES.get(host.kernel_name)
         if self._rule is None:
-            raise DeviceKernelError(
-                f"there is no kernel of {host.kernel_name} for a GPU: let the host make the updates"
-            )
+            raise DeviceKernelError(f"{host.kernel_name} has no GPU kernel. Run the updates on the host")
         self._tables: dict[torch.device, list[Tensor | None]] = {}
         self._known_scalars: tuple[Update | None, dict[tuple[float, float], tuple[float, tuple[float, ...]]]] = (
             None,
@@ -134,7 +132,7 @@ class TritonOptimizer:
 
         Args:
             blocks: Flat tensors by kind, all on one GPU.
-            gradient: On the same GPU; fp32 or bf16; unchanged.
+            gradient: fp32 or bf16 gradient on the same GPU; unchanged.
             segments: Ranges to update, without overlap.
         """
         num_elements = gradient.numel()
@@ -143,7 +141,7 @@ class TritonOptimizer:
         codes = self._codes(gradient.device)
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
-        with torch.accelerator.device_index(gradient.device.index):  # launches use the current device
+        with torch.accelerator.device_index(gradient.device.index):  # Triton launches on the current device
             for segment in segments:
                 assert 0 <= segment.start <= segment.stop <= num_elements, (segment, num_elements)
                 count = segment.stop - segment.start
@@ -182,10 +180,7 @@ class TritonOptimizer:
         return [tensor.data_ptr() for tensor in tensors]
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
-        """Return tables; see `TableOptimizer`.
-
-        None for moments in bf16 and int8, and if a range is not aligned to 16.
-        """
+        """Return tables; see `TableOptimizer`. None for bf16 and int8 moments, and if a range is not aligned to 16."""
         if not self._host.has_rows:
             return None
         alignment, block_elements = self._kernels.ROW_ALIGNMENT, self._kernels.BLOCK_ELEMENTS
@@ -230,7 +225,7 @@ class TritonOptimizer:
                 )
 
     def _arrays(self, blocks: Mapping[str, Tensor], gradient: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Return the blocks in the kernel's format: by kind, and in argument order with the gradient last."""
+        """Return the blocks in the kernel's format, once by kind and once in argument order, with the gradient last."""
         known = {
             kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
             for kind in self.state_kinds("low" in blocks)
@@ -240,7 +235,7 @@ class TritonOptimizer:
         return known, [known["weight"], known.get("low"), *moments, grad]
 
     def _scalars(self, segment: Segment, update: Update) -> tuple[float, tuple[float, ...]]:
-        """Return the kernel's scalars as Python numbers, cached for one update, because most parameters share them."""
+        """Return the kernel's scalars as Python numbers. Most parameters share them, so they are cached."""
         if self._known_scalars[0] != update:
             self._known_scalars = (update, {})
         known, settings = self._known_scalars[1], (segment.weight_decay, segment.lr_scale)
@@ -250,7 +245,7 @@ class TritonOptimizer:
         return known[settings]
 
     def _codes(self, device: torch.device) -> list[Tensor | None]:
-        """Return the code of each moment in device memory, with its cells, or None for a moment without a code."""
+        """Return the code and the cells of each moment in device memory, or None for moments without a code."""
         if device not in self._tables:
             found: list[Tensor | None] = []
             for name in MOMENTS:
@@ -263,16 +258,12 @@ class TritonOptimizer:
         return self._tables[device]
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile the kernel for these kinds of master and gradient, on the current device: 1 to 2 s each."""
+        """Compile the kernel for these formats on the current device; each format takes 1 to 2 s."""
         _warm_up(self, self._kernels, formats)
 
 
 class TritonWeightAverage:
-    """`WeightAverage` over flat blocks on a GPU; like `TritonOptimizer` for its optimizer.
-
-    Raises:
-        DeviceKernelError: As in `TritonOptimizer`.
-    """
+    """`WeightAverage` over flat blocks on a GPU; updates and raises errors like `TritonOptimizer`."""
 
     def __init__(self, host: WeightAverage) -> None:
         assert isinstance(host.inner, ElementwiseOptimizer), host.inner
@@ -286,7 +277,7 @@ class TritonWeightAverage:
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Queue one step of one block group, and its average; see `TritonOptimizer.update`."""
+        """Queue one step of one block group and the update of its average; see `TritonOptimizer.update`."""
         own = {name: block for name, block in blocks.items() if name != EMA.name}
         self._inner.update(own, gradient, segments, update)
         kinds = (*master_kinds("low" in blocks), EMA)
@@ -307,13 +298,13 @@ class TritonWeightAverage:
                     )
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile the kernels for these kinds of master and gradient, on the current device."""
+        """Compile the kernels for these formats on the current device."""
         _warm_up(self, self._kernels, formats)
 
 
 def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleType, formats: Iterable[Format]) -> None:
     device = "cpu" if kernels.IS_INTERPRETED else "cuda"
-    # One length that is a multiple of 16 and one that is not: the kernel is compiled for each.
+    # Triton specializes on lengths that are multiples of 16, so both kinds of length are compiled.
     size = MOMENT_BLOCK_ELEMENTS + 17
     segments = (Segment(0, MOMENT_BLOCK_ELEMENTS, 0.0), Segment(MOMENT_BLOCK_ELEMENTS, size, 0.0))
     for split_master, dtype in formats:
@@ -333,10 +324,10 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
 
 
 def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return a table for kernels and the number of its programs. No host sync.
+    """Return an address table for kernels, and the number of programs that it needs. No host sync.
 
     Args:
-        rows: Number of elements, then addresses, in the order of `triton_kernels.ROW_COLUMNS`.
+        rows: Rows of a number of elements and addresses, in the order of `triton_kernels.ROW_COLUMNS`.
     """
     num_programs, width = 0, len(_import_kernels().ROW_COLUMNS)
     numbers = list[list[int]]()
@@ -350,24 +341,24 @@ def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: 
 
 
 def _import_kernels() -> ModuleType:
-    """Import the kernels, and so Triton, only in runs that update on a GPU."""
+    """Import the kernels. Only runs that update on a GPU call this, because it imports Triton."""
     try:
         from megatrain.optim import triton_kernels
     except ImportError as error:
         raise DeviceKernelError(
-            f"updates on a GPU need Triton, which cannot be imported ({error}). PyTorch's builds for CUDA include it: "
-            "install one of them, or let the host make the updates"
+            f"updates on a GPU need Triton, which cannot be imported ({error}). Install a CUDA build of PyTorch, which "
+            "includes Triton, or run the updates on the host"
         ) from error
     return triton_kernels
 
 
 def _as_int32(bits: int) -> int:
-    """Return 32 bits as a signed number, which Triton passes in 32 bits."""
+    """Return 32 bits as a signed number, because Triton passes signed numbers of this size as 32 bits."""
     return (int(bits) ^ 0x80000000) - 0x80000000
 
 
 def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granularity: int = 1) -> Tensor:
-    """Return a block in the kernel's format: bf16 as its 16 bits."""
+    """Return a block in the kernel's format, in which bf16 is passed as int16."""
     tensor = tensor.detach()
     assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
     assert tensor.device == gradient.device, (name, tensor.device, gradient.device)
@@ -377,20 +368,20 @@ def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granu
 
 
 def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """Return the optimizer for blocks on a device, with the same bits as the host optimizer.
+    """Return the optimizer for blocks on a device, bit-identical to the host optimizer.
 
     Args:
-        optimizer: The host optimizer.
-        device: Device of the blocks: a CUDA device, or the CPU that emulates one (`advanced.emulate_gpu`).
+        optimizer: Host optimizer.
+        device: Device of the blocks: a CUDA device, or a CPU device that emulates one (`advanced.emulate_gpu`).
 
     Raises:
-        DeviceKernelError: This optimizer runs only on the host; the text gives the reason.
+        DeviceKernelError: The optimizer runs only on the host; the message gives the reason.
     """
     updating = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
     if isinstance(updating, MatrixOptimizer):
-        raise DeviceKernelError(f"for {type(updating).__name__}, the GPU makes only the matrix products")
+        raise DeviceKernelError(f"for {type(updating).__name__}, the GPU computes only the matrix products")
     if not isinstance(updating, ElementwiseOptimizer):
-        raise DeviceKernelError(f"{type(updating).__name__} has no kernel for a GPU")
+        raise DeviceKernelError(f"{type(updating).__name__} has no GPU kernel")
     if device.type == "cpu":
         return optimizer
     return TritonWeightAverage(optimizer) if isinstance(optimizer, WeightAverage) else TritonOptimizer(updating)
@@ -399,8 +390,8 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
 def device_squared_norm(gradient: Tensor) -> Tensor:
     """Return the fp64 sum of squares of one block group's gradient, a scalar on its device. No host sync.
 
-    Has the bits of `clip.squared_norm`, wherever the gradient lives. Two Triton launches read the gradient once. It
-    takes more than a thousand small launches without Triton, which are correct but slow.
+    The result is bit-identical to `clip.squared_norm`. With Triton, two launches read the gradient once. Without
+    Triton, it takes more than a thousand small launches.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
@@ -409,7 +400,7 @@ def device_squared_norm(gradient: Tensor) -> Tensor:
 
 
 def device_partials(gradient: Tensor) -> Tensor:
-    """Return the sum of squares of each `kernels.NORM_BLOCK_ELEMENTS` of a gradient: [blocks], fp64, on its device."""
+    """Return the fp64 sums of squares of every `kernels.NORM_BLOCK_ELEMENTS` elements: [blocks], on the same device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat, triton_kernels = gradient.detach(), _kernels_for(gradient)
@@ -419,7 +410,7 @@ def device_partials(gradient: Tensor) -> Tensor:
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
-    """Return the sums of a gradient, or of the gradients in a table, which share its dtype and device."""
+    """Return the partial sums of `gradient`, or those of the gradients in `table`, which have its dtype and device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat = _flat("gradient", gradient, gradient.dtype, gradient)
@@ -440,7 +431,7 @@ def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | N
     return partials
 
 
-#: Tables by addresses and lengths of gradients, which do not move between steps.
+#: Cached tables by addresses and lengths of gradients, because gradients rarely move between steps.
 _norm_tables: OrderedDict[tuple[object, ...], tuple[Tensor, int]] = OrderedDict()
 _MOST_NORM_TABLES = 1024
 
@@ -466,7 +457,7 @@ def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_partials(partials: Tensor) -> Tensor:
-    """Return the sum of fp64 numbers, added one after the other: a scalar on their device."""
+    """Return the sum of fp64 numbers, added sequentially: a scalar on their device."""
     total = torch.zeros((), dtype=torch.float64, device=partials.device)
     triton_kernels = _kernels_for(partials)
     if triton_kernels is None:
@@ -502,7 +493,7 @@ def _kernels_or_none() -> ModuleType | None:
 
 
 def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) -> Tensor:
-    """Add the same values as the kernel, in the same order."""
+    """Return the partial sums of a gradient, added in the same order as in the Triton kernel."""
     found: list[Tensor] = []
     for piece in torch.split(gradient, max(block_elements, _PIECE_ELEMENTS // block_elements * block_elements)):
         count = -(-piece.numel() // block_elements)
@@ -510,7 +501,7 @@ def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) ->
         squares[: piece.numel()] = piece
         rows = squares.square_().view(count, block_elements // num_lanes, num_lanes)
         lanes = torch.zeros(count, num_lanes, dtype=torch.float64, device=gradient.device)
-        for row in range(-(-min(piece.numel(), block_elements) // num_lanes)):  # the rest is zeros
+        for row in range(-(-min(piece.numel(), block_elements) // num_lanes)):  # all later rows are zeros
             lanes += rows[:, row]
         partials = torch.zeros(count, dtype=torch.float64, device=gradient.device)
         for lane in range(num_lanes):

@@ -1,4 +1,4 @@
-"""Optimizers of installed packages: found by an entry point, and made with the arguments of a config."""
+"""Optimizers from installed packages, found by entry point and constructed with the arguments in a config."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatrain.optim.base import Optimizer
 
 __all__ = ["ENTRY_POINT_GROUP", "OptimizerError", "available_optimizers", "make_custom_optimizer"]
 
-#: Group of the entry points that name optimizers: classes, or functions that return one.
+#: Entry point group of optimizers. Each entry point is a class, or a function that returns an optimizer.
 ENTRY_POINT_GROUP = "megatrain.optimizers"
 
 
 class OptimizerError(ValueError):
-    """A setting of the optimizer is impossible; the text names the key and the remedy."""
+    """An optimizer setting is invalid. The message contains the config key and the remedy."""
 
 
 def available_optimizers() -> tuple[str, ...]:
-    """Return the sorted names of optimizers in installed packages. Imports none of them."""
+    """Return the sorted names of optimizers in installed packages, without importing the packages."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
@@ -30,36 +30,37 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
         arguments: Passed by keyword.
 
     Raises:
-        OptimizerError: no package or several have it, it cannot be imported or made, or it is not an optimizer.
+        OptimizerError: No package or several packages define it, it cannot be imported or constructed, or it is not an
+            optimizer.
     """
     where = f'optimizer.custom_optimizer = "{name}"'
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         known = ", ".join(available_optimizers()) or "none"
         raise OptimizerError(
-            f"{where}: no installed package has an optimizer of this name; there are: {known}. Install the package "
-            f"that brings it (its entry point in the group '{ENTRY_POINT_GROUP}' has that name)"
+            f"{where}: no installed package has an optimizer with this name. Available: {known}. Install the package "
+            f"whose entry point in the group '{ENTRY_POINT_GROUP}' has this name"
         )
     if len({point.value for point in points}) > 1:
         places = " and ".join(sorted(_place_of(point) for point in points))
-        raise OptimizerError(f"{where} is in {places}: uninstall one of them")
+        raise OptimizerError(f"{where} is defined in {places}. Uninstall one of them")
     place = _place_of(points[0])
     try:
         factory = points[0].load()
-    except Exception as cause:  # importing a module may raise anything
-        text = f"{where} of {place} cannot be imported: {type(cause).__name__}: {cause}"
-        raise OptimizerError(f"{text}. Install what it needs, or another version of it") from cause
+    except Exception as cause:  # importing a module can raise any error
+        text = f"{where} from {place} cannot be imported: {type(cause).__name__}: {cause}"
+        raise OptimizerError(f"{text}. Install its missing dependencies, or a different version of it") from cause
     try:
         made = factory(**arguments)
-    except Exception as cause:  # unknown arguments, or refused values
-        text = f"{where} of {place} cannot be made of optimizer.optim_args: {type(cause).__name__}: {cause}"
+    except Exception as cause:  # the arguments may be unknown or invalid
+        text = f"{where} from {place} rejects optimizer.optim_args: {type(cause).__name__}: {cause}"
         raise OptimizerError(text) from cause
     if not isinstance(made, Optimizer):
-        text = f"{where} of {place} is a {type(made).__name__}, which lacks something of megatrain.optim.base.Optimizer"
+        text = f"{where} from {place} is a {type(made).__name__}, not a megatrain.optim.base.Optimizer"
         raise OptimizerError(f"{text}: state_kinds, update, warm_up. Its tests: megatrain.optim.testing.OptimizerSuite")
     names = [kind.name for kind in made.state_kinds(True)]
     if names[:2] != ["weight", "low"] or len(set(names)) != len(names):
-        text = f"{where} of {place}: its kinds of state are {', '.join(names)}"
+        text = f"{where} from {place}: its kinds of state are {', '.join(names)}"
         raise OptimizerError(f"{text}; weight and low must come first, and names must be unique")
     return made
 

@@ -11,9 +11,9 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, Listed, Table, all_alter, key
 
-#: Format of moments.
+#: Storage format of moments.
 StateDtype = Literal["float32", "bfloat16", "int8"]
-#: Rule for the factor of Muon's learning rate, by the shape of a matrix.
+#: Rule that computes Muon's learning rate factor from the shape of a matrix.
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 
@@ -25,20 +25,16 @@ class ParameterGroupConfig(Table):
         min_length=1,
         examples=[["*norm*"]],
     )
-    learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
-    lr_mult: float | None = key("Factor on the optimizer's learning rate; excludes learning_rate.", None, gt=0)
-    weight_decay: float | None = key("Weight decay of those that decay. Not set: the optimizer's.", None, ge=0)
+    learning_rate: float | None = key("Peak learning rate. Not set: optimizer.learning_rate.", None, gt=0)
+    lr_mult: float | None = key("Factor on optimizer.learning_rate; not together with learning_rate.", None, gt=0)
+    weight_decay: float | None = key("Their weight decay. Not set: optimizer.weight_decay.", None, ge=0)
 
     def matches(self, name: str) -> bool:
         """Return whether a parameter is in the group; globs are case-sensitive."""
         return any(fnmatchcase(name, glob) for glob in self.params)
 
     def lr_scale(self, learning_rate: float) -> float:
-        """Return the factor on the learning rate of the step.
-
-        Args:
-            learning_rate: the optimizer's peak learning rate.
-        """
+        """Return the factor on the learning rate of a step, given the optimizer's peak learning rate."""
         return (self.lr_mult or 1.0) if self.learning_rate is None else self.learning_rate / learning_rate
 
 
@@ -46,7 +42,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 
     optim: Literal["adamw", "lion", "sgd", "adafactor", "muon", "custom"] = key(
-        "State in addition to the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost 0. "
+        "Optimizer. State per parameter, besides the 4-byte master: adamw 8 bytes, lion and sgd 4, adafactor almost 0. "
         "muon: 4 for matrices, and adamw's 8 for embeddings, heads, norms and biases. custom: an optimizer of an "
         "installed package.",
         "adamw",
@@ -61,7 +57,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     )
     ema_decay: float = key(
         "Decay of an exponential moving average of the fp32 weights, e.g. 0.999; 4 more bytes per parameter. It "
-        "starts as a copy of the weights and changes with every update; `export --ema` writes it. 0: none.",
+        "starts as a copy of the weights and changes with every update; `export --ema` writes it. 0: no average.",
         0.0,
         ge=0,
         lt=1,
@@ -79,7 +75,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         ("*bias*", "*norm*", "*embed*"),
     )
     adam_beta1: float = key(
-        "adamw: decay of the first moment. lion: its weight in the direction.",
+        "adamw: decay of the first moment. lion: weight of the moment in the update direction.",
         0.9,
         ge=0,
         lt=1,
@@ -87,7 +83,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         used_if={"optim": ["adamw", "lion", "muon"]},
     )
     adam_beta2: float = key(
-        "adamw: decay of the second moment. lion: of its moment, 0.99 by default.",
+        "adamw: decay of the second moment. lion: decay of the moment, 0.99 by default.",
         0.95,
         ge=0,
         lt=1,
@@ -104,15 +100,15 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     muon_ns_steps: int = key("muon: steps of the Newton-Schulz iteration.", 5, ge=1, le=99, used_if={"optim": ["muon"]})
     muon_adjust_lr: AdjustLr = key(
         "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so one "
-        "rate also serves the parameters that adamw updates. original: sqrt(max(1, rows / columns)); set the rate"
-        " of adamw's parameters by groups.",
+        "rate also fits the parameters that adamw updates. original: sqrt(max(1, rows / columns)); set the rate"
+        " of adamw's parameters in optimizer.groups.",
         "match_rms_adamw",
         used_if={"optim": ["muon"]},
     )
     muon_fused: Literal["auto", "parts", "whole"] = key(
         "muon: treatment of a parameter that fuses several matrices (q, k and v; gate and up). parts: "
-        "orthogonalize each matrix. whole: treat the parameter as one matrix, as in earlier versions. auto: as in"
-        " the checkpoint, else parts.",
+        "orthogonalize each matrix. whole: treat the parameter as one matrix, like earlier versions. auto: as in"
+        " the resumed checkpoint, else parts.",
         "auto",
         used_if={"optim": ["muon"]},
     )
@@ -149,14 +145,14 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     )
     warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=HF_AXOLOTL)
     layer_decay: float = key(
-        "Factor on the learning rate per layer between a parameter and the head, as in timm: parameters after the"
-        " last layer have the full rate, the last layer this factor, the layer before its square, embeddings the "
-        "smallest rate.",
+        "Factor on the learning rate for each layer between a parameter and the head, as in timm: parameters after the"
+        " last layer have the full rate, the last layer has this factor, the layer before it its square, embeddings the"
+        " smallest rate.",
         1.0,
         gt=0,
         le=1,
     )
-    groups: Listed[ParameterGroupConfig] = key("Parameters with another learning rate or weight decay.", ())
+    groups: Listed[ParameterGroupConfig] = key("Parameters with a different learning rate or weight decay.", ())
 
     @model_validator(mode="before")
     @classmethod
@@ -167,10 +163,10 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
 
     @property
     def defers_updates(self) -> bool:
-        """Whether updates wait for the norm of all gradients, which are all held until then.
+        """Whether all gradients of a step are held until their global norm is known.
 
-        Without clipping, "stop" can end the run at the first layer that is not finite, because the state after a
-        stopped step is not used. "skip" must know the last gradient of a step before its first update.
+        Without clipping, "stop" can end the run at the first non-finite layer, because the state after a stopped step
+        is not used. "skip" must check the last gradient of a step before it applies the first update.
         """
         return self.clip_scope == "global" and (self.max_grad_norm > 0 or self.nonfinite == "skip")
 
@@ -198,5 +194,5 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         return not only_warmup or (self.has_warmup and 0 < self.warmup_steps < 1)
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the linear warm-up steps in a run of ``num_steps``; a fraction is rounded up (transformers 5)."""
+        """Return the number of linear warm-up steps in ``num_steps``; fractions are rounded up (as transformers 5)."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(num_steps * self.warmup_steps)

@@ -1,4 +1,4 @@
-"""OptimizerSuite: tests to inherit, for everything that the engine requires of an optimizer."""
+"""Inheritable tests that check everything the engine requires of an optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.optim.base import Optimizer, Segment, Update, build_segments
 
 __all__ = ["OptimizerSuite"]
 
-_PART = 65_536  # alignment of the parts of a layout
+_PART = 65_536  # parts of a layout are aligned to this number of elements
 Blocks = dict[str, Tensor]
 
 
@@ -28,11 +28,11 @@ class OptimizerSuite:
     """
 
     def make_optimizer(self) -> Optimizer:
-        """Return a new optimizer with the same settings each time."""
+        """Return a new optimizer, always with the same settings."""
         raise NotImplementedError
 
     def make_layout(self) -> UnitLayout:
-        """Return the parameters of the tests: matrices, stacked matrices, a vector, and a single element."""
+        """Return the tested parameters: matrices, stacked matrices, a vector, and a single element."""
         shapes = [("up", (40, 72)), ("experts", (3, 16, 24)), ("norm", (72,)), ("scale", (1,)), ("down", (72, 40))]
         return build_layout("layer", shapes, True)
 
@@ -44,10 +44,10 @@ class OptimizerSuite:
         for split_master, first in ((True, ["weight", "low"]), (False, ["weight"])):
             names = [kind.name for kind in optimizer.state_kinds(split_master)]
             assert names[: len(first)] == first, names
-            assert len(set(names)) == len(names), f"two kinds have one name: {names}"
+            assert len(set(names)) == len(names), f"two kinds have the same name: {names}"
             assert not any(set(name) & set("./") or name.startswith("grad") for name in names), names
         plain, split = ({kind.name for kind in optimizer.state_kinds(each)} for each in (False, True))
-        assert split - plain == {"low"}, "the state differs between the kinds of master"
+        assert split - plain == {"low"}, "fp32 and split masters have different state"
 
     def test_it_can_be_warmed_up_twice(self) -> None:
         optimizer = self.make_optimizer()
@@ -63,27 +63,31 @@ class OptimizerSuite:
         given = gradient.clone()
         segments = self._segments(optimizer, layout)
         optimizer.update(blocks, gradient, [], Update(1, 1e-2))
-        assert self._same(blocks, before), "an update of no segment changed something"
+        assert self._same(blocks, before), "an update without segments changed a block"
         chosen = segments[::2]
         optimizer.update(blocks, gradient, chosen, Update(1, 1e-2))
-        assert torch.equal(gradient, given), "the gradient was changed"
+        assert torch.equal(gradient, given), "the update changed the gradient"
         mine = torch.zeros(layout.num_elements, dtype=torch.bool)
         for segment in chosen:
             mine[segment.start : segment.stop] = True
         moved = blocks["weight"] != before["weight"]
-        assert not moved[~mine].any(), "weights outside of the segments changed: other parameters, or padding"
-        assert moved[mine].float().mean() > 0.5, "hardly a weight moved"
+        assert not moved[~mine].any(), (
+            "the update changed weights outside of the segments: other parameters, or padding"
+        )
+        assert moved[mine].float().mean() > 0.5, "the update changed less than half of the weights"
         assert blocks["weight"].isfinite().all()
 
     def test_state_and_weights_are_all_that_it_remembers(self) -> None:
-        """A new object continues a run on the same blocks."""
+        """A new optimizer object can continue a run with the same blocks."""
         layout = self.make_layout()
         one = self.make_optimizer()
         first, second = self._blocks(one, layout), self._blocks(one, layout)
         for step in (1, 2, 3):
             self._step(one, layout, first, step)
             self._step(self.make_optimizer(), layout, second, step)
-            assert self._same(first, second), f"another object on the same blocks gave other bits in step {step}"
+            assert self._same(first, second), (
+                f"a new object with the same blocks gave a different result in step {step}"
+            )
 
     def test_both_kinds_of_master_give_the_same_bits(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
@@ -93,7 +97,7 @@ class OptimizerSuite:
             self._step(optimizer, layout, split, step)
         master = torch.empty(layout.num_elements)
         decode(split["weight"], split["low"], master)
-        assert torch.equal(master, whole["weight"]), "a split master ended with other bits than an fp32 one"
+        assert torch.equal(master, whole["weight"]), "a split master and an fp32 master gave different results"
 
     def test_bf16_gradients_match_their_fp32_values(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
@@ -102,7 +106,7 @@ class OptimizerSuite:
         segments = self._segments(optimizer, layout)
         optimizer.update(narrow, gradient, segments, Update(1, 1e-2))
         optimizer.update(wide, gradient.float(), segments, Update(1, 1e-2))
-        assert self._same(narrow, wide), "a bf16 gradient gave other bits than the same numbers in fp32"
+        assert self._same(narrow, wide), "a bf16 gradient and the same numbers in fp32 gave different results"
 
     def test_the_scale_of_the_gradient_and_of_the_rate_are_factors(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
@@ -117,7 +121,7 @@ class OptimizerSuite:
         optimizer.update(plain, gradient, segments, Update(1, 5e-3))
         assert self._same(scaled, plain), "a segment's lr_scale is not a factor on the learning rate"
 
-    # -- bits do not depend on how it is called ----------------------------------------------------------------
+    # -- order and partition of calls ----------------------------------------------------------------------------
 
     def test_segments_may_come_one_by_one_and_on_several_threads(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
@@ -132,10 +136,12 @@ class OptimizerSuite:
 
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(update, found, timeout=120))
-        assert all(self._same(blocks, expected) for blocks in found), "bits depend on the order, or on other threads"
+        assert all(self._same(blocks, expected) for blocks in found), (
+            "the result depends on the order or on other threads"
+        )
 
     def test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts(self) -> None:
-        """If no kind of state needs whole parameters, updates may come in parts that begin inside a parameter."""
+        """If no kind of state needs whole parameters, updates may process parts that begin inside a parameter."""
         optimizer = self.make_optimizer()
         layout = build_layout("embedding", [("weight", (1100, 128))], True)
         kinds = optimizer.state_kinds(False)
@@ -151,12 +157,12 @@ class OptimizerSuite:
             }
             inside = [segment.within(part) for segment in segments]
             optimizer.update(own, gradient[part.start : part.stop], inside, Update(1, 1e-2))
-        assert self._same(whole, cut), "an update in parts gave other bits: give the kinds of state needs_whole=True"
+        assert self._same(whole, cut), "an update in parts gave a different result; set needs_whole=True"
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def _blocks(self, optimizer: Optimizer, layout: UnitLayout, *, split_master: bool = False) -> Blocks:
-        """Return masters with random numbers, and new state: zeros."""
+        """Return masters with random numbers, and state with zeros."""
         master = torch.zeros(layout.num_elements)
         for entry in layout.entries:
             generator = torch.Generator().manual_seed(entry.offset)

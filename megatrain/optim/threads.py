@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 RANGE_ELEMENTS = 1 << 20
-"""Elements per call: enough to hide its overhead, few enough to balance the threads."""
+"""Elements per kernel call: enough to hide the call's overhead, and few enough to balance the threads."""
 
 _FEWEST_ELEMENTS = 1 << 16
 _CALLS_PER_THREAD = 4
 
 
 def default_num_threads() -> int:
-    """Return the number of CPUs this process may run on."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -46,7 +46,7 @@ def num_update_threads(device_type: str) -> int:
 
 
 def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Cut `[start, stop)` into consecutive ranges of `elements`, the last one shorter."""
+    """Yield consecutive ranges of `elements` in `[start, stop)`; the last one may be shorter."""
     for begin in range(start, stop, elements):
         yield begin, min(begin + elements, stop)
 
@@ -59,10 +59,10 @@ def elements_per_call(num_elements: int, num_threads: int) -> int:
 
 
 def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
-    """Group consecutive items into calls of about `at_once` elements: first item, one past the last.
+    """Return calls of at most `at_once` elements, each as the range `(first, stop)` of its consecutive items.
 
     Args:
-        sizes: elements of each item, at most `at_once`.
+        sizes: Number of elements of each item, at most `at_once`.
     """
     calls: list[tuple[int, int]] = []
     first = elements = 0
@@ -77,15 +77,15 @@ def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
 
 
 class KernelThreads:
-    """Runs one kernel call per range, on the calling thread or on a pool.
+    """A set of threads for kernel calls: the calling thread, a pool, or torch's OpenMP threads.
 
     The pool starts with the first call that needs it. Several threads may call `run` at once.
 
     Args:
-        num_threads: Threads that compute, at least 1; 1 computes on the calling thread. Default: one per usable CPU.
-        among_operations: Whether calls alternate with torch's CPU operations, whose OpenMP threads spin for
-            milliseconds before they sleep. Then calls run on those threads, if the OpenMP library allows it, to avoid
-            competing with them.
+        num_threads: Number of computing threads, at least 1; 1 uses the calling thread. Default: one per usable CPU.
+        among_operations: Whether calls alternate with torch's CPU operations. Torch's OpenMP threads spin for
+            milliseconds after an operation, so the calls run on these threads to avoid competing with them, if the
+            OpenMP library allows it.
     """
 
     def __init__(self, num_threads: int | None = None, *, among_operations: bool = False) -> None:
@@ -96,9 +96,9 @@ class KernelThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Run every call and return when all are done; then raise the first error.
+        """Run every call, wait for all of them, and raise the first error.
 
-        Threads take calls one by one from the iterator: the following call is prepared while others run.
+        Threads take one call at a time from the iterator, so later calls are prepared while earlier calls run.
         """
         remaining, lock = iter(calls), threading.Lock()
         ahead = list(islice(remaining, self.num_threads))
@@ -122,7 +122,7 @@ class KernelThreads:
 
     def _run_on_pool(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         futures = [self._executor().submit(worker) for _ in range(num_threads - 1)]
-        errors = _errors_of(worker)  # the calling thread also works, and never waits for the pool to start
+        errors = _errors_of(worker)  # the calling thread computes too, so it never waits for the pool to start
         return errors + [error for future in futures if (error := future.exception()) is not None]
 
     def _run_on_openmp(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
@@ -149,9 +149,9 @@ class KernelThreads:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C to the end, because an exception in a C callback is printed and lost.
+    """Defer Ctrl-C until the block exits, because Python only prints an exception that a C callback raises.
 
-    Python handles signals only in the main thread; other threads have nothing to defer.
+    Python handles signals in the main thread, so the context does nothing in other threads.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -172,9 +172,9 @@ _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _openmp_parallel() -> Any:
-    """Return `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library, or None if it lacks it.
+    """Return `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library, or None if not exported.
 
-    The libraries of GCC and LLVM export it.
+    The libraries of GCC and LLVM export this function.
     """
     import torch
 

@@ -1,21 +1,21 @@
-"""The Triton kernels of the optimizers, and of the norm of a gradient. Importing this file imports triton.
+"""Triton kernels of the optimizers and of the gradient norm. Importing this file imports triton.
 
-Kernels are compiled at their first launch. They have the same operations as `megatrain.optim.kernels`, in the same
-order. Updates round each operation to fp32:
+Kernels are compiled at their first launch. They run the same operations as `megatrain.optim.kernels`, in the same
+order. Three rules make updates round each operation to fp32:
 
-* every launch has `enable_fp_fusion=False` (`LAUNCH_OPTIONS`): no product and sum are fused;
-* division and square root round to nearest, because `/` and `tl.sqrt` on fp32 are approximations;
-* denormal numbers are not flushed to zero, and scalars arrive in fp32, rounded once from fp64 by the caller.
+* Every launch has `enable_fp_fusion=False` (`LAUNCH_OPTIONS`), so products and sums are not fused.
+* Kernels call `div_rn` and `sqrt_rn`, because `/` and `tl.sqrt` on fp32 are approximations.
+* Denormal numbers are not flushed to zero, and scalars arrive in fp32, which the caller rounds once from fp64.
 
 As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient or moment, and the high half of a split master, are int16
-tensors. Moments in bytes have scales and a code; other formats pass None for both.
+tensors. Moments in bytes have scales and a code; for other formats, both are None.
 
 `update` is the kernel of every elementwise optimizer. An optimizer adds a rule to `RULES`: a function of a weight, a
 gradient and two moments, in fp32.
 
-An update takes one array of each kind, or many at once with `rows`, a table of their addresses, `ROW_COLUMNS` each. The
-array arguments then only supply their dtypes. Addresses and lengths in a table are multiples of `ROW_ALIGNMENT`, in
-bytes and elements. With a `decision`, as in `Update`, its factor replaces `grad_scale`.
+An update takes one array of each kind. With `rows`, it takes a table of the addresses of many arrays, with a row of
+`ROW_COLUMNS` per parameter, and the array arguments only supply dtypes. Addresses and lengths in a table are multiples
+of `ROW_ALIGNMENT`, in bytes and elements. With a `decision`, as in `Update`, its factor replaces `grad_scale`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = [
 ]
 
 BLOCK_ELEMENTS = 1024
-"""Elements per program: 8 per thread, two 16-byte loads of an fp32 stream."""
+"""Elements per program: 8 per thread, which are two 16-byte loads of fp32."""
 ROW_COLUMNS = ("program", "num_elements", "weight", "low", "gradient", "m", "v")
-"""A row of a table: its first program, the elements of its arrays, and their addresses, 0 if unused."""
+"""Columns of an address table: the row's first program, the arrays' length, and their addresses (0 if unused)."""
 ROW_ALIGNMENT = 16
 _MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
 _NUM_COLUMNS = tl.constexpr(len(ROW_COLUMNS))
 _ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
-_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # the keys change in every step
+_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # specializing would recompile in every step
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 @triton.jit
 def _load_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return fp32 masters: the weights themselves, or their high halves joined with `low`."""
+    """Return fp32 masters: `weight` itself, or its high halves joined with `low`."""
     if low is None:
         return tl.load(weight + at, mask=inside)
     else:
@@ -72,13 +72,13 @@ def _store_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.t
 
 @triton.jit
 def _load_gradient(grad: tl.tensor, at: tl.tensor, inside: tl.tensor, grad_scale: tl.tensor) -> tl.tensor:
-    """Return gradients in fp32, scaled; bf16 bits are widened exactly, and -0 becomes 0."""
+    """Return scaled gradients in fp32. bf16 bits are widened exactly, and -0 is converted to 0."""
     return (_load_float32(grad, at, inside) + 0.0) * grad_scale
 
 
 @triton.jit
 def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return gradients in fp32, and 0 outside of `inside`."""
+    """Return elements in fp32, and 0 outside of the mask `inside`."""
     g = tl.load(grad + at, mask=inside, other=0)
     if grad.dtype.element_ty == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -87,13 +87,13 @@ def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tenso
 
 @triton.jit
 def _positions(block_elements: tl.constexpr) -> tl.tensor:
-    """Return the elements of this program as 64-bit indexes: a large model's embedding has more than 2**31."""
+    """Return the indexes of this program's elements, in 64 bits because an embedding can exceed 2**31 elements."""
     return tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
 
 
 @triton.jit
 def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return the address of this program's row: the last row whose first program is not later."""
+    """Return the address of this program's row: the last row whose first program is at most this program."""
     found = 0
     stop = num_rows
     while stop - found > 1:
@@ -106,18 +106,18 @@ def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _positions_in_row(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor:
-    """Return the elements of this program in the arrays of its row."""
+    """Return the indexes of this program's elements in the arrays of its row."""
     return (tl.program_id(0) - tl.load(row)) * block_elements + tl.arange(0, block_elements)
 
 
 @triton.jit
 def _length_of_row(row: tl.tensor) -> tl.tensor:
-    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # declares the alignment to the compiler
+    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # tells the compiler that the length is aligned
 
 
 @triton.jit
 def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
-    """Return the address of an array with the dtype of an example."""
+    """Return the pointer to an array, with the dtype of an example."""
     return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
 
@@ -151,7 +151,7 @@ def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, 
 
 @triton.jit
 def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return moments in fp32. `code` holds the values of the bytes, then the borders between them."""
+    """Return moments in fp32. `code` holds the value of each byte, then the rounding boundary above each value."""
     if moment.dtype.element_ty == tl.uint8:
         number = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
         return tl.load(code + number) * tl.load(scale + at // _MOMENTS, mask=inside, other=0.0)
@@ -178,7 +178,7 @@ def _store_moment(
     decision: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Write moments in the format of their block. `bits`: 16 random bits; `cells`: as in `moments.code_of`."""
+    """Write moments in the format of their block, rounded with 16 random `bits` or by `cells` (`moments.code_of`)."""
     if moment is None:
         pass
     elif moment.dtype.element_ty == tl.uint8:
@@ -204,7 +204,7 @@ def _store_moment(
 
 @triton.jit
 def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
-    """AdamW; see `elementwise.AdamW`. Rules return the new weight and two moments; unused moments are arbitrary."""
+    """AdamW; see `elementwise.AdamW`. A rule returns the new weight and two moments; unused moments can be anything."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
@@ -219,8 +219,8 @@ def _lion(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) 
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
     decayed = w * decay
     direction = m * beta1 + g * one_minus_beta1
-    minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
-    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # zero for zero and NaN
+    minus_lr = lr * -1.0  # exact, whereas Triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
+    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # 0 if direction is 0 or NaN
     m_new = m * beta2 + g * one_minus_beta2
     return decayed - step, m_new, m_new
 
@@ -269,10 +269,10 @@ def update(
     rule: tl.constexpr,
     block_elements: tl.constexpr,
 ) -> None:
-    """Update elements by a rule of `RULES`, `block_elements` per program. `low` is None without a split master.
+    """Update elements with a rule of `RULES`, `block_elements` per program.
 
-    A moment that the rule lacks is None. The other arguments depend on the format of moments: int8 uses scales and
-    codes, bf16 the key and the index of the first element.
+    `low` is None without a split master, and a moment that the rule lacks is None. Only int8 moments use the scales and
+    codes. Only bf16 moments use the key and `first`, the index of the first element.
     """
     if rows is None:
         at = _positions(block_elements)
@@ -293,7 +293,7 @@ def update(
     inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
     g = _load_gradient(grad, at, inside, grad_scale)
-    # Inline, not in a function: Triton 3.6 has no functions that return None.
+    # The loads are inline, because functions in Triton 3.6 cannot return None.
     m_old = None
     v_old = None
     if m is not None:
@@ -326,7 +326,7 @@ def average(
     share: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Average the masters; see `megatrain.optim.average.WeightAverage`."""
+    """Move averages towards the masters; see `megatrain.optim.average.WeightAverage`."""
     at = _positions(block_elements)
     inside = at < num_elements
     old = tl.load(ema + at, mask=inside)
@@ -350,11 +350,11 @@ def squared_norms(
     num_lanes: tl.constexpr,
     unrolled: tl.constexpr,
 ) -> None:
-    """Write the sum of squares of each `block_elements` of `grad`, in fp64, as `kernels.squared_norms` does.
+    """Write the fp64 sum of squares of every `block_elements` elements of `grad`, as `kernels.squared_norms` does.
 
-    Each program computes a block: lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in
-    order. The square of an fp32 number is exact in fp64, so rounding before the addition has no effect. With `rows` it
-    computes many gradients, with consecutive partial sums.
+    Each program computes a block. Lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in
+    order. The square of an fp32 number is exact in fp64, so a fused multiply-add gives the same sum. With `rows`, the
+    kernel processes many gradients and writes their partial sums consecutively.
     """
     lane = tl.arange(0, num_lanes)
     if rows is None:
@@ -366,19 +366,20 @@ def squared_norms(
         grad = _array_of_row(row, 4, grad)
     lanes = tl.full([num_lanes], 0.0, tl.float64)
     for row in range(0, block_elements // num_lanes, unrolled):
-        for step in tl.static_range(unrolled):  # several rows are loaded concurrently
+        for step in tl.static_range(unrolled):  # unrolled to load several rows concurrently
             at = first + (row + step) * num_lanes + lane
             value = _load_float32(grad, at, at < num_elements).to(tl.float64)
             lanes += value * value
     total = tl.reduce(tl.where(lane == 0, lanes, 0.0), 0, _add)
     for number in range(1, num_lanes):
-        total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)  # one lane and zeros: exact in any order
+        # All terms but one are zero, so this reduction is exact in any order.
+        total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)
     tl.store(partials + tl.program_id(0), total)
 
 
 @triton.jit(do_not_specialize=["count"])
 def sum_in_order(values: tl.tensor, total: tl.tensor, count: tl.tensor) -> None:
-    """Write the sum of `count` fp64 numbers, added one after the other."""
+    """Write the sum of `count` fp64 numbers, added sequentially."""
     found = tl.load(values)
     for at in range(1, count):
         found += tl.load(values + at)
@@ -386,4 +387,4 @@ def sum_in_order(values: tl.tensor, total: tl.tensor, count: tl.tensor) -> None:
 
 
 IS_INTERPRETED = not isinstance(update, triton.JITFunction)
-"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on tensors of the host."""
+"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on host tensors."""

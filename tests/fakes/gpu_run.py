@@ -115,7 +115,7 @@ class QueuedOptimizer:
     def __init__(self, host: Any, device: VirtualCuda) -> None:
         updating = getattr(host, "inner", host)
         if not isinstance(updating, ElementwiseOptimizer):
-            raise DeviceKernelError(f"{type(updating).__name__} has no kernel for a GPU")
+            raise DeviceKernelError(f"{type(updating).__name__} has no GPU kernel")
         self._host, self._device = host, device
         self.state_kinds = host.state_kinds
 

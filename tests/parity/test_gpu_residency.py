@@ -99,8 +99,8 @@ def test_every_optimizer(
     there, all_groups = groups_on_gpu(result)
     if optim in ("adafactor", "muon"):
         why = {
-            "adafactor": "Adafactor has no kernel for a GPU",
-            "muon": "for Muon, the GPU makes only the matrix products",
+            "adafactor": "Adafactor has no GPU kernel",
+            "muon": "for Muon, the GPU computes only the matrix products",
         }
         assert there == 0 and f"updates run in ram: {why[optim]}" in messages(result.plan)
         assert (result.moved_outside.get("ram->gpu", 0) > 0) == (optim == "muon")

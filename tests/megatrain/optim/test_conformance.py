@@ -123,11 +123,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_optimizer_mistakes_have_clear_errors(installed: None) -> None:
     assert set(available_optimizers()) >= {"none", "number", "order", "signum"}
     for name, arguments, message in (
-        ("signun", {}, "no installed package has an optimizer of this name; there are: none, number, order, signum"),
+        ("signun", {}, "no installed package has an optimizer with this name. Available: none, number, order, signum"),
         ("none", {}, r"package 'signs' 1.2 \(signum:nothing\) cannot be imported: AttributeError"),
-        ("number", {}, "is a int, which lacks something of .*OptimizerSuite"),
-        ("signum", {"momentums": 1}, "cannot be made of optimizer.optim_args: TypeError.*momentums"),
-        ("signum", {"momentum": 2}, "cannot be made of optimizer.optim_args: ValueError: momentum = 2"),
+        ("number", {}, "is a int, not a .*OptimizerSuite"),
+        ("signum", {"momentums": 1}, "rejects optimizer.optim_args: TypeError.*momentums"),
+        ("signum", {"momentum": 2}, "rejects optimizer.optim_args: ValueError: momentum = 2"),
     ):
         with pytest.raises(OptimizerError, match=message):
             make_custom_optimizer(name, arguments)

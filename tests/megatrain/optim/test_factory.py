@@ -97,11 +97,11 @@ def test_group_without_decay_does_not_decay(name: str) -> None:
     [
         (
             [{"params": ["*.upp.*"], "learning_rate": 1e-4}],
-            r'groups.0.params: "\*.upp.\*" names no .*layers.0.up.weight',
+            r'groups.0.params: "\*.upp.\*" matches no .*layers.0.up.weight',
         ),
         (
             [{"params": ["model.*"], "learning_rate": 1e-4}, {"params": ["*.up.*"], "learning_rate": 1e-3}],
-            "groups.1 has no effect: groups before it",
+            "groups.1 has no effect, because earlier groups",
         ),
         ([{"params": ["*norm*", "*embed*"], "weight_decay": 0.1}], "groups.0.weight_decay = 0.1 has no effect"),
     ],

@@ -68,7 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
 def test_missing_triton_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels(monkeypatch)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(DeviceKernelError, match=r"updates on a GPU need Triton.*let the host make the updates"):
+    with pytest.raises(DeviceKernelError, match=r"updates on a GPU need Triton.*run the updates on the host"):
         TritonOptimizer(HOSTS["adamw"])
 
 
