@@ -196,7 +196,7 @@ def global_norm(squared_norms: Iterable[float]) -> float:
 def clip_coefficient(norm: float, max_grad_norm: float) -> float:
     """Return the factor that scales a gradient of this norm down to `max_grad_norm`; 1 if the norm is smaller.
 
-    The formula is that of `torch.nn.utils.clip_grad_norm_`, but in fp64 instead of fp32.
+    The formula is the same as in `torch.nn.utils.clip_grad_norm_`, but in fp64 instead of fp32.
 
     Args:
         norm: Global norm. It must be finite, because a step with a non-finite gradient is not applied.

@@ -642,7 +642,7 @@ def apply_factored(
     """Apply Adafactor's update to matrices, in place.
 
     Args:
-        weight: 1-D, with as many elements as `grad`.
+        weight: 1-D, with the number of elements of `grad`.
         grad: `matrices x rows x columns`.
         row_factor: `matrices x rows`.
         column_factor: `matrices x columns`.

@@ -67,7 +67,7 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
 def code_of(signed: bool) -> Code:
     """Return the dynamic 8-bit code of Dettmers et al. (2021), as in bitsandbytes and torchao.
 
-    The code covers the decades from 1e-6 to 1. Each decade has twice as many values as the decade below it.
+    The code covers the decades from 1e-6 to 1. Each decade has twice the values of the decade below it.
 
     Returns:
         The 256 values in ascending order; the rounding boundary above each value (infinity for the last); and a lookup

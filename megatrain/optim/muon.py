@@ -85,7 +85,7 @@ class Muon:
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
     A parameter with more than two dimensions is a batch of matrices, such as stacked experts. Each matrix of a batch
-    and each logical matrix of a fused parameter is orthogonalized separately, with the factor of its own shape. An
+    and each logical matrix of a fused parameter is orthogonalized separately, with the factor for its shape. An
     update needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes
     the products on the device that computes the model, independent of the homes of the blocks
     (`megatrain.optim.matrices`), so results do not depend on these homes. All other operations are elementwise.

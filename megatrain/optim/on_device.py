@@ -410,7 +410,7 @@ def device_partials(gradient: Tensor) -> Tensor:
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
-    """Return the partial sums of `gradient`, or those of the gradients in `table`, which have its dtype and device."""
+    """Return the partial sums of `gradient`, or of the gradients in `table`, which have the same dtype and device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat = _flat("gradient", gradient, gradient.dtype, gradient)

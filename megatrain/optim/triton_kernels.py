@@ -112,7 +112,7 @@ def _positions_in_row(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def _length_of_row(row: tl.tensor) -> tl.tensor:
-    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # tells the compiler that the length is aligned
+    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # shows the compiler that the length is aligned
 
 
 @triton.jit
