@@ -1,8 +1,8 @@
 """Access of the running model to the blocks of a store.
 
-`StoreAccess` advances on the tape with the model (`execution.py`). ``ShardingHooks`` turn leased blocks into the
-tensors of a visit: without communication in a single process (`leased.py`), with the other ranks if blocks are shards
-(`ranked.py`).
+`StoreAccess` advances the tape (`execution.py`) as the model runs. ``ShardingHooks`` turn leased blocks into the
+tensors of a visit. In a single process this needs no communication (`leased.py`). With several ranks, blocks hold
+shards and the hooks communicate with the other ranks (`ranked.py`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _MODEL_PHASES = frozenset({"forward", "head", "backward"})
 
 
 class StoreAccess:
-    """``BlockAccess`` of a model that runs from the blocks of a store.
+    """``BlockAccess`` of a model whose blocks are in a store.
 
     Used by one thread, which runs the step.
 
     Attributes:
-        updates_ahead: Whether a step can queue its own updates before the host knows their factor.
+        updates_ahead: Whether a step can queue its own updates before the host reads their clipping factor.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StoreAccess:
         is_alone = isinstance(collectives, Alone)
         self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
         self._has_updated_ahead = False
-        self._pending: PendingUpdate | None = None  # the input of the tape's updates
+        self._pending: PendingUpdate | None = None  # the update that the tape's update ops run
         self._reused = [traced.reused for traced in model.trace.visits]
         self._shapes: dict[str, torch.Size] = {}
 
@@ -86,7 +86,7 @@ class StoreAccess:
 
     @property
     def squared_norms(self) -> Mapping[str, float | torch.Tensor]:
-        """Layout -> squared norm of its gradient; plain numbers after the results of ``agree`` are read."""
+        """Layout -> squared norm of its gradient. The function that ``agree`` returns turns the values into floats."""
         return self._gradients.squared_norms
 
     @property
@@ -96,7 +96,7 @@ class StoreAccess:
 
     @property
     def window_bytes(self) -> int:
-        """Peak bytes of full copies of weights, sums of gradients and received data together."""
+        """Peak total bytes of full copies of weights, gradient sums and received data."""
         return self._sharding.window_bytes
 
     # -- the tape ----------------------------------------------------------------------------------------------
@@ -113,26 +113,26 @@ class StoreAccess:
         """Begin a step.
 
         Args:
-            step: Number of the step from 0, which numbers the ticks like the schedule.
+            step: Number of the step, counted from 0. It determines the tick numbers in the schedule.
             pending: Deferred update of the previous step.
             immediate: Update of this step, if updates are not deferred.
-            scales: Judges the layers' gradients in an immediate update.
-            num_tokens: Tokens of the step; None if they reach all experts.
+            scales: Scales the gradient of each layer in an immediate update.
+            num_tokens: Number of tokens of the step; None to assume that tokens reach all experts.
         """
-        # This comes first: a failed step may have left work on a device, and memory that this step needs.
+        # Clean up first: a failed step may have left work on a device, and may still hold memory that this step needs.
         self._sharding.start_step()
         if self._program.updates.are_deferred and pending is None and not self._has_updated_ahead:
-            self.finish()  # evict copies pinned for updates that will not come: the plan has no memory for them
+            self.finish()  # evict copies pinned for cancelled updates: the plan has no memory for them
         self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
             self._sharding.weights.skip_unlikely(num_tokens)
         self._gradients.start_step(scales)
-        # An immediate update reads `with_gradient` while the backward fills it: each layout after its last gradient.
+        # The backward fills `with_gradient`. An immediate update reads a layout's entry after its last gradient.
         self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)
 
     def run_updates(self, pending: PendingUpdate) -> None:
-        """Make the updates of a finished step without starting another step."""
+        """Run the updates of a finished step without starting another step."""
         with self.background:
             self._execution.start(pending.step + 1, updates=True, passes=False)
             self._pending = pending
@@ -152,7 +152,7 @@ class StoreAccess:
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Advance to the op of a visit, and run the ops before it that the model does not announce."""
-        # This precedes the next op: it drops tensors of the present op, whose memory the next gather may reuse.
+        # Drop tensors of the current op before the next op begins, because the next gather may reuse their memory.
         self._sharding.after_visit()
         while (op := self._execution.next_op()) is not None and op.phase not in _MODEL_PHASES:
             self._run(op)
@@ -161,7 +161,7 @@ class StoreAccess:
         self._sharding.before_visit(op)
 
     def end_step(self) -> None:
-        """Make the updates at the end of the step. All other ops must have run."""
+        """Run the updates at the end of the step. All other ops must have run."""
         self._sharding.end_visits()
         while (op := self._execution.next_op()) is not None:
             assert op.phase not in _MODEL_PHASES, f"the step ended before {op}"
@@ -173,7 +173,7 @@ class StoreAccess:
         if op.phase != "update":
             self._sharding.run(op)
             return
-        assert self._updates is not None and self._pending is not None, f"no update to make: {op}"
+        assert self._updates is not None and self._pending is not None, f"no pending update: {op}"
         if not self._program.updates.are_deferred:
             self._sharding.before_update(self._updates.layout_of(op))
         self._updates.run(op, self._pending)
@@ -181,13 +181,13 @@ class StoreAccess:
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Return a function that reads the results of the step, of all ranks; see ``ShardingHooks``."""
+        """Return a function that returns the results of the step over all ranks; see ``ShardingHooks.agree``."""
         return self._sharding.agree(layouts, terms, figures)
 
     # -- weights and gradients ---------------------------------------------------------------------------------
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the unit's parameters by full name."""
+        """Lease the unit's parameters, by full name."""
         return self._sharding.weights.of_visit(self._layouts_of(unit), visit)
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
@@ -195,12 +195,12 @@ class StoreAccess:
         self._sharding.weights.skip(self._layouts_of(unit), visit)
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Fetch no weights for idle visits, unless other visits need these weights."""
+        """Cancel the fetch of weights that only idle visits need."""
         self._sharding.weights.note_idle(visits, idle)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
-        """Yield the accumulators of this use site. The last site of a layout sums all sites."""
+        """Yield the accumulators of this use site. The last site to run adds up the gradients of all sites."""
         place = self._sharding.gradients
         layouts = [layout for layout in self._layouts_of(unit) if layout.trainable]
         by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
@@ -211,9 +211,9 @@ class StoreAccess:
             passing[layout.entries[0].name] = PassingGradient(place, self._gradients, layout, visit, keys)
         with place.held(held, visit) as sums:
             sink = UseSiteGradients(sums if held else None, passing)
-            del sums  # closing frees its memory, so that no reference may remain here
+            del sums  # closing the sink frees this memory, so drop the reference
             yield sink
-            # Parts close before held sums: the tape leases parts within the visit, and the visit's leases end with it.
+            # Close parts before the held sums, because the tape leases the parts within the visit.
             sink.close()
             del sink
 
@@ -223,19 +223,19 @@ class StoreAccess:
     # -- activations -------------------------------------------------------------------------------------------
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
-        """Copy a unit's input into its block, which may be offloaded until the backward."""
+        """Copy a unit's input into its block. The tape can offload the block until the backward."""
         key = self._activation(visit, micro_batch, index, tensor.numel())
         with self._execution.lease([key]) as tensors:
             tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Check that the plan has no block for an input that an earlier visit saved."""
+        """Check that the plan reuses the block of an earlier visit for this input."""
         assert self._reused[visit].get(index) == place, (visit, index, place)
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Yield the copy of `put_activation`: same shape and bits. Its contents are dead after its own visit."""
+        """Lease the copy made by `put_activation`, in its shape. The contents are dead after the visit that put it."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._execution.lease([key]) as tensors:
@@ -243,7 +243,7 @@ class StoreAccess:
 
     @contextmanager
     def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
-        """Lease the block of saved results: written in the forward, read in its backward, dead afterwards."""
+        """Lease the block of saved results. The forward writes it, the backward reads it, and then it is dead."""
         key = results_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches that run one at a time share one set of blocks
             key = results_key(visit, 0)
@@ -252,7 +252,7 @@ class StoreAccess:
 
     @contextmanager
     def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
-        """Lease the block of a visit's and micro-batch's key-value cache, or yield None without such a block."""
+        """Lease the key-value cache of a visit and micro-batch; yield None if the program has no block for it."""
         key = cache_key(visit, micro_batch)
         if key not in self._program.blocks:
             yield None

@@ -1,7 +1,7 @@
 """Arguments and results of a unit call, split into structure and tensors so that the call can be repeated.
 
 Every run gets fresh containers, built from the structure. Tensors are de-duplicated by identity. Key-value caches are
-dropped: training does not use them, and a recompute would append to them a second time.
+dropped, because training does not use them and a recompute would append to them a second time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
     """Rebuild lists, tuples and mappings, and apply `leaf` to everything else.
 
     Args:
-        leaf: Maps every value that is not a list, tuple or mapping.
-        container: Replaces a list or mapping, or returns None to have it rebuilt.
+        leaf: Function of every value that is not a list, tuple or mapping.
+        container: Function that replaces a list or mapping, or returns None to rebuild it.
     """
     if isinstance(value, _CONTAINERS):
         if container is not None and (ready := container(value)) is not None:
@@ -34,7 +34,7 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
             return {key: tree_map(item, leaf, container) for key, item in value.items()}
         if type(value) is list:
             return [tree_map(item, leaf, container) for item in value]
-        rebuilt = copy.copy(value)  # e.g. a ModelOutput: keep the class and its other attributes
+        rebuilt = copy.copy(value)  # keeps the class, e.g. ModelOutput, and its attributes
         items = enumerate(value) if isinstance(value, list) else value.items()
         for key, item in list(items):
             rebuilt[key] = tree_map(item, leaf, container)
@@ -71,7 +71,7 @@ class _ContainerAt:
 
 @dataclass
 class RebuiltArguments:
-    """Fresh arguments for one run of a unit, with shallow copies of their containers as they were before the run."""
+    """Fresh arguments for one run of a unit, with shallow copies of the containers from before the run."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -96,7 +96,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Builder of containers for one run. Not closures: a cycle of closures that call each other keeps tensors alive."""
+    """Builder of the containers for one run. As mutually recursive closures, it would keep tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
@@ -119,14 +119,14 @@ class _Rebuilder:
 
 
 class CapturedArguments:
-    """The arguments of one call of a unit by one micro-batch.
+    """Captured arguments of one unit call by one micro-batch.
 
     Attributes:
-        tensors: The tensors in the arguments, each once; offloaded ones become None.
-        activations: Numbers of the tensors that are activations: hidden states, and all tensors that require grad.
+        tensors: Distinct tensors in the arguments. None replaces an offloaded tensor.
+        activations: Positions in ``tensors`` of the activations: hidden states, and all tensors that require grad.
 
     Raises:
-        UnsupportedModelError: If an argument is an object of unknown kind that has differentiable tensors.
+        UnsupportedModelError: If an argument is an object of unknown type that contains differentiable tensors.
     """
 
     def __init__(self, unit_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -165,13 +165,13 @@ class CapturedArguments:
         return value
 
     def check_opaque(self) -> None:
-        """Refuse a call whose arguments hide differentiable tensors in objects of unknown kind."""
+        """Refuse a call whose arguments contain differentiable tensors in objects of unknown type."""
         for value in self._opaque:
             for name, item in vars(value).items():
                 if has_differentiable(item):
                     raise UnsupportedModelError(
                         self._unit_name,
-                        f"it is given a {type(value).__name__} whose attribute '{name}' needs a gradient; only "
+                        f"its argument is a {type(value).__name__} whose attribute '{name}' needs a gradient; only "
                         "tensors and lists, tuples and dictionaries of them can be passed between layers",
                     )
 
@@ -181,7 +181,7 @@ class CapturedArguments:
             number = self._container_numbers[id(value)] = len(self.originals)
             self.originals.append(value)
             self._contents.append(None)
-            # Containers inside are numbered by the same functions.
+            # Nested containers get their numbers from the same functions.
             if isinstance(value, list):
                 content: Any = [tree_map(item, self._leaf, self._container) for item in value]
             else:
@@ -190,7 +190,7 @@ class CapturedArguments:
         return _ContainerAt(number)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> RebuiltArguments:
-        """Return fresh arguments with `tensors` instead of the captured ones."""
+        """Return fresh arguments with `tensors` instead of the captured tensors."""
         rebuilder = _Rebuilder(tensors, self.originals, self._contents)
         args = tree_map(self._args, rebuilder.leaf)
         kwargs = {key: tree_map(value, rebuilder.leaf) for key, value in self._kwargs.items()}
@@ -199,17 +199,17 @@ class CapturedArguments:
         return RebuiltArguments(args, kwargs, containers, index)
 
     def forget_contents(self) -> None:
-        """Drop the contents of the caller's containers. Structure and tensors stay for `rebuild`."""
+        """Drop the references to the contents of the caller's containers. `rebuild` still has structure and tensors."""
         self.originals = [copy.copy(original) for original in self.originals]
         for original in self.originals:
             original.clear()
 
 
 class CapturedResult:
-    """Result of one run of a unit: return value, changed containers, and records of output recorders.
+    """Result of one run of a unit: return value, changed containers, and records of the output recorders.
 
     Attributes:
-        outputs: The differentiable tensors of the result, each once, attached to the unit's graph.
+        outputs: Distinct differentiable tensors of the result, attached to the unit's graph.
     """
 
     def __init__(self, value: Any, rebuilt: RebuiltArguments, records: Mapping[str, list[Any]]) -> None:
@@ -255,11 +255,11 @@ class CapturedResult:
         originals: Sequence[Any],
         collector: dict[str, list[Any]] | None,
     ) -> Any:
-        """Return the unit's value in outer tensors, and update the caller's containers and recorders with them.
+        """Return the unit's result with outer tensors, and update the caller's containers and recorders.
 
         Args:
-            outputs: Outer tensors in the order of `self.outputs`.
-            inputs: The caller's tensors, in the order of the captured ones.
+            outputs: Outer tensors that correspond to `self.outputs`.
+            inputs: Tensors of the caller that correspond to the captured tensors.
         """
 
         def leaf(value: Any) -> Any:
@@ -283,7 +283,7 @@ class CapturedResult:
 
 
 def has_differentiable(value: Any) -> bool:
-    """Return whether a nesting of containers holds a tensor that requires grad."""
+    """Return whether nested containers hold a tensor that requires grad."""
     found = False
 
     def check(leaf: Any) -> None:

@@ -1,7 +1,7 @@
-"""FLOPs and hidden workspace of torch's fused attention kernels, from the shapes of a call.
+"""FLOPs and workspace of torch's fused attention kernels, computed from the shapes of a call.
 
-torch's own FLOP formulas, up to release 2.11, raise an error if keys have fewer heads than queries. Its formulas do not
-cover workspace: kernels allocate it themselves, invisibly to fake tensors.
+Up to release 2.11, torch's own FLOP formulas raise an error if keys have fewer heads than queries. torch has no formula
+for workspace, which kernels allocate internally and fake tensors do not show.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["FLASH_ROWS", "AttentionCall"]
 
 Backend = Literal["flash", "efficient", "cudnn", "other"]
 
-#: Operator, without "_backward" -> its backend, and the axis of the heads in its queries, keys and values.
+#: Operator, without "_backward" -> backend, and axis of the heads in queries, keys and values.
 _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_scaled_dot_product_flash_attention": ("flash", 1),  # [B, H, S, D]
     "_scaled_dot_product_efficient_attention": ("efficient", 1),
     "_scaled_dot_product_cudnn_attention": ("cudnn", 1),
     "_scaled_dot_product_flash_attention_for_cpu": ("other", 1),
     "_scaled_dot_product_fused_attention_overrideable": ("other", 1),
-    "_flash_attention": ("flash", -2),  # [B, S, H, D], or all rows of several lengths as one: [S, H, D]
+    "_flash_attention": ("flash", -2),  # [B, S, H, D], or [S, H, D] for concatenated rows
     "_efficient_attention": ("efficient", -2),
     "_cudnn_attention": ("cudnn", 1),
 }
@@ -38,16 +38,16 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
 #: Flash attention rounds rows and widths up to multiples of its blocks.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
-#: Head widths for which both packages, FA3 and FA4, have deterministic kernels; their smallest block of rows; and their
-#: maximum number of splits of keys.
+#: Head widths for which both FA3 and FA4 have deterministic kernels; smallest block of rows of these kernels; maximum
+#: number of splits of the keys.
 _PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
 #: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest block
-#: need workspace for the gradients of keys and values. Narrower heads keep these gradients in registers.
+#: need workspace for the gradients of keys and values. For narrower heads, registers hold these gradients.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
-#: The kernels split keys among up to this many thread blocks, unless they must be deterministic.
+#: Maximum number of thread blocks among which nondeterministic kernels split the keys.
 _EFFICIENT_SPLITS = 200
 _FLOAT_NBYTES = 4
-#: Multiprocessors of an H100 or H200, for plans that are made without a GPU.
+#: Number of multiprocessors of an H100 or H200, for plans made without a GPU.
 _NUM_MULTIPROCESSORS = 132
 
 
@@ -56,16 +56,16 @@ class AttentionCall:
     """One call of a fused attention operator.
 
     Attributes:
-        num_queries: Query tokens of all sequences.
-        num_keys: Key tokens of all sequences.
-        longest_keys: Key tokens of the longest sequence.
+        num_queries: Number of query tokens of all sequences.
+        num_keys: Number of key tokens of all sequences.
+        longest_keys: Number of key tokens of the longest sequence.
         width: Width of one head of queries or keys.
         value_width: Width of one head of values.
         itemsize: Bytes per element of the queries.
         is_ragged: Whether sequences of several lengths are concatenated into one.
-        num_copied_bytes: Bytes of the inputs that the kernel first copies into another layout.
-        is_causal: Whether the kernel skips the keys after each query.
-        has_dropout: Whether the kernel drops random scores.
+        num_copied_bytes: Bytes of the inputs that the kernel first copies to another memory layout.
+        is_causal: Whether the kernel skips keys after the query.
+        has_dropout: Whether the kernel applies dropout to the scores.
     """
 
     backend: Backend
@@ -123,10 +123,10 @@ class AttentionCall:
 
     @property
     def num_flops(self) -> int:
-        """FLOPs of all pairs of tokens, without regard to a causal mask, as kernels are rated.
+        """FLOPs for all pairs of tokens. A causal mask does not reduce them, as in published kernel benchmarks.
 
-        Forward: scores, and their product with the values. Backward: the scores again, and one product each for the
-        gradients of scores, values, queries and keys. All ragged sequences count as long as the longest one.
+        The forward computes the scores and their product with the values. The backward computes the scores again, and
+        one product each for the gradients of scores, values, queries and keys. Ragged sequences count as equally long.
         """
         pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
@@ -140,16 +140,16 @@ class AttentionCall:
         return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
-        """Return the bytes of workspace that the kernel allocates on a CUDA device.
+        """Return the bytes of workspace that the kernel allocates on a CUDA device; 0 on other devices.
 
-        The workspace of a forward counts as 0: it is negligible if rows are long enough to occupy the GPU. Results for
-        many short sequences come in several calls and are copied together: each call has at most half of the results.
+        The workspace of a forward counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
+        short sequences need several calls, each with at most half of the results, which are concatenated.
 
         Args:
-            is_deterministic: Whether sums must have the same order in every run.
+            is_deterministic: Whether the kernel must add numbers in the same order in every run.
 
         Raises:
-            UnsupportedModelError: If these kernels cannot compute the call.
+            UnsupportedModelError: If the FA3 or FA4 kernels do not support the call.
         """
         if device.type != "cuda":
             return 0
@@ -161,21 +161,21 @@ class AttentionCall:
             return self.num_copied_bytes + self._efficient_nbytes(is_deterministic)
         if self.backend == "flash":
             return self.num_copied_bytes + self._flash_nbytes(_num_multiprocessors(device) if is_deterministic else 0)
-        # cuDNN does not document its workspace; its backward needs the same parts.
+        # cuDNN does not document its workspace. Its backward needs the same buffers as flash attention.
         return self._flash_nbytes(0) if self.backend == "cudnn" else 0
 
     def _package_nbytes(self, flash: FlashKernels, is_deterministic: bool) -> int:
-        """Return an upper bound of the workspace of FA3 and FA4, whose blocks depend on the architecture and the mask.
+        """Return an upper bound of the workspace of FA3 or FA4, whose blocks depend on architecture and mask.
 
-        Backward: fp32 gradients of queries, two sums per row, counters that order the additions, and, if several heads
-        of queries share keys, fp32 gradients of keys and values. Forward: partial results of split keys, if blocks of
-        queries do not occupy the GPU and sums may have any order.
+        The backward needs fp32 query gradients, two sums per row, counters that order the additions, and fp32 gradients
+        of keys and values if several query heads share a key head. The forward needs partial results of split keys if
+        query blocks do not occupy the GPU and the kernel need not be deterministic.
         """
         if self.width not in _PACKAGE_WIDTHS or self.value_width != self.width or self.has_dropout:
             raise UnsupportedModelError(
                 f'model.flash_attention = "{flash}"',
-                f"its kernels are used for heads of {', '.join(map(str, _PACKAGE_WIDTHS))} numbers without dropout; "
-                f"the model has heads of {self.width} and {self.value_width} numbers"
+                f"its kernels support head widths {', '.join(map(str, _PACKAGE_WIDTHS))} without dropout, but "
+                f"the model has head widths {self.width} and {self.value_width}"
                 f'{" with dropout" if self.has_dropout else ""}. Write flash_attention = "FA2"',
             )
         copied = self._results_nbytes // 2 if self.is_ragged else 0
@@ -188,7 +188,7 @@ class AttentionCall:
             splits = min(_PACKAGE_SPLITS, -(-self.longest_keys // _PACKAGE_BLOCK))
             return copied + splits * queries * self.num_heads * (self.value_width + 1) * _FLOAT_NBYTES
         numbers = queries * self.num_heads * (self.width + 2)
-        counted = self.longest_keys  # FA4 gets no longest sequence from torch, and assumes the number of all tokens
+        counted = self.longest_keys  # torch does not pass the longest length to FA4, which assumes the total length
         if self.is_ragged and flash == "FA4":
             counted = max(self.num_queries, self.num_keys)
         counters = self.num_rows * (counted // _PACKAGE_BLOCK + 4)
@@ -199,13 +199,13 @@ class AttentionCall:
         return self.num_copied_bytes + copied + numbers * _FLOAT_NBYTES
 
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
-        """Return the bytes of fp32 query gradients per split, sums per row, and key and value gradients per head.
+        """Return the bytes of the fp32 query gradients of all splits, row sums, and expanded key and value gradients.
 
-        Ragged sequences count with their own lengths or, if that takes more, as the shortest ones that the engine puts
-        into one call (`Documents.groups`).
+        For ragged sequences, the result is the larger of two cases: the given lengths, and the shortest lengths that
+        the engine combines into one call (`Documents.groups`).
 
         Args:
-            num_multiprocessors: Multiprocessors among which a deterministic kernel splits keys; 0 for other kernels.
+            num_multiprocessors: Multiprocessors among which a deterministic kernel splits the keys; otherwise 0.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)
@@ -222,18 +222,18 @@ class AttentionCall:
 
     @property
     def _results_nbytes(self) -> int:
-        """Bytes of the results: the output, or the gradients of queries, keys and values."""
+        """Bytes of the results: the output of a forward, or the input gradients of a backward."""
         queries, keys = self.num_queries * self.num_heads, self.num_keys * self.num_key_heads
         if not self.is_backward:
             return queries * self.value_width * self.itemsize
         return (queries * self.width + keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
-        """Return the bytes of fp32 query gradients in whole blocks, row sums, and gradients outside of registers."""
+        """Return the bytes of the padded fp32 query gradients, the row sums, and the gradients outside of registers."""
         block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         numbers = rows * round_up(self.width, block) + rows
-        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; results accumulate the gradients
+        if self.itemsize == _FLOAT_NBYTES:  # product of output and gradient; fp32 results need no second accumulator
             numbers += rows * self.value_width
         elif max(self.width, self.value_width) > block:
             splits = 1
@@ -244,7 +244,7 @@ class AttentionCall:
 
 
 def _copied_bytes(tensor: Tensor, heads_axis: int) -> int:
-    """Return the bytes of a copy with tokens before heads; 0 if the tensor already has that layout."""
+    """Return the bytes of a copy with tokens before heads; 0 if the tensor already has this layout."""
     ordered = tensor.transpose(1, 2) if heads_axis == 1 else tensor
     return 0 if ordered.is_contiguous() else tensor.numel() * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""Updates on the host that run on a separate thread while a device computes layers."""
+"""Host updates that run on a separate thread while a device computes layers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["BackgroundUpdates"]
 
 
 class BackgroundUpdates:
-    """Thread that runs updates one after the other, in the order in which they were started. Used by one thread.
+    """Thread that runs updates one at a time, in the order in which they were started. Used by one thread.
 
-    A caller waits for an update before it uses its blocks, and gets its error. On exit of the context, no update runs
-    any more. Updates also end after an error, because the code that catches it may free their memory.
+    Callers wait for an update, and receive its error, before they use its blocks. On exit, the context waits for all
+    updates, even after an error, because the code that catches the error may free their memory.
     """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None  # its thread starts with the first update
+        self._executor: ThreadPoolExecutor | None = None  # created with the first update
         self._running: deque[tuple[frozenset[str], Future[None]]] = deque()
 
     def start(self, keys: Iterable[str], update: Callable[[], None]) -> None:
-        """Run an update after the updates before it have ended.
+        """Run an update on the thread, after all updates started before it.
 
         Args:
-            update: Makes the update and ends its leases.
+            update: Function that runs the update and ends its leases.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="updates")

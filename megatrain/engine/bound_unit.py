@@ -1,7 +1,7 @@
-"""Binding of weights to an unmodified module, and calls of its `forward`.
+"""Binding of weights to an unmodified module, and calls to its `forward`.
 
-Outside of its visits the parameters of a module are placeholders without memory (`absent_weights.py`). In a visit they
-are views of leased blocks, and leaves of autograd's graph.
+Between visits, the parameters of a module are placeholders without memory (`absent_weights.py`). During a visit, they
+are views of leased blocks and leaves of the autograd graph.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["BoundUnit", "installed_stubs", "units_stubbed"]
 
 
 class BoundUnit:
-    """Unmodified module with slots for its parameters: binds weights to them and runs the module's `forward`.
+    """Unmodified module with parameter slots. It binds weights to the slots and runs the module's `forward`.
 
     Args:
-        unit: The unit; its module must not be stubbed yet.
+        unit: Unit whose module is not stubbed yet.
 
     Attributes:
-        forward: The module's own forward, or the compiled one.
-        rows: Rows of bound weights whose parts pass.
+        forward: Original or compiled forward of the module.
+        rows: Look-ups of rows in passing weights.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
@@ -72,7 +72,7 @@ class BoundUnit:
         self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
 
     def _read_weight(self, read: WeightRead, rows: Tensor | None = None) -> Tensor:
-        """Return copies of the values that code outside of the module reads; copies outlive the visit."""
+        """Return a copy of the values that code outside of the module reads. The copy outlives the visit."""
         weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == read.owner)
         if rows is None:
             return weight.clone()
@@ -80,11 +80,11 @@ class BoundUnit:
         return functional.embedding(rows, matrix).reshape(*rows.shape, *weight.shape[1:])
 
     def _own_parameters(self) -> dict[str, Tensor]:
-        """Return copies of a container's parameters, as its forward; copies outlive the visit."""
+        """Return copies of a container's parameters, which outlive the visit. Serves as a container's forward."""
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
 
     def zeros(self) -> dict[str, Tensor]:
-        """Return zeros to bind in place of unused weights, in the memory of one element each."""
+        """Return zero-stride zeros to bind instead of unused weights."""
         return {
             owner: torch.zeros((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
             for owner, absent in self._absent.items()
@@ -92,19 +92,19 @@ class BoundUnit:
 
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:
-        """Replace the parameters by placeholders with shape, dtype and device, and no memory."""
+        """Replace the parameters by placeholders without memory, within the context."""
         with self._in_slots(self._absent):
             yield
 
     @contextmanager
     def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
-        """Bind `weights` (owner's name -> tensor) to the parameters. Yield the trainable leaves of the graph."""
+        """Bind `weights` (owner's name -> tensor) to the parameters. Yield the trainable leaves by owner's name."""
         leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
         with self.rows.bound(leaves.values()), self._in_slots(leaves), intercepting(leaves.values()):
             yield {owner: leaves[owner] for owner in self.trainable}
 
     def look_up(self, calls: Sequence[UnitCall]) -> list[list[Tensor]]:
-        """Look up the rows that calls take of passing weights; see ``RowLookUps.look_up``."""
+        """Look up the rows of passing weights that the calls need; see ``RowLookUps.look_up``."""
 
         def begin(call: UnitCall) -> None:
             with torch.no_grad(), self._attributes_restored():
@@ -113,7 +113,7 @@ class BoundUnit:
         return self.rows.look_up(calls, begin)
 
     def _leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
-        """Return the leaf of a weight. Compiled layers get plain torch leaves, which torch can compile."""
+        """Return the graph leaf for a weight. Compiled layers need plain tensors, which torch can compile."""
         if not isinstance(weight, Tensor):
             target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
             return PartedWeight.in_place_of(self._absent[owner], weight, target, self.rows)
@@ -124,24 +124,24 @@ class BoundUnit:
 
     @contextmanager
     def replaced(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
-        """Put another tensor into the slots of one parameter. Yield the previous tensor."""
+        """Put another tensor into the slots of a parameter within the context. Yield the previous tensor."""
         before = next(leaf for name, leaf in self.leaves() if name == owner)
         with self._in_slots({owner: weight}):
             yield before
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the slots, with their owner's names."""
+        """Yield the owner's name and the tensor of each slot."""
         for parameters, leaf, owner in self._slots:
             yield owner, parameters[leaf]
 
     def matrices(self) -> dict[int, str]:
-        """Return the owner's name of each whole bound weight, by its id; empty for compiled layers."""
+        """Return id -> owner's name of each bound weight that is not parted; empty for compiled layers."""
         if self._is_compiled:
             return {}
         return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, PartedWeight)}
 
     def has(self, owner: str) -> bool:
-        """Return whether a parameter, by its owner's name, belongs to the unit."""
+        """Return whether the parameter with this owner's name belongs to the unit."""
         return owner in self._absent
 
     def absent(self, owner: str) -> AbsentWeight:
@@ -150,7 +150,7 @@ class BoundUnit:
 
     @contextmanager
     def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put tensors (owner's name -> tensor) into the module's parameter slots. Other slots keep their tensors."""
+        """Put tensors (owner's name -> tensor) into their parameter slots within the context."""
         slots = [slot for slot in self._slots if slot[2] in tensors]
         saved = [parameters[leaf] for parameters, leaf, _ in slots]
         try:
@@ -162,7 +162,7 @@ class BoundUnit:
                 parameters[leaf] = parameter
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """Return the context for the backward of a run, which `torch.compile` compiles at its first run."""
+        """Return the context for the backward of a run. `torch.compile` compiles the backward in its first run."""
         return naming_failures(self.unit) if self._is_compiled else nullcontext()
 
     def run(
@@ -176,7 +176,7 @@ class BoundUnit:
         """Run the unit once for one micro-batch, in the current grad mode.
 
         Args:
-            keep_graph: Whether autograd saves tensors. False if the backward recomputes the unit.
+            keep_graph: Whether autograd saves tensors for a backward.
         """
         rebuilt = captured.rebuild(tensors)
         records: dict[str, list[Any]] = {key: [] for key in record_keys}
@@ -187,19 +187,19 @@ class BoundUnit:
         return CapturedResult(value, rebuilt, records)
 
     def call(self, call: UnitCall) -> Any:
-        """Run the unit once as it was called, and keep nothing for a recompute. For passes without a backward."""
+        """Run the unit once with the arguments of a call, for passes without a backward."""
         with self._attributes_restored(), _active_records(call.collector):
             return self._value(call.args, call.kwargs)
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the forward, or of a read of a weight."""
+        """Return the result of the forward, or of a weight read."""
         if args and isinstance(args[0], WeightRead):
             return self._read_weight(*args)
         return self.forward(*args, **kwargs)
 
     @contextmanager
     def _attributes_restored(self) -> Iterator[None]:
-        """Undo attribute changes of the forward, which would leak into the next micro-batch and the recompute."""
+        """Undo the forward's changes to attributes, which would affect the next micro-batch and the recompute."""
         attributes = [dict(module.__dict__) for module in self._modules]
         buffers = [
             (module, leaf, buffer, buffer._version)
@@ -243,10 +243,10 @@ def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
 def units_stubbed(
     bounds: Sequence[BoundUnit], others: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Replace all weights by placeholders, and the forwards of all units by stubs that suspend the model.
+    """Replace all weights by placeholders, and all units' forwards by stubs that suspend the model, within the context.
 
     Args:
-        bounds: All units. A container keeps its forward, which is the model's own.
+        bounds: All units. Containers keep their own forward.
         others: Stubs of modules that are not units.
     """
     units = {bound.unit.module: _unit_stub(bound.unit.index) for bound in bounds if not bound.unit.is_container}
@@ -268,7 +268,7 @@ def _unit_stub(index: int) -> Callable[..., Any]:
 
 @contextmanager
 def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of module instances. The classes do not change."""
+    """Replace the `forward` of module instances, but not of their classes, within the context."""
     own = {module: module.__dict__.get("forward") for module in stubs}
     try:
         for module, stub in stubs.items():

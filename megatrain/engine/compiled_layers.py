@@ -1,4 +1,4 @@
-"""Compiles the forwards of layers with `torch.compile`."""
+"""Compilation of the forwards of layers with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerCompiler", "naming_failures"]
 
-#: Compiled variants per class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.
+#: Maximum number of compiled variants per layer class: by micro-batch shape, by window, for training and evaluation.
+#: The default of torch is 8.
 _MOST_KINDS = 64
 _LONGEST_REASON = 300
 
 
 class LayerCompiler:
-    """Compiler of the forwards of layers. The first call of each variant takes seconds to minutes.
+    """Compiler of layer forwards. The first call of each variant takes seconds to minutes.
 
-    Forward and recompute run the same compiled code, both under grad mode, so they compute the same bits.
+    Forward and recompute run the same compiled code in grad mode, so their results are bit-identical.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
@@ -32,23 +33,20 @@ class LayerCompiler:
 
     @classmethod
     def of(cls, backend: str | None) -> LayerCompiler | None:
-        """Return a compiler for a backend, or None."""
+        """Return a compiler for a backend; None without a backend."""
         return None if backend is None else cls(backend)
 
     def forward_of(self, unit: Unit) -> Callable[..., Any]:
-        """Return the compiled forward of a layer.
-
-        It raises ``UnsupportedModelError`` if it cannot be compiled as one graph.
-        """
+        """Return the compiled forward of a layer. It raises ``UnsupportedModelError`` if it has a graph break."""
         module = unit.module
         compiled = self._by_class.get(type(module))
         if compiled is None:
-            # `fullgraph` raises an error: after a graph break, code would silently run eagerly.
+            # `fullgraph` raises an error on a graph break. Otherwise the rest of the code would silently run eagerly.
             compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
             self._by_class[type(module)] = compiled
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Compiled code is specialised on autocast's cache, which is on in the forward and off in the recompute.
+            # Disable autocast's cache. It is off in the recompute, and torch would compile a separate variant for each.
             is_cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             try:
@@ -62,7 +60,7 @@ class LayerCompiler:
 
 @contextmanager
 def naming_failures(unit: Unit) -> Iterator[None]:
-    """Name the layer in errors of `torch.compile`, in a forward and in the first run of a backward."""
+    """Add the layer's name to errors of `torch.compile`, in a forward and in the first run of a backward."""
     import torch._dynamo as dynamo
 
     failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
@@ -70,7 +68,7 @@ def naming_failures(unit: Unit) -> Iterator[None]:
         with dynamo.config.patch(recompile_limit=_MOST_KINDS):
             yield
     except failures as error:
-        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # advice that does not help here
+        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # drop irrelevant advice
         reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
         raise UnsupportedModelError(
             f"{unit.name} ({type(unit.module).__name__})",

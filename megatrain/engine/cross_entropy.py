@@ -1,7 +1,7 @@
-"""Cross entropy: the built-in loss, with smoothed labels and a z-loss, from logits in parts.
+"""Cross entropy with label smoothing and z-loss, computed from logits in parts.
 
-A row's loss needs the maximum of its logits, the sum of their exponentials, and the logit of the label. One pass over
-the parts of the vocabulary computes these. Then the gradient of each part is independent of the other parts.
+The loss of a row needs the maximum of its logits, the sum of their exponentials, and the logit of the label. One pass
+over the parts of the vocabulary computes these values. The gradient of each part then needs only them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["PLAIN", "CrossEntropy", "RunningSoftmax", "column_of", "replaced_los
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Loss, MicroBatchLoss):
-    """Cross entropy of every token with a label, as a mean over the step.
+    """Mean cross entropy over all tokens of a step that have a label.
 
     Attributes:
-        label_smoothing_factor: Share of every target that is spread evenly over the vocabulary; 0 for no smoothing.
-        z_loss: Factor of a term of the loss, ``log(sum of the exponentials of the logits)**2``, as a mean over the
-            tokens with a label. It keeps logits from drifting (PaLM, arXiv 2204.02311). 0 for no z-loss.
+        label_smoothing_factor: Share of each target that is spread evenly over the vocabulary; 0 to disable.
+        z_loss: Factor of an additional loss term, the mean of ``logsumexp(logits)**2`` over the tokens with a label. It
+            keeps logits from drifting (PaLM, arXiv 2204.02311). 0 to disable.
     """
 
     label_smoothing_factor: float = 0.0
@@ -43,45 +43,45 @@ class CrossEntropy(Loss, MicroBatchLoss):
 
     @property
     def refusal(self) -> str:
-        """Reason to refuse a model with its own loss function, which would ignore smoothing and z-loss."""
+        """Reason to refuse models with their own loss function, which would ignore smoothing and z-loss."""
         for name in ("label_smoothing_factor", "z_loss"):
             if getattr(self, name):
                 return f"with which training.{name} cannot be used"
         return ""
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Smooth the labels in the model's own forward, which computes the loss from whole logits."""
+        """Smooth the labels where the model's own forward computes the loss from whole logits."""
         factor = self.label_smoothing_factor
         return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
 
     def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
-        """Return the loss itself, which needs only the labels of a micro-batch."""
+        """Return ``self``, because the loss needs no data of a micro-batch except its labels."""
         return self
 
     def of_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows; None if the model's own function computes it, smoothed by ``applied``."""
+        """Return the loss of some rows; None if the model's own function computes it, with ``applied`` active."""
         if not in_parts and not self.z_loss:
             return None
         return RunningSoftmax(labels, vocab_size, num_items, self.label_smoothing_factor, self.z_loss)
 
 
-#: Plain cross entropy: the loss of evaluations, and the default loss of training.
+#: Plain cross entropy: the loss of evaluations and the default loss of training.
 PLAIN = CrossEntropy()
 
 
 class RunningSoftmax:
-    """Cross entropy of some rows whose logits come in parts: first the loss after all parts, then each part's gradient.
+    """Cross entropy of rows whose logits come in parts: the loss after all parts, then each part's gradient.
 
-    Everything is computed in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``;
-    with smoothing, ``smoothing`` of each target is spread evenly over the vocabulary; with a z-loss,
-    ``z_loss * logsumexp(logits)**2`` is added for each row.
+    All computation is in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``.
+    Smoothing spreads the share ``smoothing`` of each target evenly over the vocabulary. A z-loss adds ``z_loss *
+    logsumexp(logits)**2`` for each row.
 
     Args:
         labels: Vocabulary indexes of the labels, [rows].
-        smoothing: Smoothed share of each target; 0 for no smoothing.
-        z_loss: Factor of the z-loss; 0 for no z-loss.
+        smoothing: Share of each target to spread; 0 to disable.
+        z_loss: Factor of the z-loss; 0 to disable.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class RunningSoftmax:
         self._smoothing, self._z_loss = smoothing, z_loss
         zeros = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
         self._largest = torch.full_like(zeros, -torch.inf)
-        self._sum = zeros  # of exponentials, relative to the largest logit so far
+        self._sum = zeros  # exponentials relative to the largest logit so far
         self._of_label = torch.zeros_like(zeros)
-        self._total = torch.zeros_like(zeros) if smoothing else None  # of the logits
+        self._total = torch.zeros_like(zeros) if smoothing else None  # sum of the logits
         self._weights: Tensor | None = None
-        self._log_sums: Tensor | None = None  # over all added logits; kept, because each part needs it
+        self._log_sums: Tensor | None = None  # cached logsumexp, because each part's gradient needs it
 
     def add(self, logits: Tensor, start: int) -> None:
         """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
@@ -122,7 +122,7 @@ class RunningSoftmax:
         self._largest = largest
 
     def log_probs(self) -> Tensor:
-        """Return the log-probability of each row's label [rows], after all parts."""
+        """Return the log-probability of each row's label [rows]. Call it after all parts were added."""
         return self._of_label - self._log_sum()
 
     def weigh(self, weights: Tensor) -> None:
@@ -130,7 +130,7 @@ class RunningSoftmax:
         self._weights = weights
 
     def loss(self) -> Tensor:
-        """Return the loss, after all parts."""
+        """Return the loss. Call it after all parts were added."""
         log_sum = self._log_sum()
         losses = log_sum - self._of_label
         if self._total is not None:
@@ -141,7 +141,7 @@ class RunningSoftmax:
         return losses.sum() / self._num_items
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the gradient of the loss by a part's logits, in their dtype, after all parts were added."""
+        """Return the gradient of a part's logits, in their dtype. Call it after all parts were added."""
         if device_kernels.are_for(logits):
             return device_kernels.gradient_of_logits(
                 logits,
@@ -161,7 +161,7 @@ class RunningSoftmax:
         if self._smoothing:
             found.sub_(self._smoothing / self._vocab_size)
         at, is_here = column_of(self._labels, start, found.shape[1])
-        # Scattered, not added: each row has one column, so the order of writes has no effect on any device.
+        # Scatter instead of add: each row has one column, so the order of writes has no effect on any device.
         found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
         if self._weights is not None:
             return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
@@ -174,13 +174,13 @@ class RunningSoftmax:
 
 
 def column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return the column [rows, 1] of each row's label, and whether it is in this part (else the column is any)."""
+    """Return the column [rows, 1] of each row's label, clamped to this part, and whether the label is in this part."""
     at = labels - start
     return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
 
 
 def _smoothed(factor: float) -> Callable[..., Tensor]:
-    """Return a loss of shifted labels: ``1 - factor`` times their loss plus ``factor`` times the vocabulary's mean."""
+    """Return a loss function with label smoothing, in the signature of transformers' causal LM loss."""
 
     def loss(
         logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any
@@ -199,7 +199,7 @@ def _smoothed(factor: float) -> Callable[..., Tensor]:
 
 @contextmanager
 def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace the loss function that transformers chose for a model."""
+    """Replace the loss function that transformers chose for a model, within the context."""
     own = model.__dict__.get("_loss_function")
     model.__dict__["_loss_function"] = function
     try:

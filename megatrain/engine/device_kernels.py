@@ -1,7 +1,7 @@
-"""Triton kernels of a step on a GPU with Triton.
+"""Triton kernels that a step uses on a GPU with Triton.
 
-Without Triton, torch's operators compute the same with more memory and many more launches. For fake tensors, a function
-only allocates its result, so that a plan counts the memory.
+Without Triton, torch operators compute the same results with more memory and many more kernel launches. With fake
+tensors, a function only allocates its result, so that a plan counts the memory.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ __all__ = [
 ]
 
 _BLOCK_COLUMNS = 1024
-#: Logits of a row whose exponentials are summed at once, and their warps.
+#: Number of logits of a row whose exponentials a program adds up at once, and its number of warps.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
-#: Rows of a program of `group_rows`, and rows that it compares them with at once. More rows exceed the registers.
+#: Rows per program of `group_rows`, and rows that it compares them with at once. More rows would exceed the registers.
 _BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
-#: Most bytes that a GPU thread loads and stores at once.
+#: Maximum number of bytes that a GPU thread loads or stores at once.
 _VECTOR_BYTES = 16
 
 
 def reads_sync_host(device: torch.device) -> bool:
-    """Return whether reading a value of a tensor waits for all work queued on the device."""
+    """Return whether a read of a tensor's values waits for all work queued on the device."""
     return device.type == "cuda"
 
 
 def are_for(tensor: Tensor) -> bool:
-    """Return whether there are kernels for tensors on this tensor's device."""
+    """Return whether the kernels support tensors on this tensor's device."""
     return stands_for_gpu(tensor) or (tensor.is_cuda and _kernels_or_none() is not None)
 
 
 def stands_for_gpu(tensor: Tensor) -> bool:
-    """Return whether this is a fake CPU tensor in a plan for the GPU of another machine."""
+    """Return whether this is a fake CPU tensor that represents a GPU tensor in a plan."""
     return _fakes_are_of_gpu and isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
-    """Trace the work of a GPU with Triton, with fake CPU tensors on a machine that may have neither.
+    """Let fake CPU tensors represent tensors of a GPU with Triton, within the context. The machine needs neither.
 
-    Otherwise a plan would count the CPU's replacements of these kernels, of products that add to fp32, and of attention
-    over documents. The setting is process-wide, because the greenlets of a trace have separate contexts.
+    Otherwise a plan would count the CPU replacements for these kernels, for products that add to fp32, and for
+    attention over documents. The setting is process-wide, because each greenlet of a trace has a separate context.
 
     Args:
-        enabled: Whether fake CPU tensors represent GPU tensors.
+        enabled: Whether to do so; False to restore plain CPU tensors.
     """
     global _fakes_are_of_gpu
     before, _fakes_are_of_gpu = _fakes_are_of_gpu, enabled
@@ -88,10 +88,10 @@ def _kernels() -> ModuleType:
 
 
 def row_groups(indexes: Tensor) -> Tensor:
-    """Return the row order that `add_rows` needs for indexes [K]: [3, K] int32, on their device.
+    """Return the row order that `add_rows` needs for indexes [K], as [3, K] int32 on their device.
 
-    Rows are in the order of their indexes, see `triton_kernels.group_rows`. The device computes it, so that the host
-    need not know the indexes, which a model may have changed.
+    Rows are sorted by index; see `triton_kernels.group_rows`. The device computes the order, because the model can
+    change indexes on the device and reading them would synchronize the host.
     """
     indexes = indexes.contiguous()
     groups = torch.empty(3, len(indexes), dtype=torch.int32, device=indexes.device)
@@ -109,14 +109,14 @@ def row_groups(indexes: Tensor) -> Tensor:
 
 
 def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: int | None) -> None:
-    """Add rows [K, N], in order, to rows of a matrix; the host's `index_add_` gives the same bits.
+    """Add rows [K, N] in order to rows of a matrix, bit-identical to `index_add_` on the host.
 
     Args:
-        place: [len(held), N] fp32, of contiguous rows.
-        held: Range of the matrix's rows in ``place``; rows with an index outside are skipped.
-        rows: Rows to add, any float dtype.
-        groups: Result of ``row_groups`` for the rows' indexes.
-        ignored: Index whose rows are also skipped.
+        place: Rows of the matrix to add to, [len(held), N] fp32, each row contiguous.
+        held: Range of the matrix rows in ``place``. Rows with an index outside of the range are skipped.
+        rows: Rows to add, [K, N] of any float dtype.
+        groups: Result of ``row_groups`` for the indexes of ``rows``.
+        ignored: Index of additional rows to skip.
     """
     assert place.dtype == torch.float32 and place.stride(1) == 1, (place.dtype, place.stride())
     num_rows, num_columns = rows.shape
@@ -140,13 +140,13 @@ def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: 
 
 
 def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None:
-    """Look up rows of a part of a matrix.
+    """Copy the wanted rows that are in one part of a matrix into ``found``.
 
     Args:
-        found: [K, N], contiguous. Rows of other parts do not change.
-        held: Range of the matrix's rows in this part.
-        rows: [len(held), N], rows of this part, any float dtype.
-        indexes: [K], indexes of the wanted rows.
+        found: Contiguous output, [K, N]. Rows of other parts do not change.
+        held: Range of the matrix rows in this part.
+        rows: Rows of this part, [len(held), N] of any float dtype.
+        indexes: Indexes of the wanted rows, [K].
     """
     assert found.is_contiguous() and rows.stride(1) == 1, (found.stride(), rows.stride())
     num_rows, num_columns = found.shape
@@ -176,7 +176,7 @@ def take_in_logits(
     of_label: Tensor,
     totals: Tensor | None,
 ) -> None:
-    """Add the logits of a part of the vocabulary to a cross entropy, see `triton_kernels.take_in_logits`.
+    """Add the logits of a part of the vocabulary to the sums of a cross entropy; see `triton_kernels.take_in_logits`.
 
     Args:
         logits: [rows, columns], any float dtype.
@@ -219,16 +219,16 @@ def gradient_of_logits(
     share: float,
     at_label: float,
 ) -> Tensor:
-    """Return the gradient of cross entropy by the logits of a part of the vocabulary, in their dtype.
+    """Return the gradient of cross entropy with respect to the logits of a part of the vocabulary, in their dtype.
 
     Args:
         logits: [rows, columns], any float dtype.
         labels: [rows] int64, indexes into the vocabulary.
         start: Vocabulary index of the first column.
-        log_sums: [rows] fp32, log of the sum of the exponentials of all logits.
+        log_sums: [rows] fp32, logsumexp over the whole vocabulary.
         weights: [rows] fp32; None for 1 / num_items each.
         z_loss: Factor of the square of ``log_sums`` in the loss.
-        share: Share of the target for each column.
+        share: Target probability of each column, from label smoothing.
     """
     logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape
@@ -256,7 +256,7 @@ def gradient_of_logits(
 
 
 def _unit_of(*matrices: Tensor) -> int:
-    """Return the number of elements in 16 bytes if it divides the columns, else 1: see `triton_kernels`."""
+    """Return the number of elements in 16 bytes, or 1 if it does not divide the columns; see `triton_kernels`."""
     unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
     return 1 if matrices[0].shape[1] % unit else unit
 
@@ -268,9 +268,9 @@ def _has_vectors(matrix: Tensor) -> bool:
 
 
 def _with_vectors(logits: Tensor) -> Tensor:
-    """Return logits with adjacent columns and aligned rows, copied if necessary.
+    """Return the logits with adjacent columns and aligned rows, copied if necessary.
 
-    So the order of a sum depends on the number of columns alone, not on an address.
+    The order of a sum then depends on the number of columns, not on an address.
     """
     if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _has_vectors(logits)):
         return logits
@@ -278,7 +278,7 @@ def _with_vectors(logits: Tensor) -> Tensor:
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for a CUDA device and a dtype of weights and logits: some seconds, once per machine."""
+    """Compile the kernels for a CUDA device and a dtype of weights and logits. Takes seconds, once per machine."""
     zeros = torch.zeros(1, device=device)
     if not are_for(zeros):
         return

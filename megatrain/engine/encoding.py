@@ -1,9 +1,9 @@
-"""Encodings: forms of a weight in its blocks that differ from the numbers that layers compute with.
+"""Encodings: weights stored in another form than the values that layers compute with.
 
-Most blocks hold their weights themselves (bf16 weights are the high halves of their masters). For other weights,
-`StepProgram.encodings` has an `Encoding`: the blocks that a visit reads, and the function that makes the weight from
-them in the compute tier, for that visit only. So tiers and links carry the stored form, and the engine does not depend
-on any form. `megatrain/models/packed.py` has the packed bytes of quantized folders.
+Most blocks of weights hold the values themselves (bf16 weights are the high halves of their masters). For other
+weights, `StepProgram.encodings` has an `Encoding`. It lists the blocks that a visit reads, and decodes them in the
+compute tier for this visit only. Tiers and links carry the stored form, and the engine is independent of the form.
+`megatrain/models/packed.py` defines the encoding of quantized folders.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ __all__ = ["AveragedWeight", "Encoding", "decoding_bytes"]
 
 
 class Encoding(Protocol):
-    """Encoding of one layout's weight in blocks. A value: equal encodings read equal blocks in the same way."""
+    """Encoding of one layout's weight in blocks. Equal encodings decode the same blocks in the same way."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """Blocks read in place of the weight's own, one for each part of its state; empty for its own block."""
+        """Keys of the blocks to read, one per part of the layout's state; empty to read the weight's own block."""
 
     @property
     def nbytes(self) -> int:
-        """Size of these blocks together, over all ranks."""
+        """Total bytes of the encoded blocks over all ranks."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that layers compute in."""
+        """Dtype of the decoded weight."""
 
     def decode(self, block: Tensor, weights: Tensor) -> None:
-        """Write the weights of a leased block. Kernels are queued without synchronization.
+        """Decode a leased block into ``weights``. Kernels are queued without synchronization.
 
-        Gaps between parameters need not be written.
+        The contents of gaps between parameters are undefined.
 
         Args:
-            block: Whole block, on the compute device.
-            weights: Flat output, of ``dtype``, on the same device, as long as the decoded block.
+            block: Whole block on the compute device.
+            weights: Flat output of ``dtype`` on the same device, as long as the decoded block.
         """
 
     def decoding_bytes(self, device: torch.device) -> int:
-        """Return the peak bytes that ``decode`` allocates in addition to block and weights."""
+        """Return the peak bytes that ``decode`` allocates in addition to ``block`` and ``weights``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragedWeight:
-    """fp32 averages of a weight from the optimizer, read in place of the weight and rounded for each visit.
+    """Encoding that reads the optimizer's fp32 average instead of the weight, and rounds it for each visit.
 
     Attributes:
-        keys: Blocks of the averages, one for each part of the layout's state.
-        nbytes: Size of these blocks together, over all ranks.
+        keys: Keys of the blocks of the average, one per part of the layout's state.
+        nbytes: Total bytes of these blocks over all ranks.
     """
 
     keys: tuple[str, ...]
@@ -69,5 +69,5 @@ class AveragedWeight:
 
 
 def decoding_bytes(encodings: Iterable[Encoding], device: torch.device) -> int:
-    """Return the peak bytes of decoding in addition to blocks and weights. Weights are decoded one after the other."""
+    """Return the peak bytes of decoding in addition to blocks and weights. Weights are decoded one at a time."""
     return max((encoding.decoding_bytes(device) for encoding in encodings), default=0)

@@ -1,4 +1,4 @@
-"""Settings of the computing process, for deterministic kernels, and errors of its device."""
+"""Process settings for deterministic kernels, and explanations of device errors."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = [
 ]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: transformers reads it at each call of the package flash-attn, whose backward otherwise adds in the order of arrival.
+#: transformers reads this variable at each call of flash-attn, whose backward otherwise adds in the order of arrival.
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
-#: Settings with which cuBLAS sums in the same order in every run. torch accepts no others.
+#: Settings with which cuBLAS adds in the same order in every run. torch accepts no other settings.
 _REPEATABLE = (":4096:8", ":16:8")
 
 
 class DeterminismError(RuntimeError):
-    """The process can no longer become deterministic. The text has the cause and the remedy."""
+    """Raised if the process can no longer become deterministic. The text has the cause and the remedy."""
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, model_type: str, *, enabled: bool = True) -> Iterator[None]:
-    """Run with deterministic kernels. By default some kernels sum with atomics, in the order of arrival.
+    """Use deterministic kernels within the context. By default some kernels add with atomics, in the order of arrival.
 
-    Does nothing on the CPU. torch reads cuBLAS's setting once, at the first matrix product on a GPU. The import of
-    ``megatrain`` sets it, so it must precede that product.
+    Does nothing on the CPU. torch reads the setting of cuBLAS once, at the first matrix product on a GPU. ``import
+    megatrain`` sets it, so import megatrain before that product.
 
     Args:
-        model_type: Class of the model, for the error about an operation without a deterministic kernel.
-        enabled: Whether to change anything.
+        model_type: Class of the model, for error messages.
+        enabled: Whether to change the settings.
 
     Raises:
         UnsupportedModelError: If the model uses an operation that has no deterministic kernel.
-        DeterminismError: If cuBLAS was initialized without its setting, or the setting has another value.
+        DeterminismError: If cuBLAS was initialized without the setting, or if the setting has another value.
     """
     if device.type == "cpu" or not enabled:
         yield
@@ -55,7 +55,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     os.environ[_FLASH_ATTENTION] = "1"
-    deterministic.fill_uninitialized_memory = False  # True would fill every new tensor, though all are written
+    deterministic.fill_uninitialized_memory = False  # the engine writes all tensors before it reads them
     try:
         yield
     except RuntimeError as error:
@@ -64,7 +64,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         if "does not have a deterministic implementation" not in str(error):
             raise
         operation = str(error).partition(" does not have")[0]
-        reason = f"its {operation} has no kernel on {device.type} that gives the same bits in every run. "
+        reason = f"its {operation} has no deterministic kernel on {device.type}. "
         raise UnsupportedModelError(model_type, f"{reason}Write full_determinism = false") from error
     finally:
         torch.set_deterministic_debug_mode(mode)
@@ -77,14 +77,14 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
 
 @contextmanager
 def cublas_setting_read(device: torch.device) -> Iterator[None]:
-    """Make torch read cuBLAS's setting, and remove it from the environment inside, which makes products faster.
+    """Make torch read the setting of cuBLAS, and unset it within the context, which makes products faster.
 
-    Enter it inside ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting once, but
-    parses it again at every product, with regular expressions: 36 us of the host instead of 4 (docs/log.md). The
-    setting is the size of the workspace that torch passes to cuBLAS with each product. Sums have one order with any
-    size, and all products of a run use the same size: without the setting, torch's default. The workspace of the first
-    product is freed, because torch would pass it on with the new size. A smaller size set by the user stays in place.
-    Later versions of torch parse the setting once; for them this does nothing.
+    Enter it within ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting once, but
+    parses it with regular expressions at every product, which takes 36 us of host time instead of 4 (docs/log.md). The
+    setting is the size of the workspace that torch passes to cuBLAS with each product. Any size gives one order of
+    addition, and all products of a run use the same size: torch's default, because the setting is unset. The workspace
+    of the first product is freed, because torch would pass it to cuBLAS with the new size. A smaller size set by the
+    user stays in place. Later versions of torch parse the setting once, so this function does nothing.
     """
     global _is_read
     setting = os.environ.get(_CUBLAS)
@@ -105,11 +105,11 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
 
 
 def _parses_setting_once() -> bool:
-    """Return whether torch stores the size of cuBLAS's workspace: versions with a function to change it do."""
+    """Return whether torch stores the size of the cuBLAS workspace, as versions with a function to change it do."""
     return hasattr(torch.backends.cuda, "cublas_workspace_size")
 
 
-#: Whether torch has read a setting that is now not in the environment.
+#: Whether torch has read a setting that has since been removed from the environment.
 _is_read = False
 
 
@@ -123,7 +123,7 @@ def _check_cublas() -> None:
         os.environ[_CUBLAS] = _REPEATABLE[0]
     elif setting not in _REPEATABLE:
         raise DeterminismError(
-            f"{_CUBLAS} is '{setting}' in the environment, with which cuBLAS gives different bits in every run: set it "
+            f"{_CUBLAS} is '{setting}' in the environment, so the results of cuBLAS differ from run to run: set it "
             f"to {_REPEATABLE[0]}, or unset it, or write full_determinism = false"
         )
 
@@ -140,12 +140,12 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 
 
 class DeviceError(RuntimeError):
-    """The compute device failed or ran out of memory. The text has the cause and the remedy."""
+    """Raised if the compute device fails or runs out of memory. The text has the cause and the remedy."""
 
 
 @contextmanager
 def device_errors_explained() -> Iterator[None]:
-    """Raise ``DeviceError`` instead of torch's device errors, which address authors of kernels."""
+    """Raise ``DeviceError`` instead of torch's device errors, which are written for kernel authors."""
     try:
         yield
     except (RuntimeError, TieredError) as error:
@@ -175,7 +175,7 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _failure_of_device(error: BaseException | None) -> BaseException | None:
-    """Return the device's error among the causes of an error: a failed transfer wraps it."""
+    """Return the device error in the chain of causes, because a failed transfer wraps it."""
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__
     return error

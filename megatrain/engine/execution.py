@@ -1,6 +1,6 @@
-"""Execution of a step's tape: leases the blocks of each op from the store, then releases or evicts copies as planned.
+"""Execution of a step's tape: lease the blocks of each op from the store, then pin, evict or discard the copies.
 
-A layer lives through a step in this order (docs/reading.md walks through it):
+A step processes a layer in this order (docs/reading.md explains each stage):
 
     forward     lease       `StoreAccess.weights`, by `TapeExecution.lease`
                 run         `UnitRun.compute`, called in `UnitVisit.forward`
@@ -11,7 +11,7 @@ A layer lives through a step in this order (docs/reading.md walks through it):
                 reduce      `GradientAccumulator.add_product`, for each micro-batch
                 release     `TapeStore.released`
 
-Nothing is decided here. The tape, compiled before the step, has all leases, fetches, pins and evictions.
+This file makes no decisions. The tape, compiled before the step, lists all leases, fetches, pins and evictions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["TapeExecution"]
 
 
 class TapeExecution:
-    """Iteration over the ops of a step, with leases of their blocks. Used by the thread that runs the step.
+    """Iterator over the ops of a step that leases their blocks. Used by the thread that runs the step.
 
     Attributes:
-        op: The present op; None before the first op and after the step.
+        op: Current op; None before the first op and after the step.
         background: Updates that run concurrently with the layers. The caller of ``start`` exits it after the step.
     """
 
@@ -63,11 +63,11 @@ class TapeExecution:
         }
         self._op_bytes = computing_bytes(model.trace, model.program)  # by tick
         self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
-        self._pinned: Mapping[str, Pinned] = {}  # left by the previous tape
+        self._pinned: Mapping[str, Pinned] = {}  # copies that the previous tape kept pinned
         self._first_tick = 0
         self._is_ahead = False  # whether the ops are updates that the schedule places in the next step
         self._ops: Iterator[Op] = iter(())
-        self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient in a shared block has its own key
+        self._uses: Mapping[str, Use] = {}  # of the current op; a gradient in a shared block has a separate key
         self.op: Op | None = None
         self.background = BackgroundUpdates()
 
@@ -75,7 +75,7 @@ class TapeExecution:
         """Begin the tape of a step.
 
         Args:
-            step: Number of the step from 0, which numbers the ticks like the schedule.
+            step: Number of the step, counted from 0. It determines the tick numbers in the schedule.
             updates: Whether to include the deferred updates of the previous step.
             passes: Whether to include forward, head and backward.
         """
@@ -84,9 +84,9 @@ class TapeExecution:
         self._ops, self._pinned = iter(tape.ops), tape.pinned
 
     def start_updates_ahead(self) -> None:
-        """Begin the deferred updates in the step that computed their gradients. All their blocks are used at home.
+        """Begin the deferred updates within the step that computed their gradients. Requires all their blocks at home.
 
-        The schedule does not advance, because nothing is fetched for them.
+        The schedule does not advance, because these updates fetch nothing.
         """
         self._is_ahead = True
         self._ops = iter(self._tape(True, False, {}).ops)
@@ -100,7 +100,7 @@ class TapeExecution:
         return self._tapes[kind]
 
     def finish(self) -> None:
-        """Evict the copies that are pinned for another step."""
+        """Evict the copies that are pinned for the next step."""
         self._copies.evict_pinned()
         self._pinned = {}
 
@@ -112,10 +112,10 @@ class TapeExecution:
         if self.op is not None:
             tick, uses = self.op.tick, self.op.uses
             self._uses = dict(zip(self.own_keys(self.op, uses), uses, strict=True))
-            # This precedes all leases: an update that still runs has the newest contents of its blocks.
+            # Wait before any lease, because an update that still runs writes the newest contents of these blocks.
             self.background.wait_for([use.key for use in uses])
             if not self._is_ahead:
-                # This precedes the leases of the op, because the prefetcher looks ahead from this tick.
+                # Advance before the leases of the op, because the prefetcher looks ahead from this tick.
                 self._store.advance(self._first_tick + tick)
                 self._activity.begin_part(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
         if self._timeline is not None:
@@ -124,20 +124,20 @@ class TapeExecution:
 
     @property
     def present(self) -> Op:
-        """Present op, which must have begun."""
+        """Current op. An op must have begun."""
         assert self.op is not None, "no op has begun, or the step is over"
         return self.op
 
     def use(self, key: str) -> Use:
-        """Return the present op's use of a block, by the key of the block's contents."""
+        """Return the current op's use of a block, by the key of the block's contents."""
         return self._uses[key]
 
     def uses(self, key: str) -> bool:
-        """Return whether the present op uses a block, by the key of the block's contents."""
+        """Return whether the current op uses a block, by the key of the block's contents."""
         return key in self._uses
 
     def own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
-        """Return the keys of the contents of an op's blocks."""
+        """Return the keys of the contents of the blocks in ``uses``: a shared block has the key of its gradient."""
         program = self.model.program
         if not program.occupants:  # a shortcut, because a layer has hundreds of blocks
             return [use.key for use in uses]
@@ -145,10 +145,10 @@ class TapeExecution:
 
     @contextmanager
     def lease(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Lease blocks of the present op together, then release them as the tape says. Yield tensors by key.
+        """Lease blocks of the current op together and yield their tensors by key. Release them as the tape says.
 
         Args:
-            keys: Keys of the blocks. A gradient in a shared block has its own key, and its tensor has its own length.
+            keys: Keys of the contents. A gradient in a shared block has a separate key, and may be shorter.
         """
         op = self.present
         if not keys:
@@ -160,21 +160,21 @@ class TapeExecution:
             tensors: dict[str, Tensor] = {}
             for key, lease in zip(keys, group, strict=True):
                 tensor = lease.tensor
-                if key != lease.key:  # another gradient's block, which may be longer
+                if key != lease.key:  # a shared block, which may be longer than this gradient
                     tensor = tensor.narrow(0, 0, self.model.program.contents(op.tick, lease.key).num_elements)
                 tensors[key] = tensor
             yield tensors
-        # This follows the leases: an eviction writes back, and must not read a copy that is still written.
+        # Release after the leases end: an eviction writes back, and must not read a copy that is still being written.
         self._copies.released(uses, op.tier)
 
     def skip(self, keys: Iterable[str]) -> None:
-        """Skip planned leases of the present op."""
+        """Skip planned leases of the current op."""
         op = self.present
         for key in keys:
             self._copies.skipped(self._uses[key], op.tier)
 
     def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
-        """Prefetch nothing for some uses, (tick of this step or the next, key); see ``TieredStore.pass_over``."""
+        """Cancel the prefetch of (tick from the start of this step, key); see ``TieredStore.pass_over``."""
         first = self._first_tick
         self._store.pass_over(
             [(first + tick, key) for tick, key in uses], but_not=[(first + tick, key) for tick, key in but_not]

@@ -1,6 +1,6 @@
-"""Generation of flash attention behind torch's operators: FA2, which torch contains, or a package's FA3 or FA4.
+"""Choice of the flash attention kernels behind torch's operators: FA2 (part of torch), or FA3 or FA4 from a package.
 
-torch registers a package's kernels for the operators that models call. This affects the whole process.
+torch registers the package's kernels for the operators that models call. The choice affects the whole process.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FlashKernels = Literal["FA2", "FA3", "FA4"]
 
 _PACKAGES = {"FA3": "flash-attn-3", "FA4": "flash-attn-4"}
 _ARCHITECTURES = {"FA3": "Hopper (H100, H200, GH200)", "FA4": "Blackwell (B200, B300, GB200, GB300)"}
-#: Major compute capability -> kernels made for it. There is no package for consumer Blackwell (12).
+#: Major compute capability -> kernels made for it. No package supports consumer Blackwell (12).
 _OF_CAPABILITY: dict[int, FlashKernels] = {9: "FA3", 10: "FA4"}
-#: Parts of the names of GPUs, for plans that are made without the GPU.
+#: Substring of the GPU's name -> kernels, for plans made without the GPU.
 _OF_NAME: dict[str, FlashKernels] = {
     **dict.fromkeys(("H100", "H200", "H20", "H800"), "FA3"),
     **dict.fromkeys(("B100", "B200", "B300"), "FA4"),
 }
 _planned: FlashKernels = "FA2"
-#: Number of backwards whose bits are compared, and the shape of their queries: heads, tokens, width.
+#: Number of backwards to compare; shape of their queries (heads, tokens, width); number of key heads.
 _NUM_TRIES, _TRIED_SHAPE, _TRIED_KEY_HEADS = 4, (16, 4096, 128), 4
 
 
@@ -46,20 +46,20 @@ def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
     """Return the newest kernels made for a GPU.
 
     Args:
-        device: GPU, if it is in this machine.
-        planned_gpu: Name of a GPU of another machine; None for a GPU of this machine.
+        device: GPU of this machine; unused if ``planned_gpu`` is given.
+        planned_gpu: Name of a GPU of another machine, or None.
     """
     if planned_gpu is None:
         is_nvidia = torch.version.hip is None and torch.version.cuda is not None
         return _OF_CAPABILITY.get(torch.cuda.get_device_capability(device)[0], "FA2") if is_nvidia else "FA2"
-    # "GH200" and "GB200" contain the names of their GPUs.
+    # This also matches "GH200" and "GB200", which contain the names of their GPUs.
     return next((kernels for name, kernels in _OF_NAME.items() if name in planned_gpu.upper()), "FA2")
 
 
 def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str | None) -> str:
-    """Return why a GPU cannot compute with kernels, and the remedy; "" if it can.
+    """Return why a GPU cannot use the kernels, with the remedy; "" if it can.
 
-    Packages on another machine are assumed to be installed.
+    Assumes that another machine has the package.
     """
     if kernels == "FA2":
         return ""
@@ -73,13 +73,13 @@ def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str |
 
 @contextmanager
 def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = None) -> Iterator[None]:
-    """Select the kernels of torch's flash attention.
+    """Select the kernels of torch's flash attention within the context.
 
     Args:
-        repeatable_on: Device on which a package must give the same bits in every run; None for no check.
+        repeatable_on: Device on which the kernels of a package must be deterministic; None to skip the check.
 
     Raises:
-        UnsupportedModelError: If torch does not have the choice, or the package is missing or does not work.
+        UnsupportedModelError: If torch cannot select kernels, or if the package is missing or does not work.
     """
     with _activated(kernels) as reason:
         if reason:
@@ -91,7 +91,7 @@ def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = No
 
 @contextmanager
 def _activated(kernels: FlashKernels) -> Iterator[str]:
-    """Activate kernels; yield the reason for a failure, or ""."""
+    """Activate kernels within the context. Yield the reason for a failure, or ""."""
     attention: Any = torch.nn.attention
     if kernels == "FA2":
         yield ""
@@ -102,7 +102,7 @@ def _activated(kernels: FlashKernels) -> Iterator[str]:
     before, reason = attention.current_flash_attention_impl(), ""
     try:
         attention.activate_flash_attention_impl(kernels)
-    except Exception as error:  # the package's own code runs, with errors of every type
+    except Exception as error:  # the package can raise any error
         reason = f"the package {_PACKAGES[kernels]} cannot be used here ({type(error).__name__}: {error}). Install it"
     try:
         yield reason
@@ -114,16 +114,16 @@ def _activated(kernels: FlashKernels) -> Iterator[str]:
 
 
 def unsupported_flash(kernels: FlashKernels, reason: str) -> UnsupportedModelError:
-    """Return the error of kernels that cannot be used, with the remedies."""
-    text = f'{reason}. A new run may write flash_attention = "FA2"; one that began with {kernels} keeps it'
+    """Return the error for kernels that cannot be used, with the remedies."""
+    text = f'{reason}. A new run can set flash_attention = "FA2"; a run that began with {kernels} keeps it'
     return UnsupportedModelError(f'model.flash_attention = "{kernels}"', text)
 
 
 def check_repeatable(kernels: FlashKernels, device: torch.device) -> None:
-    """Compare the bits of a few backwards, because some builds of FA3 ignore the flag for determinism.
+    """Check that a few backwards are bit-identical, because some builds of FA3 ignore the determinism flag.
 
     Raises:
-        UnsupportedModelError: If the bits differ.
+        UnsupportedModelError: If the results differ.
     """
     _compare_backwards(kernels, device)
     if device.type == "cuda":
@@ -146,15 +146,15 @@ def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
             found = torch.autograd.grad(out, inputs, out.detach())
         first = first or found
         if not all(map(torch.equal, found, first)):
-            reason = f"the installed {_PACKAGES[kernels]} gives different bits in every run. Install a newer build"
+            reason = f"the results of the installed {_PACKAGES[kernels]} differ from run to run. Install a newer build"
             raise unsupported_flash(kernels, reason)
 
 
 @contextmanager
 def flash_planned(kernels: FlashKernels) -> Iterator[None]:
-    """Make traces count the workspace of these kernels.
+    """Let traces count the workspace of these kernels, within the context.
 
-    The setting is process-wide, because the greenlets of a trace have separate contexts.
+    The setting is process-wide, because each greenlet of a trace has a separate context.
     """
     global _planned
     before, _planned = _planned, kernels

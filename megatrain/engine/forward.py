@@ -1,19 +1,20 @@
-"""Forward and backward of an unmodified model, with weights streamed unit by unit.
+"""Forward and backward of an unmodified model, whose weights are streamed unit by unit.
 
-The model gets its weights in these steps:
+One pass over the model takes these steps:
 
-1. Every parameter is a placeholder without memory, and every unit's `forward` a stub (`Trunk.prepared`).
+1. `Trunk.prepared` replaces every parameter by a placeholder without memory, and every unit's `forward` by a stub.
 2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
-   passes the call to the engine and suspends the forward (`suspend.py`).
-3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases its weights, binds them, runs the unit for
-   each of them and releases the weights. The forwards resume with the results (`Trunk.run`).
+  passes the call to the engine and suspends the forward (`suspend.py`).
+3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases and binds the weights, runs the unit for
+  each micro-batch and releases the weights. `Trunk.run` resumes the forwards with the results.
 4. The forwards end at the cut before the head. `ChunkedHead` runs the head over a few rows of logits at a time, and
    returns the gradients of the trunk's outputs (`head.py`).
 5. One `torch.autograd.backward` over the model's own graph reaches the visits in reverse. `UnitVisit.backward` leases
    the weights again, recomputes the unit and accumulates the gradients of its parameters.
 
-Hugging Face's code decides everything except the time at which a unit's weights are present. In layer order all
-micro-batches pass a unit before any of them reaches the next, so its weights come once per step and direction.
+Hugging Face's code determines the computation. The engine determines only when the weights of a unit are in memory. In
+layer order all micro-batches pass a unit before any of them reaches the next one. So each direction of a step fetches
+its weights once.
 """
 
 from __future__ import annotations
@@ -67,20 +68,20 @@ __all__ = [
 
 
 class NoTrainedTokensError(Exception):
-    """No token of the step has a label."""
+    """Raised if no token of the step has a label."""
 
 
 class VisitOrderError(Exception):
-    """The model called its units in a different order than planned, or than another micro-batch of the step."""
+    """Raised if the model calls its units in another order than planned, or if micro-batches differ in their order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedLoss:
-    """Loss of one optimizer step that the device may not have computed yet.
+    """Loss of one optimizer step, which the device may still be computing.
 
     Attributes:
-        terms: Scalars on the compute device. The loss is their sum in double precision, in this order (decision 0099).
-        figures: Metrics of the loss in addition to its value.
+        terms: Scalars on the compute device. The loss is their sum in double precision, in order (decision 0099).
+        figures: Metrics that the loss reports in addition to its value.
     """
 
     terms: tuple[Tensor, ...]
@@ -93,7 +94,7 @@ class SummedLoss:
     """Cross entropy of an evaluation pass.
 
     Attributes:
-        terms: Sums over tokens with a label. Added exactly (`math.fsum`), so that grouping has no effect.
+        terms: Sums over tokens with a label. `math.fsum` adds them exactly, so that grouping has no effect.
     """
 
     terms: tuple[float, ...]
@@ -102,16 +103,14 @@ class SummedLoss:
 
 @dataclass(frozen=True, slots=True)
 class PassOrder:
-    """Order of a pass, and pieces of its logits.
+    """Order of a pass and chunk sizes of its logits. Only chunk sizes change the rounding of results.
 
     Attributes:
-        by: "layer" for all micro-batches of a unit before the next unit; "micro_batch" for one micro-batch at a time.
-            Both give the same bits.
-        head_rows: Rows of logits at a time; None for the model's default. It changes bits of the head's weight
-            gradient: compare only runs with the same value.
-        head_columns: Columns of the vocabulary at a time, which change bits also; 0 for whole logits; None for the
-            default.
-        parts_in_turn: Whether all rows pass a part of the vocabulary before the next part. It changes no bits.
+        by: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a time.
+        head_rows: Rows of logits computed at a time; None for the model's default. Compare only runs with the same
+            value.
+        head_columns: Columns of the vocabulary computed at a time; 0 for whole logits; None for the default.
+        parts_in_turn: Whether all rows use a part of the vocabulary before the next part.
     """
 
     by: Literal["layer", "micro_batch"] = "layer"
@@ -121,17 +120,17 @@ class PassOrder:
 
 
 class LayerRunner:
-    """Computation of loss and gradients of a step, or of the loss of an evaluation pass.
+    """Runner that computes the loss and gradients of a step, or the loss of an evaluation pass.
 
-    Not thread-safe: one step at a time, on one thread. Each pass raises `VisitOrderError` if the model does not call
-    its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
+    Not thread-safe: run one step at a time, on one thread. Each pass raises `VisitOrderError` if the model does not
+    call its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
 
     Args:
         trace: Expected visits, which the forward is checked against; None for no check.
         objective: Loss and noise; None for plain cross entropy.
-        recompute: Forward results kept for the backward. The weights of visits with kept graphs must stay unchanged and
-            in place until then.
-        context: Makes the context of forward and backward of a pass; None for the graph's converters' context.
+        recompute: Forward results kept for the backward. Weights of visits with kept graphs must stay unchanged and in
+            place until that backward.
+        context: Factory of the context around a pass; None for the context of the graph's converters.
 
     Attributes:
         bounds: Modules of all units with slots for their weights, by index.
@@ -183,7 +182,7 @@ class LayerRunner:
         )
 
     def _make_part_weight(self) -> PartWeight | None:
-        """Return the placeholder for the weight that makes the logits, if they may come in parts."""
+        """Return a placeholder for the weight that computes the logits; None if logits must be whole."""
         if self._plan is None or self._plan.cut_weight is None:
             return None
         name = self._plan.cut_weight
@@ -192,22 +191,22 @@ class LayerRunner:
 
     @property
     def head_units(self) -> tuple[int, ...]:
-        """Indexes of the units that run in the head phase; their visits come after all others."""
+        """Indexes of the units that run in the head phase. Their visits come last."""
         return tuple(unit.index for unit in self._plan.units) if self._plan else ()
 
     @property
     def visits(self) -> VisitSequence:
-        """Visits of the running pass, without the head's."""
+        """Visits of the running pass before the head."""
         return self._trunk.visits
 
     @property
     def head_rows(self) -> int:
-        """Rows of logits at a time; 0 if the head is not chunked."""
+        """Rows of logits computed at a time; 0 if the head is not chunked."""
         return self._head_rows if self._plan else 0
 
     @property
     def head_columns(self) -> int:
-        """Columns of the vocabulary at a time; 0 if logits are whole."""
+        """Columns of the vocabulary computed at a time; 0 if logits are whole."""
         return self._head_columns
 
     @property
@@ -219,14 +218,14 @@ class LayerRunner:
 
     @property
     def logits_flops(self) -> int:
-        """Floating-point operations of one row of logits that come in parts; 0 if logits are whole."""
+        """FLOPs of one row of logits that are computed in parts; 0 if logits are whole."""
         return 2 * self._part_weight.numel() if self._part_weight is not None and self._head_columns else 0
 
     @property
     def by_part_in_head(self) -> frozenset[str]:
-        """Owner's name of the weight whose gradient the head can make part by part; empty if it cannot.
+        """Owner's name of the weight whose gradient the head can compute one part at a time; empty if there is none.
 
-        Other weights of the head rule this out, because their gradients would be summed in a different order.
+        Empty if the head has other trainable weights, because their gradients would be summed in a different order.
         """
         if self._plan is None or not self._head_columns or not self._plan.borders:
             return frozenset()
@@ -235,7 +234,7 @@ class LayerRunner:
 
     @property
     def head_part_nbytes(self) -> int:
-        """Size of the graph of a part's logits for a full piece; 0 if logits are whole."""
+        """Bytes of the graph of one part's logits for a full piece; 0 if logits are whole."""
         if self._plan is None or not self._head_columns:
             return 0
         start, stop = max(self._plan.ranges(self._head_columns), key=lambda words: words[1] - words[0])
@@ -250,20 +249,20 @@ class LayerRunner:
         first_number: int = 0,
         size: object = None,
     ) -> QueuedLoss:
-        """Queue forward and backward of all micro-batches on the current stream. Gradients go to the access.
+        """Queue forward and backward of all micro-batches on the current stream, without a host sync.
 
-        No host sync.
+        `BlockAccess.gradients` receives the gradients.
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-                Either all or none of them have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``).
-            num_items: Number of trained tokens in the mean of the loss; None for the tokens of these micro-batches.
-            seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
+                All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``).
+            num_items: Number of tokens in the mean of the loss; None for the number of labels in these micro-batches.
+            seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
             first_number: Number of the first of these micro-batches in the step.
-            size: Data about the whole step (``Loss.size_of_step``); None if these micro-batches are all of it.
+            size: Result of ``Loss.size_of_step``; None if these micro-batches are the whole step.
 
         Raises:
-            NoTrainedTokensError: If no position has a label, or the loss is a mean over no tokens.
+            NoTrainedTokensError: If no position has a label.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = [count_labels(labels) for labels in shifted]
@@ -283,7 +282,7 @@ class LayerRunner:
         }
         size = loss.size_of_step(micro_batches, shifted) if size is None else size
         try:
-            # All groups at once: a second staging would wait for the copies of the first.
+            # Stage all groups at once, because a second staging would wait for the copies of the first.
             batches, rows, placed = self._micro_batches.place(dict(enumerate(micro_batches)), labelled, read)
             by_number = {number: loss.of_micro_batch(read[number], placed[number], size) for number in numbers}
             for group in groups:
@@ -295,14 +294,14 @@ class LayerRunner:
         return QueuedLoss(tuple(losses), sum(counts), figures)
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
-        """Run the forward of all micro-batches in eval mode, each unit for all of them before the next unit.
+        """Run the forward of all micro-batches in eval mode and in layer order.
 
         The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states live between
-        units. Activation blocks, gradients and random states of training do not change.
+        units. The pass changes no activation blocks, gradients or random states of training.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
-        # Micro-batches without a label add nothing. But the ticks are planned, so one micro-batch has to run.
+        # Skip micro-batches without a label. But run at least one micro-batch, because the program plans the ticks.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
         with self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows):
             losses = self._forward_pass(batches, rows, counts)
@@ -315,7 +314,7 @@ class LayerRunner:
         """Yield micro-batches and their labelled rows on the compute device, for forwards in eval mode.
 
         Args:
-            shifted: Labels [B * S] of the next tokens, on the host, by number of the micro-batches to run.
+            shifted: Next-token labels [B * S] on the host, by number of each micro-batch to run.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -337,15 +336,15 @@ class LayerRunner:
         temperature: float = 1.0,
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> list[TokenScores]:
-        """Run the forward of all micro-batches in eval mode, and return the scores of positions with a label.
+        """Run the forward of all micro-batches in eval mode, and return the scores of all positions with a label.
 
-        Only hidden states live between units. A micro-batch's scores do not depend on the others of the call.
+        Only hidden states live between units. The scores of a micro-batch do not depend on other micro-batches.
 
         Args:
-            on_hidden: Called with the number of each micro-batch and its last hidden states [B, S, H].
+            on_hidden: Function called with the number of each micro-batch and its last hidden states [B, S, H].
 
         Returns:
-            Scores of each micro-batch's positions with a label (the next token), row by row.
+            Scores of the positions with a label, row by row, for each micro-batch.
 
         Raises:
             UnsupportedModelError: If the hidden states are not available.
@@ -381,12 +380,12 @@ class LayerRunner:
                 yield joined_scores([top.scores()])
 
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Run the forward of all micro-batches as `evaluate` does, and return their logits.
+        """Run the forward of all micro-batches like `evaluate`, and return their logits.
 
-        For models whose forward is not cut before its head: those with a few outputs per text or token.
+        Only for models whose forward is not cut before the head, because they have few outputs per text or token.
 
         Returns:
-            `logits` of each micro-batch on the host, in the shape of the model's class.
+            `logits` of each micro-batch on the host, in the shape that the model returns.
         """
         assert self._plan is None, "a model with a chunked head has no whole logits"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
@@ -404,14 +403,14 @@ class LayerRunner:
         return hidden
 
     def log_probs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
-        """Run the forward as `evaluate` does, and return the log-probability of each row's labels, by micro-batch.
+        """Run the forward like `evaluate`, and return the log-probability of each row's labels, by micro-batch.
 
         Args:
-            micro_batches: As in `queue`. Extra inputs of losses are ignored.
+            micro_batches: Micro-batches like those for `queue`. Extra inputs of losses are ignored.
         """
         shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
         counts = [[count_labels(row) for row in labels] for labels in shifted]
-        # The ticks are planned, so one micro-batch has to run even without a label.
+        # Run at least one micro-batch, even without a label, because the program plans the ticks.
         chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
         labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
         with self._evaluating(micro_batches, labels_of_chosen) as (batches, rows), self._trunk.prepared():
@@ -439,7 +438,7 @@ class LayerRunner:
         seed: int,
         first_number: int = 0,
     ) -> list[Tensor]:
-        """Run forward and backward over one group of micro-batches and return their loss terms.
+        """Run forward and backward of one group of micro-batches, and return their loss terms.
 
         Args:
             rows: Positions with a label, and their shifted labels.
@@ -467,11 +466,11 @@ class LayerRunner:
         rows: Mapping[int, LabelledRows],
         counts: Mapping[int, int],
     ) -> list[Tensor]:
-        """Run only the forward, and return loss terms that are sums over tokens."""
+        """Run only the forward, and return loss terms, each a sum over tokens."""
         with self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
-            if self._plan is None:  # the model's own loss is a mean: not every model accepts a count
+            if self._plan is None:  # the model's own loss is a mean
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
                 return head.evaluate(items)
@@ -484,14 +483,14 @@ class LayerRunner:
         losses_by_number: Mapping[int, MicroBatchLoss],
         num_items: int,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return loss terms, and the roots of the backward with their gradients."""
+        """Return the loss terms, the roots of the backward, and the gradients of the roots."""
         losses: list[Tensor] = []
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         if self._plan is None:
             for number, output, _ in outputs:
                 count = len(rows[number][1])
-                if count:  # the model's own loss is a mean; without a label it would be a mean over no tokens
+                if count:  # the model's own loss is a mean, which is NaN without labels
                     losses.append(output["loss"].detach() * (count / num_items))
                     roots.append(output["loss"])
                     grads.append(torch.full_like(output["loss"], count / num_items))
@@ -512,7 +511,7 @@ class LayerRunner:
         outputs: Sequence[SuspendedOutput],
         losses_by_number: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
-        """Yield the head and its inputs, with its units unstubbed. Without losses, the head is for an evaluation."""
+        """Yield the head and its inputs, with its units unstubbed. Evaluations pass no losses."""
         assert self._plan is not None
         plan, first = self._plan, len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(plan.units)]
@@ -549,7 +548,7 @@ class LayerRunner:
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model's buffers to a device. Buffers that share a tensor still share one afterwards."""
+    """Move a model's buffers to a device. Buffers that share a tensor still share it afterwards."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -559,7 +558,7 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device; a device without an index is the current one of its type."""
+    """Return whether a tensor is on a device. A device without an index matches any index of its type."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
@@ -568,7 +567,7 @@ SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
 
 
 class _TrunkReached(BaseException):
-    """Signal that aborts a forward at the cut. No `Exception`, so that model code does not catch it."""
+    """Signal that aborts a forward at the cut before the head. Model code does not catch it: it is no `Exception`."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -583,15 +582,14 @@ def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trunk:
-    """Forwards of all micro-batches up to the cut before the head, or to their end without a cut.
+    """Runner of the forwards of all micro-batches, up to the cut before the head, or to the end without a cut.
 
     Args:
-        visits: Sequence to which the running pass appends its visits, with their shared state.
+        visits: Sequence to which each pass appends its visits.
         bounds: Modules of all units with slots for their weights, by index.
-        head: Plan with the cut of the model; None if its forward runs to the end.
+        head: Plan of the cut before the head; None if the forward runs to its end.
         trace: Expected visits, which the forward is checked against; None for no check.
-        mirror: Host mirror of the inputs, active while the model's own code runs; None if that code reads from the
-            device.
+        mirror: Host copies of the inputs, read by the model's own code; None if that code reads from the device.
         recompute: Forward results that visits keep for the backward.
     """
 
@@ -616,7 +614,7 @@ class Trunk:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Replace all weights by placeholders, and the forwards of all units by stubs."""
+        """Replace all weights by placeholders, and the forwards of all units by stubs, within the context."""
         cut: dict[torch.nn.Module, Callable[..., Any]] = {}
         if self._head is not None:
             cut[self._head.trunk] = _trunk_stub(self._head.trunk.forward)
@@ -645,12 +643,12 @@ class Trunk:
         try:
             for forward in forwards:
                 forward.start()
-            # In lockstep: all forwards wait at the same unit, it runs for each of them, and all continue to the next.
+            # In lockstep, all forwards wait at the same unit, the unit runs for each forward, and all forwards resume.
             while any(forward.call is not None for forward in forwards):
                 visit, waiting = self._next_visit(forwards, anchor)
                 results = visit.forward(waiting)
                 for forward in waiting:
-                    forward.resume(results.pop(0))  # popped, so that a result is freed after its forward used it
+                    forward.resume(results.pop(0))  # pop frees each result after its use
         finally:
             for forward in forwards:
                 forward.close()
@@ -662,12 +660,12 @@ class Trunk:
             return
         planned = sum(not visit.is_head for visit in self._trace.visits)
         if planned != len(self.visits):
-            raise VisitOrderError(f"the forward ended after {len(self.visits)} unit calls, planned were {planned}")
+            raise VisitOrderError(f"the forward ended after {len(self.visits)} unit calls, but {planned} were planned")
 
     def _next_visit(
         self, forwards: Sequence[SuspendedForward], anchor: Tensor
     ) -> tuple[UnitVisit, list[SuspendedForward]]:
-        """Return the next visit and the forwards that wait at it: all, unless some may skip the unit."""
+        """Return the next visit and the forwards that wait at its unit. Some forwards can skip an optional unit."""
         number = len(self.visits)
         units = self._graph.units
         waiting = self._at_optional_unit(number, forwards)
@@ -688,15 +686,15 @@ class Trunk:
             expected = self._trace.visits[number].unit if number < len(self._trace.visits) else None
             if expected != index:
                 planned = "the end of the forward" if expected is None else units[expected].name
-                raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
+                raise VisitOrderError(f"visit {number} is {units[index].name}, but {planned} was planned")
         return self._visit(number, index, anchor, ()), list(forwards)
 
     def _at_optional_unit(
         self, number: int, forwards: Sequence[SuspendedForward]
     ) -> tuple[int, list[SuspendedForward]] | None:
-        """Return the unit of a visit that forwards may skip, and the forwards that wait at it; None for other units.
+        """Return the optional unit of a visit and the forwards that wait at it; None if the unit is not optional.
 
-        A planned visit also takes place without a waiting forward, so that traffic does not depend on the data.
+        A planned visit takes place even if no forward waits, so that traffic does not depend on the data.
         """
         optional = self._graph.optional_units
         unit: int | None = None
@@ -710,7 +708,7 @@ class Trunk:
         return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
-        """Make a visit with its planned policies."""
+        """Return a new visit with its planned policies."""
         visits, access, random = self.visits, self.visits.access, self.visits.random
         planned = None if self._trace is None else self._trace.visits[number]
         keeping: GraphKeeping | InputSaving = GraphKeeping(random)
@@ -734,7 +732,7 @@ class Trunk:
         return visit
 
     def _saved_results(self, number: int, planned: TracedVisit | None) -> Callable[[], SavedResults] | None:
-        """Return the factory of the results of a visit that saves some."""
+        """Return the factory of a visit's saved results; None if the visit saves no results."""
         if number not in self._recompute.saving:
             return None
         with_products = number in self._recompute.saved_results
@@ -747,13 +745,13 @@ class Trunk:
 
         def forward(suspended: SuspendedForward) -> Any:
             try:
-                # The model itself uses parameters of containers: their copies live as long as the forward.
+                # Model code uses the parameters of containers directly, so their copies live as long as the forward.
                 for unit in containers:
                     values = suspend(UnitCall(unit.index, (), {}, None))
                     for leaf, value in values.items():
                         suspended.bind(unit.module._parameters, leaf, value)
                 return self._graph.model(**batch, **options)
-            except _TrunkReached as reached:  # the head phase runs the rest of the model's forward
+            except _TrunkReached as reached:  # the head phase runs the rest
                 return reached.output
 
         return forward

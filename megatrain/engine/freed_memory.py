@@ -1,11 +1,11 @@
-"""Treatment of freed tensor memory by the C library: return to the system, or reuse for the next tensors.
+"""Handling of freed tensor memory by the C library: return it to the system, or reuse it for the next tensors.
 
-Returned pages are created and zeroed again for the next tensor, which makes a step on the CPU a fifth longer (decision
-0085). Kept pages form holes between live memory, which no plan counts. So a run that computes on the CPU keeps them
-within an op, and between ops only within the plan: with the memory of the next op, the process must not become larger
-than planned. By default glibc keeps all pages of tensors of up to 32 MiB.
+If pages are returned, the system creates and zeroes them again for the next tensor, which makes a step on the CPU 20 %
+longer (decision 0085). If pages are kept, they form holes between live memory, which no plan counts. A run that
+computes on the CPU therefore keeps pages within an op. Between ops it returns them if the process and the memory of the
+next op would together exceed the plan. By default glibc keeps all pages of tensors of up to 32 MiB.
 
-Settings affect the whole process, including other work in it. With other C libraries this module does nothing.
+The settings affect the whole process. With C libraries other than glibc, this module does nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["freed_memory_kept", "give_back_beyond_limit", "give_back_freed_memor
 
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Tensors from this size on are mapped separately, and so returned when they are freed. The first size is for returning
-#: all memory. The second, for keeping it, is the largest in glibc's heap. Smaller tensors share it.
+#: Tensors of at least this size are mapped separately, so the system gets their memory when they are freed. The first
+#: value serves to return memory. The second, the maximum that glibc accepts, serves to keep memory.
 _GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
-#: Least free end of the heap that glibc returns by itself: the most that mallopt accepts.
+#: Size of the free end of the heap from which glibc returns it automatically; the maximum that mallopt accepts.
 _NEVER = 2**31 - 1
-#: Freed memory that is kept if the process takes more than planned, because each return costs milliseconds.
+#: Freed memory that a process above its plan keeps anyway, because each return costs milliseconds.
 _SPARE_BYTES = 16 * MiB
-#: Linux file with the pages of this process; the second number counts resident pages.
+#: Linux file with the page counts of this process. The second number is the count of resident pages.
 _STATM = "/proc/self/statm"
 
-#: Store of each open run -> limit of the process's resident memory before an op plus the bytes of the op.
+#: Store of each open run -> limit of the resident bytes before an op plus the bytes of the op.
 _limits: dict[object, int] = {}
 
 
@@ -44,13 +44,13 @@ def give_back_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
-    """Keep memory of freed tensors for the next tensors, inside, and return it if the process exceeds the limit.
+    """Within the context, keep freed memory for later tensors, and return it if the process exceeds the limit.
 
-    After the last run, large tensors are returned as soon as they are freed.
+    After the last run, the memory of large tensors is returned as soon as they are freed.
 
     Args:
         store: Store of the run whose ops check the limit.
-        limit_bytes: Most resident memory of the process, with the bytes that the op computes in.
+        limit_bytes: Maximum resident bytes of the process, including the bytes of the current op.
     """
     if os.path.exists(_STATM) and _set_thresholds(_NEVER_KEPT_FROM, _NEVER):
         _limits[store] = limit_bytes
@@ -66,11 +66,11 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
 
 
 def give_back_beyond_limit(store: object, op_bytes: int) -> None:
-    """Return all freed memory to the system if an op would exceed its limit. Otherwise it takes some microseconds."""
+    """Return all freed memory to the system if an op would exceed the limit. The check takes some microseconds."""
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()
-        # The remaining excess was not free: other code in the process took it, and will keep it at the next op.
+        # The remaining excess is in use by other code in the process, probably also at the next op, so raise the limit.
         _limits[store] = max(limit, _resident_bytes() + op_bytes + _SPARE_BYTES)
 
 

@@ -1,9 +1,9 @@
 """Generation with streamed weights: transformers' own ``generate``, suspended at every unit of every forward.
 
-All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). One token of every prompt is one
-pass over the units, so each weight comes once per token of the whole batch. While a layer does not run, a block of the
-store has the layer's tensors of the model's cache; for the run they are put back into the cache. So tokens equal those
-from ``generate``, which has the same masks, cache and sampling, in the same order.
+All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). One pass over the units yields one
+token of every prompt, so each weight is fetched once per token of the whole batch. A block of the store holds a layer's
+tensors of the model's cache. While the layer runs, they are in the cache. The tokens equal the tokens of a plain
+``generate``, because masks, cache and order of sampling are the same.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _ALIGNMENT_BYTES = 64
 
 
 class GenerationAccess(WeightAccess, Protocol):
-    """Blocks of a generation, requested by the running model."""
+    """Access of the running model to the blocks of a generation."""
 
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
-        """Lease the bytes of the cache for a visit and micro-batch, uint8 [N]; None if the cache holds nothing."""
+        """Lease the cache block of a visit and micro-batch, uint8 [N]; yield None if the visit caches nothing."""
 
 
 class GenerationRunner:
-    """Runner of functions that call a model's forward repeatedly, all in lockstep.
+    """Runner of functions that call a model's forward repeatedly, in lockstep.
 
     Args:
         bounds: Modules of all units with slots for their weights, by index; None to create them.
-        trace: Visits of a forward, which each forward is checked against; None for no check.
-        num_micro_batches: Planned micro-batches. Cache blocks of missing micro-batches are leased like the others.
-        any_rank: Collective that returns whether any rank continues, given whether this rank does: all ranks run the
+        trace: Expected visits of each forward; None for no check.
+        num_micro_batches: Planned number of micro-batches. Their cache blocks are leased even if fewer functions run.
+        any_rank: Collective from whether this rank continues to whether any rank continues, so that all ranks run the
             same number of passes. None for a single process.
 
     Attributes:
-        kept_nbytes: Visit -> bytes of the first micro-batch's cache at the end of the last run.
+        kept_nbytes: Visit -> bytes of the cache of the first micro-batch at the end of the last run.
     """
 
     def __init__(
@@ -98,20 +98,20 @@ class GenerationRunner:
         seeds: Sequence[int],
         on_pass: Callable[[int], None] = lambda number: None,
     ) -> list[Any]:
-        """Run functions to their ends. Each is one micro-batch's ``generate``, or a forward.
+        """Run functions to completion. Each function is the ``generate`` of one micro-batch, or a forward.
 
         Args:
             functions: Functions that call the graph's model any number of times, in eval mode.
-            caches: Caches of transformers that the functions pass to the model.
+            caches: Transformers caches that the functions pass to the model.
             seeds: Seed of each function's random stream.
-            on_pass: Called with the number of each pass over the units before the pass.
+            on_pass: Function called before each pass over the units, with the number of the pass.
 
         Returns:
             The results of the functions.
 
         Raises:
             VisitOrderError: If forwards call different units, or other units than planned.
-            UnsupportedModelError: If the model keeps tensors outside of its cache.
+            UnsupportedModelError: If the model stores tensors in the cache that no block has memory for.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -150,14 +150,14 @@ class GenerationRunner:
             if not units:
                 if self._any_rank is None or planned is None:
                     return
-                units = {planned[visit]}  # the prompts of other ranks continue
+                units = {planned[visit]}  # prompts of other ranks continue
             if len(units) > 1:
                 names = sorted(self._graph.units[unit].name for unit in units)
                 raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
             unit = units.pop()
             if planned is not None and planned[visit] != unit:
                 names = [self._graph.units[number].name for number in (unit, planned[visit])]
-                raise VisitOrderError(f"visit {visit} is {names[0]}, planned was {names[1]}")
+                raise VisitOrderError(f"visit {visit} is {names[0]}, but {names[1]} was planned")
             for resume in self._run_visit(visit, self._bounds[unit], forwards, kept):
                 resume()
             visit += 1
@@ -165,11 +165,11 @@ class GenerationRunner:
     def _run_visit(
         self, visit: int, bound: BoundUnit, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
     ) -> list[Callable[[], None]]:
-        """Run a unit for every forward that waits at it. Return functions that resume the forwards."""
+        """Run a unit for every forward that waits for it. Return functions that resume the forwards."""
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
         calls = [forward.call for forward in forwards if forward.call is not None]
-        if not calls:  # the same blocks are leased on a rank whose prompts have ended
+        if not calls:  # all prompts of this rank have ended, but its traffic must match the other ranks
             with self._access.weights(bound.unit, visit):
                 for number in range(max(len(forwards), self._num_micro_batches)):
                     with self._access.cache_room(visit, number):
@@ -181,7 +181,7 @@ class GenerationRunner:
             bound.look_up(calls)
             turn = 0
             for forward, cache in zip(forwards, kept, strict=True):
-                # Ended forwards also lease, because the traffic of a pass does not depend on the tokens.
+                # Lease for ended forwards also, because the traffic of a pass must not depend on the tokens.
                 with self._access.cache_room(visit, forward.micro_batch) as room:
                     if forward.call is None:
                         continue
@@ -197,7 +197,7 @@ class GenerationRunner:
         return resumes
 
     def _usable(self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]) -> Mapping[str, Tensor | MatrixParts]:
-        """Return weights in the form that a unit's own forward takes: the head's whole, others possibly in parts."""
+        """Return weights in a form that the unit's own forward accepts. Only the head needs its weights whole."""
         if unit.module is not self._graph.model.get_output_embeddings():
             return weights
         return {name: self._made_whole(name, each) for name, each in weights.items()}
@@ -205,7 +205,7 @@ class GenerationRunner:
     def _made_whole(self, name: str, weight: Tensor | MatrixParts) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        whole = self._whole.get(name)  # one buffer for all passes
+        whole = self._whole.get(name)  # all passes share one buffer
         for number, rows in enumerate(weight.rows):
             with weight.part(number) as part:
                 if whole is None:
@@ -216,7 +216,7 @@ class GenerationRunner:
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Replace all weights by placeholders and all units' forwards by stubs, and load containers on each forward."""
+        """Replace weights by placeholders and units' forwards by stubs. Load containers at each forward."""
         containers = [unit for unit in self._graph.units if unit.is_container]
         model = self._graph.model
         forward = model.forward
@@ -241,7 +241,7 @@ def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _CacheTensor:
-    """Tensor of a cache that is stored in a block: its place in the cache, and its start in the block."""
+    """Tensor of a cache that is stored in a block, with its place in the cache and its start in the block."""
 
     holder: Any  # a dict, or a list
     key: Any
@@ -251,7 +251,7 @@ class _CacheTensor:
 
 
 class _KeptCache:
-    """Tensors of a transformers cache, stored in blocks visit by visit, with placeholders in the cache.
+    """Transformers cache whose tensors are stored in one block per visit. The cache contains placeholders for them.
 
     Args:
         cache: Cache whose layers hold tensors, or lists and dicts of them.
@@ -260,17 +260,17 @@ class _KeptCache:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._of_visit: dict[int, list[_CacheTensor]] = {}
-        self._absent: set[int] = set()  # ids of placeholders, which the cache references while they are in the set
+        self._absent: set[int] = set()  # ids of the placeholders that the cache contains now
 
     @property
     def nbytes(self) -> dict[int, int]:
-        """Visit -> bytes of the block that it needs now."""
+        """Visit -> number of bytes that its block needs now."""
         found = {visit: kept[-1] for visit, kept in self._of_visit.items() if kept}
         return {visit: last.start + aligned(last.shape.numel() * last.dtype.itemsize) for visit, last in found.items()}
 
     @contextmanager
     def inside(self, visit: int, room: Tensor | None) -> Iterator[None]:
-        """Load the visit's tensors into the cache. Afterwards store its present tensors in the room."""
+        """Load the visit's tensors from ``room`` into the cache. On exit, store its current tensors in ``room``."""
         for each in self._of_visit.get(visit, ()):
             assert room is not None, visit
             nbytes = each.shape.numel() * each.dtype.itemsize
@@ -280,12 +280,12 @@ class _KeptCache:
         found = [place for place in _places(self._cache) if id(place[0][place[1]]) not in self._absent]
         if room is None and any(holder[key].numel() for holder, key in found):
             raise UnsupportedModelError(
-                "the model", f"visit {visit} stores a tensor in the cache that no other forward of it stored"
+                "the model", f"visit {visit} stores a tensor in the cache, which it did not do in other forwards"
             )
         if room is None:
             return
         taken = [holder[key] for holder, key in found]
-        # An unchanged tensor is a view of the room, and its place in the room may have moved.
+        # Clone views of the room: an unchanged tensor is a view, and its place in the room may have changed.
         taken = [each.clone() if _shares(each, room) else each for each in taken]
         kept, start = [], 0
         for (holder, key), tensor in zip(found, taken, strict=True):
@@ -300,7 +300,7 @@ class _KeptCache:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes of a tensor in a block, with alignment."""
+    """Return the number of bytes of a tensor in a block, rounded up to the alignment."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -309,7 +309,7 @@ def _shares(tensor: Tensor, room: Tensor) -> bool:
 
 
 def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (holder, key) of every floating-point tensor in the layers of a cache. Other tensors are few."""
+    """Yield (holder, key) of every floating-point tensor in the layers of a cache. Other tensors are small."""
     for layer in cache.layers:
         yield from _places_in(vars(layer))
 
@@ -329,11 +329,11 @@ def frozen_program(
     compute_tier: str,
     frozen: FrozenWeights,
 ) -> StepProgram:
-    """Return a program without ticks: the weights of a model that is not trained, one block for each layout."""
+    """Return a program without ticks, for a model that is not trained, with one block of weights per layout."""
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
         encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place
-        # Adapters are in a separate folder, and are read into a block.
+        # Adapters come from a separate folder, so the model folder does not have them.
         has_it = frozen.in_folder and not layout.trainable
         block = weight_block(layout, layout.num_elements, graph.dtype, encoding, in_folder=has_it, in_place=stays)
         blocks[block.key] = block
@@ -349,14 +349,14 @@ def generation_program(
     num_micro_batches: int,
     is_first: bool,
 ) -> StepProgram:
-    """Return the program of one pass: a token of every prompt, or, in the first pass, all tokens of the prompts.
+    """Return the program of one pass: the first pass processes all prompt tokens, later passes one token per prompt.
 
-    With several ranks, each rank has some of the prompts and a shard of each weight, gathered before each visit.
+    With several ranks, each rank has some of the prompts and a shard of each weight. Ticks gather it before each visit.
 
     Args:
-        program: Program with the weights. From a program of training, only durable blocks are used.
-        trace: Visits of a forward, without visits of a head.
-        cache_nbytes: Visit -> most bytes of its cache for one micro-batch.
+        program: Program with the blocks of the weights. Only its durable blocks are used.
+        trace: Visits of a forward without a separate head.
+        cache_nbytes: Visit -> maximum bytes of its cache for one micro-batch.
         is_first: Whether the cache is still empty.
     """
     blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
@@ -390,9 +390,9 @@ def generation_program(
 
 
 def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
-    """Return the bytes of the head's whole weight in the compute tier, if its blocks are parts.
+    """Return the bytes of the head's whole weight in the compute tier, if its blocks are parts; otherwise 0.
 
-    0 with several ranks, which gather it whole.
+    Several ranks gather the whole weight, so the result is 0.
     """
     if not program.sharding.shards.are_whole:
         return 0

@@ -1,4 +1,4 @@
-"""Gradients of a step: parameters with a gradient, by use site, and norms."""
+"""Gradient records of a step: norms, and parameters with a gradient by use site."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["StepGradients"]
 
 
 class StepGradients:
-    """Gradients of the running step, by layout. Used by the thread that runs the step.
+    """Gradient records of the running step, by layout. Used by the thread that runs the step.
 
     Attributes:
-        lanes: Lanes in which this process adds the gradients of micro-batches.
-        uses: Layout -> the visits that use it, in forward order. The backward reaches the first one last.
-        squared_norms: Layout -> squared norm of its complete gradient. On a device it is a scalar there: reading it
-            would synchronize the host in the middle of the step.
+        lanes: Lanes of this process, in which it adds the gradients of micro-batches.
+        uses: Layout -> visits that use it, in forward order. The backward reaches the first visit last.
+        squared_norms: Layout -> squared norm of its complete gradient. A device keeps it as a scalar tensor, because
+            reading it would synchronize the host in the middle of the step.
         with_gradient: Layout -> parameters with a gradient in this step.
     """
 
@@ -35,7 +35,7 @@ class StepGradients:
         self.threads = threads
         self.uses = uses_of_layouts(model.graph, model.trace)
         self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
-        self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
+        self._norms: dict[str, SquaredNorm] = {}  # layouts whose gradients are incomplete
         self._scales: LayerScales | None = None
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
@@ -44,30 +44,30 @@ class StepGradients:
         """Reset the state of the previous step.
 
         Args:
-            scales: Judges each gradient when it is complete; None if the norm of the whole step decides.
+            scales: Scales each complete gradient; None if the norm of the whole step determines the scale.
         """
         self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self.uses.items()}
-        # New objects: a pending update uses the previous step's.
+        # Create new objects, because a pending update uses the objects of the previous step.
         self.squared_norms, self.with_gradient, self._scales = {}, {}, scales
 
     def use_of(self, name: str, visit: int) -> int:
-        """Return the number of a layout's use site."""
+        """Return the number of a visit among the use sites of a layout."""
         return self.uses[name].index(visit)
 
     def filled_at(self, name: str, visit: int) -> set[str]:
-        """Return the parameters of a layout that got a gradient at a use site."""
+        """Return the parameters of a layout that have a gradient from one use site."""
         return self._filled[name][self.use_of(name, visit)]
 
     def note_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
-        """Record that parameters of a layout got a gradient at a use site."""
+        """Record the parameters of a layout that have a gradient from one use site."""
         self.filled_at(name, visit).update(parameters)
 
     def filled(self, name: str) -> set[str]:
-        """Return the parameters of a layout that got a gradient at any use site."""
+        """Return the parameters of a layout that have a gradient from any use site."""
         return set[str]().union(*self._filled[name].values())
 
     def add_uses(self, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Add the gradients of other use sites, in forward order, to the first one's."""
+        """Add the gradients of the other use sites, in forward order, to the gradient of the first use site."""
         for other in others:
             if block.is_cuda:
                 block.add_(other)
@@ -83,12 +83,12 @@ class StepGradients:
         self._norms.setdefault(name, SquaredNorm(self.threads)).add_all(blocks)
 
     def complete(self, name: str, visit: int) -> None:
-        """Take the norm of a gradient whose parts were all added, if this is the use site that sums them."""
+        """Record the norm of a layout's gradient, if this use site completes it and its parts were added."""
         if visit == self.uses[name][0] and name in self._norms:
             self.settle(name, self._norms.pop(name).total(), self.filled(name))
 
     def settle(self, name: str, squared: float | torch.Tensor, filled: set[str]) -> None:
-        """Record the norm of a complete gradient, and its parameters with a gradient."""
+        """Record the norm of a layout's complete gradient, and the parameters that have a gradient."""
         self.with_gradient[name] = filled
         self.squared_norms[name] = squared
         if self._scales is not None:

@@ -1,6 +1,6 @@
-"""Runs whose graphs are kept from the forward to the backward, without offloading and recompute.
+"""Runs whose graphs are kept from forward to backward, without offloading and recompute.
 
-The weights must stay in place, unchanged, until that backward; the plan ensures it (`program.keeping_graphs`).
+The weights must stay in place and unchanged until the backward. `program.keeping_graphs` ensures it.
 docs/decisions/0015-keep-graphs-where-memory-is-left.md
 """
 
@@ -38,19 +38,19 @@ class GraphKeeping:
     ) -> tuple[CapturedResult, KeptGraph]:
         """Run the unit and keep its graph."""
         leaves = run.leaves()
-        # Without autocast's cache, in which a cached cast of a weight is one graph node for all its uses. Its gradients
-        # would be added in a different order than in the recompute, which has no cache.
+        # Disable autocast's cache. A cached cast of a weight is one graph node for all uses, so their gradients would
+        # be added in a different order than in the recompute, which has no cache.
         result = run.compute(run.with_activations(leaves), self._random, keep_graph=True, cache_enabled=False)
         return result, KeptGraph(run.micro_batch, leaves, result.outputs, weights)
 
 
 class KeptGraph(KeptRun):
-    """Graph of one run, kept from its forward to its backward. It has no blocks.
+    """Graph of one run, kept in memory outside of blocks from its forward to its backward.
 
-    It holds autograd's saved tensors, and the inputs that need a gradient; outputs only if autograd saved them.
+    It holds the inputs that need a gradient and the tensors that autograd saved, outputs only among the latter.
 
     Args:
-        streams: Activations among the inputs, which are leaves of this graph.
+        streams: Activations among the inputs; leaves of this graph.
         weights: Leaves of the run's trainable weights, by owner's name.
     """
 
@@ -66,16 +66,16 @@ class KeptGraph(KeptRun):
         self._outside: list[Tensor] = []
 
     def note_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Record the aliases of the outputs that the rest of the model gets, and may change in place."""
+        """Record the aliases of the outputs. The rest of the model uses the aliases, and can change them in place."""
         self._outside = [version_probe(alias) for alias in aliases]
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Yield the graph, whose leaves are the forward's leaves.
+        """Yield the graph. Its leaves are the leaves of the forward.
 
-        Autograd refuses the backward if the graph needs an output that was changed in place since. The graph and the
-        rest of the model share the outputs' memory but not their version counters. Incrementing the inner counters
-        makes autograd raise exactly the errors of plain PyTorch.
+        Autograd must raise if the graph needs an output that the model has changed in place. The graph and the model
+        share the memory of the outputs but not the version counters. Incrementing the inner counters makes autograd
+        raise the errors of plain PyTorch.
         """
         for inside, outside in zip(self._inside, self._outside, strict=True):
             if outside._version:
@@ -84,7 +84,7 @@ class KeptGraph(KeptRun):
 
 
 def version_probe(tensor: Tensor) -> Tensor:
-    """Return an empty tensor that shares the `_version` of `tensor`, also after `tensor` is deleted."""
+    """Return an empty tensor that shares the `_version` of `tensor`, even after `tensor` is deleted."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

@@ -1,15 +1,17 @@
-"""Head phase: a model's loss and its gradients, computed over a few rows of logits at a time.
+"""Head phase: compute a model's loss and its gradients over a few rows of logits at a time.
 
-Logits are the largest activation of a step: [tokens, vocabulary] in fp32. So the model is cut behind its decoder (the
-*trunk*). The head is the rest of the model. It runs on pieces of the hidden states that have a label. Each piece calls
-the model's own `forward` with a stub for the trunk, so norms, scaling and soft caps of logits stay Hugging Face's code.
+Logits are the largest activation of a step: [tokens, vocabulary] in fp32. The engine therefore cuts the model after its
+decoder (the *trunk*). The rest of the model, the head, runs on pieces of the hidden states whose tokens have labels.
+Each piece calls the model's own `forward` with a stub for the trunk, so Hugging Face's code still computes norms,
+scaling and soft caps of logits.
 
-If only elementwise operations follow the last product, a piece is computed for a part of the vocabulary at a time. It
-takes two passes (`vocabulary.py`): the first for the loss, the second, in reverse order, for the gradients. The second
-pass recomputes the logits of a part, unless the graph of its first pass was kept, which changes no bits.
+If only elementwise operations follow the last product, a piece is computed for one part of the vocabulary at a time. It
+takes two passes (`vocabulary.py`): the first pass computes the loss, and the second pass, in reverse order, the
+gradients. The second pass reuses the graphs of parts that the first pass kept, and recomputes the logits of the other
+parts. Results are bit-identical in both cases.
 
-`plan_head` finds the cut by a trial run (`head_plan.py`). `HeadModel` runs the model behind it (`head_model.py`).
-`HeadWeights` has its weights (`head_weights.py`), and `ChunkedHead` runs the pieces through the two passes.
+`plan_head` finds the cut with a trial run (`head_plan.py`). `HeadModel` runs the model after the cut (`head_model.py`).
+`HeadWeights` leases the weights (`head_weights.py`), and `ChunkedHead` runs the pieces through both passes.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeadTiling:
-    """Partition of the logits of a micro-batch: rows into pieces, the vocabulary into parts.
+    """Partition of a micro-batch's logits: rows are split into pieces, and the vocabulary into parts.
 
     Attributes:
-        columns: Most columns per part of the vocabulary; 0 if logits are whole.
-        kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
-            no bits.
-        in_turn: Whether all rows pass a part of the vocabulary before the next part, so that one part is needed at a
-            time. Then nothing is kept. It changes no bits.
+        columns: Maximum columns per part of the vocabulary; 0 if logits are whole.
+        kept_parts: Number of parts of a piece whose graphs the first pass keeps for the second pass, at least one.
+            Results do not depend on it.
+        in_turn: Whether all rows use a part of the vocabulary before the next part, so that one part is needed at a
+            time. No graphs are kept then. Results do not depend on it.
     """
 
     vocab_size: int
@@ -62,10 +64,10 @@ class HeadTiling:
 
 
 class ChunkedHead:
-    """Head of all micro-batches of a pass: computes their loss, and the gradients of their trunk's outputs.
+    """Head that computes the loss of all micro-batches of a pass, and the gradients of the trunk's outputs.
 
     Attributes:
-        figures: Metrics of the loss over the micro-batches that were run.
+        figures: Metrics of the loss over the micro-batches that ran.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class ChunkedHead:
     ) -> Iterator[tuple[int, list[Tensor], list[Tensor], list[Tensor]]]:
         """Yield `(micro-batch, loss terms, tensors that cross the cut, their gradients)` for each output, in order.
 
-        Weights and gradient accumulators of the head are leased once for all outputs.
+        The head leases its weights and gradient accumulators once for all outputs.
         """
         with ExitStack() as stack:
             if self._tiling.in_turn and self._tiling.columns:
@@ -102,9 +104,9 @@ class ChunkedHead:
                 yield (item.micro_batch, *result)
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return summed losses of the pieces of all outputs, in order. Requires `no_grad`.
+        """Return the summed loss of each piece of all outputs, in order. Requires `no_grad`.
 
-        Weights are leased once for all outputs.
+        The head leases its weights once for all outputs.
         """
         losses: list[Tensor] = []
         with ExitStack() as stack:
@@ -125,13 +127,13 @@ class ChunkedHead:
         return losses
 
     def score(self, outputs: Sequence[TrunkOutput], k: int, temperature: float) -> Iterator[TokenScores]:
-        """Yield the scores of the rows of each output with a label, on the host. Requires `no_grad`.
+        """Yield the scores of the labelled rows of each output, on the host. Requires `no_grad`.
 
-        Weights are leased once for all outputs.
+        The head leases its weights once for all outputs.
         """
         with ExitStack() as stack:
             self._weights.bound(stack)
-            assert not self._weights.passes, "weights for scores do not pass in parts"
+            assert not self._weights.passes, "scores need all parts of the weight leased"
             for item in outputs:
                 self._resume(item)
                 found = [RunningTopK(item.labels[:0], 0, temperature).scores()]
@@ -143,12 +145,12 @@ class ChunkedHead:
                 yield joined_scores(found)
 
     def _resume(self, item: TrunkOutput) -> None:
-        """Restore a micro-batch's state at the end of its trunk: its random stream, and the displayed progress."""
+        """Restore a micro-batch's random stream at the end of its trunk, and show the micro-batch as current."""
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
     def _run_one(self, item: TrunkOutput, num_items: int, leaves: Leaves) -> HeadResult:
-        """Run all pieces of one micro-batch, one after the other. All weights are available."""
+        """Run all pieces of one micro-batch in order. All weights are leased."""
         losses: list[Tensor] = []
         leaves.at(item)
         hidden_grad = self._hidden_grad(item)
@@ -162,9 +164,9 @@ class ChunkedHead:
         return self._result(item, num_items, losses, hidden_grad)
 
     def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
-        """Return the loss of a micro-batch that compares rows, and add its gradients to the sums for weights and rows.
+        """Return the loss of a micro-batch whose loss compares rows, and accumulate its gradients for weights and rows.
 
-        All rows are added to the loss before any gradient is computed, because pieces split them.
+        The loss gets all rows before any gradient is computed, because it compares rows of different pieces.
         """
         rows = self._take_in_rows(item, num_items)
         loss = self._compare(item, rows)
@@ -175,7 +177,7 @@ class ChunkedHead:
         return loss
 
     def _take_in_rows(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
-        """Pass the logits of all pieces and parts of a micro-batch to the loss. Copies of the rows are not kept."""
+        """Pass the logits of all pieces and parts of a micro-batch to the loss, and return the losses of the pieces."""
         rows: list[RowsLoss] = []
         for piece in self._pieces(item, num_items, takes_logits=True):
             assert piece.loss is not None
@@ -185,19 +187,19 @@ class ChunkedHead:
         return rows
 
     def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
-        """Return the loss of a micro-batch that compares rows, after all rows were added."""
+        """Return the loss of a micro-batch whose loss compares rows. Call it after all rows were added."""
         loss, figures = item.loss.compare(rows)
         self.figures += figures
         return loss
 
     def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
-        """Return the parts of the vocabulary; one None, for all of it, if logits are whole."""
+        """Return the parts of the vocabulary; [None] if logits are whole."""
         return self._weights.parts if self._tiling.columns else [None]
 
     def log_probs(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return the log-probabilities of all labels, in order, for each output. Requires `no_grad`.
+        """Return the log-probabilities of all labels of each output, in order. Requires `no_grad`.
 
-        Weights are leased once for all outputs.
+        The head leases its weights once for all outputs.
         """
         with ExitStack() as stack:
             self._weights.bound(stack)
@@ -215,16 +217,16 @@ class ChunkedHead:
         return [torch.cat([each.log_probs() for each in own]) if own else empty for own in softmaxes]
 
     def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
-        """Run all pieces of all micro-batches, part by part of the vocabulary.
+        """Run all pieces of all micro-batches, one part of the vocabulary at a time.
 
-        The bits equal those from ``_run_one``: operations of pieces and parts are the same, as is each sum's order.
+        Results are bit-identical to ``_run_one``, because the operations and the order of each sum are the same.
         """
         units = self._weights.bound(stack)
         with self._model.without_auxiliary_loss():
             pieces = [list(self._pieces(item, num_items)) for item in outputs]
             together = [piece for own in pieces for piece in own]
             self._take_in_all(together)
-            if self._weights.passes:  # the second pass is a separate tick: each block comes once per tick
+            if self._weights.passes:  # the second pass is a separate tick, because a tick leases each block once
                 stack.close()
                 units = self._weights.bound(stack)
             leaves = self._weights.leaves(stack, units)
@@ -249,7 +251,7 @@ class ChunkedHead:
         return results
 
     def _take_in_all(self, pieces: Sequence[HeadRows]) -> None:
-        """Pass the logits of all pieces to the loss, one part of the vocabulary after the other."""
+        """Pass the logits of all pieces to the loss, one part of the vocabulary at a time."""
         for block in self._weights.blocks():
             with block as parts:
                 for part in parts:
@@ -257,7 +259,7 @@ class ChunkedHead:
                         self._take_in(piece, part, is_kept=False)
 
     def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
-        """Return zeros for the gradient of the trunk's output [B * S, H], if it has one."""
+        """Return zeros for the gradient of the trunk's output [B * S, H]; None if it has no gradient."""
         hidden: Tensor = item.output["last_hidden_state"]
         has_gradient = hidden.requires_grad and len(item.rows)
         return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
@@ -270,12 +272,12 @@ class ChunkedHead:
         takes_logits: bool = False,
         compared: Sequence[RowsLoss] | None = None,
     ) -> Iterator[HeadRows]:
-        """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves.
+        """Yield the pieces of a micro-batch, whose rows of the trunk's output are graph leaves.
 
         Args:
-            num_items: Rows with a label in the whole step.
-            takes_logits: Whether the loss also takes whole logits, in place of the model's own function.
-            compared: Losses of the pieces, which already have all logits; None to create them.
+            num_items: Number of labels in the whole step.
+            takes_logits: Whether the loss always gets logits, even if the model's own function could compute it.
+            compared: Losses of the pieces, which already have all logits; None to create new losses.
         """
         in_parts = takes_logits or self._tiling.columns > 0
         hidden: Tensor = item.output["last_hidden_state"]
@@ -306,7 +308,7 @@ class ChunkedHead:
         return losses, crossing, grads
 
     def _run_piece(self, piece: HeadRows, num_items: int, leaves: Leaves) -> Tensor:
-        """Return the loss of a piece, and add its gradients to the sums for its weights and rows."""
+        """Return the loss of a piece, and accumulate its gradients for weights and rows."""
         if piece.loss is None:
             loss = self._model.loss(piece.item, piece.output, piece.labels, num_items)
             leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
@@ -319,9 +321,9 @@ class ChunkedHead:
         return piece.loss.loss()
 
     def _take_in(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
-        """Add the logits of a part to the loss, None for all logits. Keep them with their graph for the second pass."""
+        """Add the logits of a part, or all logits, to the loss. Optionally keep their graph for the second pass."""
         assert piece.loss is not None
-        # Not `no_grad`, because the second pass must use the same kernels.
+        # Do not use `no_grad`, because both passes must use the same kernels.
         saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
         with saving:
             logits = self._model.logits(piece.item, piece.output, part)
@@ -330,7 +332,7 @@ class ChunkedHead:
             piece.kept.append(logits)
 
     def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: Leaves) -> None:
-        """Add the gradients of a part's logits, which are recomputed unless they were kept."""
+        """Accumulate the gradients of a part's logits. Recompute the logits if they were not kept."""
         assert piece.loss is not None
         logits = piece.kept.pop() if piece.kept else self._model.logits(piece.item, piece.output, part)
         trained = [part.weight] if part is not None and part.weight.requires_grad else []
@@ -339,7 +341,7 @@ class ChunkedHead:
 
 
 def _bare_output(output: Any) -> Any:
-    """Return a copy of a trunk's output without differentiable tensors that only the auxiliary loss uses."""
+    """Return a copy of a trunk's output without the differentiable tensors that only the auxiliary loss uses."""
     bare = copy.copy(output)
     for key, value in output.items():
         if key != "last_hidden_state" and has_differentiable(value):

@@ -1,6 +1,6 @@
-"""Head of a model, computed by the model's own forward: logits, loss and auxiliary loss of some rows.
+"""Head of a model: logits, loss and auxiliary loss of some rows, computed by the model's own forward.
 
-The model's `forward` runs with a stub for the trunk, so norms, scaling and soft caps of logits stay Hugging Face's.
+The model's `forward` runs with a stub for the trunk, so Hugging Face's code computes norms, scaling and soft caps.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class TrunkOutput:
     """Input of the head from one micro-batch.
 
     Attributes:
-        batch: The micro-batch on the compute device, without labels.
-        rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
-        random_state: The micro-batch's random stream at the cut.
+        batch: Micro-batch on the compute device, without labels.
+        rows: Indexes of the rows of `last_hidden_state` (flattened to [B * S, H]) that have a label.
+        random_state: State of the micro-batch's random stream at the cut.
     """
 
     micro_batch: int
@@ -51,14 +51,14 @@ class TrunkOutput:
 
 @dataclass(slots=True, eq=False)
 class HeadRows:
-    """Some rows of a micro-batch.
+    """Piece of a micro-batch: some rows of the trunk's output.
 
     Attributes:
-        output: The trunk's output with only these rows.
+        output: Output of the trunk with only these rows.
         leaf: Hidden states of the rows, [1, rows, H].
         loss: Loss of the rows; None if the model's own loss function computes it.
         kept: Logits kept for the second pass, by part.
-        gradient: Gradient of the leaf so far: of a single part in its dtype, a sum in fp32.
+        gradient: Gradient of the leaf so far. From one part it has the leaf's dtype; a sum is in fp32.
     """
 
     item: TrunkOutput
@@ -79,13 +79,13 @@ class HeadRows:
 
 
 class HeadModel:
-    """The part of a model behind its trunk.
+    """Part of a model after its trunk.
 
     Args:
-        part_weight: Placeholder for the weight that makes the logits in parts; None if logits are whole.
+        part_weight: Placeholder for the weight that computes logits in parts; None if logits are whole.
 
     Attributes:
-        has_auxiliary_loss: Whether the loss has an auxiliary term of the routers.
+        has_auxiliary_loss: Whether the loss includes the routers' auxiliary loss.
     """
 
     def __init__(self, model: nn.Module, trunk: nn.Module, part_weight: PartWeight | None, *, is_product: bool) -> None:
@@ -94,11 +94,11 @@ class HeadModel:
         self._accepts_use_cache = accepts_use_cache(model)
 
     def without_auxiliary_loss(self) -> AbstractContextManager[None]:
-        """Switch off the routers' auxiliary loss, which is computed once per micro-batch, not per piece."""
+        """Disable the routers' auxiliary loss within the context, because it is computed once per micro-batch."""
         return without_auxiliary_loss(self._model)
 
     def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
-        """Return the logits [rows, columns of the part or all] that the model's own forward makes."""
+        """Return the logits [rows, columns of the part or all columns], as the model's own forward computes them."""
         if part is not None and self._is_product:
             assert self._part_weight is not None
             with self._part_weight.at(part):
@@ -113,10 +113,10 @@ class HeadModel:
         return loss
 
     def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """Return the routers' term of a micro-batch, times its share of the step's labels, and add its gradients.
+        """Return the routers' auxiliary loss of a micro-batch, times its share of the step's labels.
 
-        The head runs once on a row without a loss. Rows without a label do not count, as if the micro-batch did not
-        have them.
+        Add the differentiable tensors to ``crossing`` and their gradients to ``grads``. The head runs once on a row
+        without a loss. Rows of the micro-batch without any label are masked out.
         """
         outer: list[Tensor] = []
         inner: list[Tensor] = []
@@ -136,7 +136,7 @@ class HeadModel:
         for key, value in rest.items():
             full[key] = value
         if self._part_weight is not None:
-            # Its logits are dropped. One column is enough, and its weight need not be leased.
+            # The logits are not used, so one column of zeros is enough and no lease is needed.
             word = torch.zeros(1, self._part_weight.shape[1], dtype=self._part_weight.dtype, device=hidden.device)
             loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
         else:
@@ -152,9 +152,9 @@ class HeadModel:
         return loss.detach() * share
 
     def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
-        """Run the model's own forward with a part of its logits, or all for None. Append the logits to ``made``.
+        """Run the model's own forward with a part of its logits, or with all logits. Append the logits to ``made``.
 
-        The cross entropy is replaced by 0.
+        A zero replaces the cross entropy.
         """
         assert part is None or self._part_weight is not None
         at_part = nullcontext() if part is None or self._part_weight is None else self._part_weight.at(part)
@@ -171,7 +171,7 @@ class HeadModel:
         return found
 
     def _call(self, item: TrunkOutput, trunk_output: Any, labels: Tensor, num_items: int) -> Any:
-        """Run the model's own forward behind the trunk. Labels [1, rows] are already shifted."""
+        """Run the model's own forward after the trunk. Labels [1, rows] are already shifted."""
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
         with installed_stubs({self._trunk: lambda *args, **kwargs: trunk_output}):
             return self._model(
@@ -180,7 +180,7 @@ class HeadModel:
 
 
 def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tensor]:
-    """Return an attention mask without the rows that have no label; empty if the micro-batch is a single row."""
+    """Return an attention mask that excludes rows without labels; empty if the micro-batch is a single row."""
     num_rows, length = hidden.shape[:2]
     mask = item.batch.get("attention_mask")
     if num_rows == 1 or (mask is not None and mask.dim() != 2):
@@ -193,7 +193,7 @@ def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tenso
 
 @contextmanager
 def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
-    """Switch off the routers' auxiliary loss, which is computed once per micro-batch, not per piece."""
+    """Disable the routers' auxiliary loss within the context, because it is computed once per micro-batch."""
     configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
     try:
         for config in configs.values():
@@ -205,12 +205,12 @@ def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
 
 
 def _has_auxiliary_loss(model: nn.Module) -> bool:
-    """Return whether the loss has an auxiliary term of the routers."""
+    """Return whether the loss includes the routers' auxiliary loss."""
     return any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
 
 
 def accepts_use_cache(model: nn.Module) -> bool:
-    """Return whether the model's forward takes `use_cache`."""
+    """Return whether the model's forward accepts `use_cache`."""
     parameters = inspect.signature(type(model).forward).parameters
     return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

@@ -1,4 +1,4 @@
-"""Cut of a model before its head, found by running the head on invented rows on the meta device."""
+"""Cut of a model before its head. A trial run of the head on the meta device finds the cut."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ class HeadPlan:
     """Cut of a model before its head.
 
     Attributes:
-        trunk: Submodule whose output the head starts from.
+        trunk: Submodule whose output is the input of the head.
         units: Units that run after the cut, in order of their first call.
-        vocab_size: Columns of the logits.
-        cut_weight: Owner's name of the weight whose product the logits are, if they may come in parts of the
-            vocabulary.
-        logit_nbytes: Bytes of one logit's graph from the last product to the loss.
-        borders: First rows of the cut weight's parts, without the first part's.
-        is_product: Whether the logits are only the product of the trunk's output with the cut weight. If so, a part of
-            them is made without the model's forward, which would otherwise run for every piece and part.
+        vocab_size: Number of columns of the logits.
+        cut_weight: Owner's name of the weight that computes the logits; None if logits must be whole.
+        logit_nbytes: Bytes that the graph from the last product to the loss saves per logit.
+        borders: First row of each part of the cut weight, except the first part.
+        is_product: Whether the logits are just the product of the trunk's output and the cut weight. If so, parts of
+            the logits are computed without a run of the model's forward for every piece and part.
     """
 
     trunk: nn.Module
@@ -55,18 +54,18 @@ class HeadPlan:
     is_product: bool = False
 
     def ranges(self, columns: int) -> list[tuple[int, int]]:
-        """Return the columns of each part of the vocabulary. A part never spans two blocks of the weight's gradient."""
+        """Return the columns of each part of the vocabulary. Each part is within one block of the weight's gradient."""
         return vocabulary_ranges(self.vocab_size, columns, self.borders)
 
     @property
     def default_columns(self) -> int:
-        """Columns per part of the vocabulary; 0 if logits must be whole. Only the model decides: bits depend on it."""
+        """Columns per part of the vocabulary; 0 for whole logits. Affects rounding, so only the model sets it."""
         return _COLUMNS if self.cut_weight is not None else 0
 
     def default_rows(self, columns: int) -> int:
-        """Return the rows per piece for a number of columns per part. Only the model decides: bits depend on it.
+        """Return the rows per piece for a number of columns per part. Affects rounding, so only the model sets it.
 
-        Whole logits of a piece take 64 MiB in fp32, in a multiple of 64 rows.
+        A piece of whole logits has about 64 MiB in fp32, rounded to a multiple of 64 rows.
         """
         return _ROWS if columns else max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
 
@@ -74,8 +73,8 @@ class HeadPlan:
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
     """Return the cut of the model; None if its loss cannot be computed in pieces.
 
-    The head runs on the meta device. It must call `loss_function` once, with logits of the given rows and with the
-    shifted labels passed through, and return its value unchanged.
+    A trial run executes the head on the meta device. The head must call `loss_function` once, with the logits of the
+    given rows and with the shifted labels, and must return its value unchanged.
     """
     model = graph.model
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -89,7 +88,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     probe = _HeadProbe(graph, candidates)
     try:
         probe.run()
-    except Exception:  # a model that fails on invented rows cannot run on pieces
+    except Exception:  # a model that fails here cannot run on pieces
         return None
     if len(probe.trunks) != 1 or len(probe.losses) != 1 or probe.has_own_term:
         return None
@@ -111,7 +110,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
 
 
 def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
-    """Return the first rows of a weight's parts, if it is alone in its layout and parts are whole rows."""
+    """Return the first row of each part of a weight after the first part, if the weight is alone in its layout."""
     for layout in graph.layouts.values():
         if len(layout.entries) == 1 and layout.entries[0].name == name:
             return layout.first_rows[1:]
@@ -119,9 +118,9 @@ def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
 
 
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
-    """Return the weight whose parts can make parts of the logits, if the head has one in the trial run.
+    """Return the weight whose parts can compute parts of the logits; None if the trial run finds no such weight.
 
-    A head with more weights, apart from a bias, would run them again for every part: its logits are made whole.
+    None if the head has other weights except biases, because it would run them again for every part.
     """
     if whole.cut_weight is None:
         return None
@@ -135,24 +134,24 @@ def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Head
     half = _HeadProbe(graph, candidates, num_columns)
     try:
         half.run()
-    except Exception:  # the head reshapes its logits by the size of the vocabulary, or has an operand of that size
+    except Exception:  # the head depends on the size of the vocabulary
         return None
     is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
     return whole.cut_weight if is_same else None
 
 
 class _HeadProbe:
-    """Trial run of a model's head on invented rows on the meta device.
+    """Trial run of a model's head on placeholder rows on the meta device.
 
     Args:
         candidates: Submodules around the layers, outermost first. The first one that the model calls is the trunk.
-        num_columns: Number of columns of the logits; None for all.
+        num_columns: Number of columns of the logits to compute; None for all.
 
     Attributes:
-        trunks: Candidates that were called.
-        called: Indexes of the units that were called.
-        losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
-        has_own_term: Whether the model changes the value of the loss function, which pieces could not reproduce.
+        trunks: Candidates that the model called.
+        called: Indexes of the units that the model called.
+        losses: For each call of the loss, the shape of the logits and whether the labels were passed on.
+        has_own_term: Whether the model changes the value of the loss function. Pieces could not reproduce that.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
@@ -166,11 +165,11 @@ class _HeadProbe:
         self.is_product = self.has_own_term = False
         self._num_columns = num_columns
         self._cut = CutProbe({}, None)
-        self._saved: list[Tensor] = []  # by autograd
+        self._saved: list[Tensor] = []  # tensors that autograd saved
         self._rows = self._loss = torch.empty(0, device="meta")
 
     def run(self) -> None:
-        """Run the head. Errors of the model's code propagate."""
+        """Run the head. Errors of model code propagate."""
         model = self._graph.model
         embedding = model.get_output_embeddings()
         config = self._graph.config.get_text_config()
@@ -222,7 +221,7 @@ class _HeadProbe:
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
             self.is_product = self._cut.is_product(logits, self._rows)
-            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # without the weight
+            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # excludes the weight
             graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
             self.logit_nbytes = sum(sizes.values())
@@ -230,7 +229,7 @@ class _HeadProbe:
                 self._loss = logits.sum()
                 return self._loss
             with self._cut.paused():
-                value = loss_function(*args, **kwargs)  # autograd saves no logits here, only results of them
+                value = loss_function(*args, **kwargs)  # autograd saves no logits here, only values computed from them
             self._loss = value
             return value
 
@@ -238,7 +237,7 @@ class _HeadProbe:
 
 
 def _rows_only_output(rows: Tensor) -> Any:
-    """Return a trunk's output that fits every model: the rows, and None for every other attribute."""
+    """Return a trunk output with the rows, and None for every other attribute, which fits every model."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class RowsOnlyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
@@ -251,7 +250,7 @@ def _rows_only_output(rows: Tensor) -> Any:
 
 # -- whether a head can be cut --------------------------------------------------------------------------------------
 
-#: Operators that keep the columns if their result has the same number of them.
+#: Operators that keep each column in place if the result has the same number of columns.
 _KEEPERS = frozenset(
     {
         torch.ops.aten._to_copy.default,
@@ -267,7 +266,7 @@ _KEEPERS = frozenset(
 
 
 class _Product:
-    """A product with a weight in a head's forward."""
+    """Product with a weight in a head's forward."""
 
     def __init__(self, owner: str, rows: Tensor, bias: Tensor | None) -> None:
         self.owner, self.rows, self.bias = owner, rows, bias
@@ -276,14 +275,14 @@ class _Product:
 
 
 class CutProbe:
-    """Observer of a head's forward on invented rows: finds the weight that makes the logits, and whether it can be cut.
+    """Observer of a head's trial run that finds the weight that computes the logits, and whether it can be cut.
 
-    Logits may come in parts under three conditions. `F.linear` uses the weight once. Nothing is drawn at random. All
-    operations on its columns before the loss are elementwise, with operands that are equal for all columns.
+    Logits can be computed in parts under three conditions. `F.linear` uses the weight once. The head draws no random
+    numbers. Between product and loss, all operations are elementwise, with the same operands for all columns.
 
     Args:
-        weights: The head's parameters, by their owner's name.
-        num_columns: Number of columns to make, which a cuttable model does not notice; None for all.
+        weights: Parameters of the head, by owner's name.
+        num_columns: Number of columns to compute, which a model with a cuttable weight accepts; None for all.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], num_columns: int | None = None) -> None:
@@ -296,13 +295,13 @@ class CutProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe the code that runs inside."""
+        """Observe the code that runs within the context."""
         with _Functions(self), _Operators(self):
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore the code that runs inside: the loss."""
+        """Ignore the code that runs within the context, which is the loss."""
         self._is_paused = True
         try:
             yield
@@ -310,7 +309,7 @@ class CutProbe:
             self._is_paused = False
 
     def weight_of(self, logits: Tensor) -> str | None:
-        """Return the owner's name of the weight that makes the logits, if they may come part by part."""
+        """Return the owner's name of the weight that computes the logits; None if they must be whole."""
         _, product = self._columns.get(id(logits), (None, None))
         if product is None or not product.is_cuttable or self._draws:
             return None
@@ -318,16 +317,16 @@ class CutProbe:
         return product.owner if uses == 1 and product.owner not in self._used_otherwise else None
 
     def is_product(self, logits: Tensor, rows: Tensor) -> bool:
-        """Return whether the logits are only the product of these rows with the weight."""
+        """Return whether the logits are just the product of these rows and the weight."""
         if self.weight_of(logits) is None:
             return False
         _, product = self._columns[id(logits)]
-        # Transformers slices the rows that need logits: all of them, in training.
+        # Transformers slices the rows that need logits. In training, the slice contains all rows.
         is_whole = product.rows._base is rows and product.rows.shape == rows.shape
         return not product.is_changed and product.bias is None and (product.rows is rows or is_whole)
 
     def on_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function of torch. Record products with the head's weights, and other uses of them."""
+        """Run a torch function. Record products with the head's weights, and all other uses of these weights."""
         owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
         result = func(*args, **kwargs)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -344,7 +343,7 @@ class CutProbe:
         return result
 
     def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the effect of an operator on columns."""
+        """Record the effect of an operator on the columns of logits."""
         if self._is_paused:
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -362,7 +361,7 @@ class CutProbe:
 
 
 def _keeps_columns(func: Any, args: Any, columns: Tensor, others: list[Tensor], result: Any) -> bool:
-    """Return whether an operator computes each column independently and in the same way."""
+    """Return whether an operator computes each column independently and identically."""
     if not isinstance(result, Tensor) or result.shape[-1:] != columns.shape[-1:]:
         return False
     if func is torch.ops.aten.slice.Tensor:

@@ -1,4 +1,4 @@
-"""Weights of a running head: leases of weights and gradients, whole or in parts of the vocabulary."""
+"""Leases of the weights and gradients of a running head, whole or in parts of the vocabulary."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadWeights", "Leaves"]
 
-#: Units of the head with the number of each unit's visit, and their trainable weights by name.
+#: (unit, number of its visit, trainable weights by owner's name) of each unit of the head.
 BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaves:
-    """Trained weights of a head, by visit and name, and sinks of their gradients, by visit."""
+    """Trained weights of a head, by visit and owner's name, with the sinks of their gradients, by visit."""
 
     weights: dict[tuple[int, str], Tensor]
     sinks: dict[int, GradientSink]
 
     def at(self, item: TrunkOutput) -> None:
-        """Advance to a micro-batch."""
+        """Advance all sinks to a micro-batch."""
         for sink in self.sinks.values():
             sink.at(item.micro_batch)
 
     def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
-        """Run a graph's backward, and add its gradients to the sums for the weights and the piece's rows.
+        """Run a graph's backward, and accumulate its gradients for the weights and the piece's rows.
 
         Args:
-            trained: More leaves of the graph, with targets that receive their gradients.
+            trained: Additional leaves of the graph, whose targets receive their gradients.
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
@@ -59,13 +59,13 @@ class Leaves:
 
 
 class HeadWeights:
-    """Leases of the weights of a head, and of their gradients.
+    """Leases of a head's weights and of their gradients.
 
     Args:
-        bounds: The head's units and the number of each unit's visit.
-        cut_weight: Owner's name of the weight that makes the logits in parts; "" if logits are whole.
+        bounds: Units of the head, each with the number of its visit.
+        cut_weight: Owner's name of the weight that computes logits in parts; "" if logits are whole.
         part_weight: Placeholder for that weight; None if logits are whole.
-        ranges: Columns of each part of the vocabulary, `(start, stop)`.
+        ranges: Columns `(start, stop)` of each part of the vocabulary.
 
     Attributes:
         parts: Parts of the vocabulary whose weight stays leased until the stack closes; empty if the weight passes.
@@ -82,15 +82,15 @@ class HeadWeights:
         self._bounds, self._access = bounds, access
         self._cut, self._part_weight, self._ranges = cut_weight, part_weight, ranges
         self.parts: list[VocabularyPart] = []
-        self._passing: PartedWeight | None = None  # the weight whose blocks are leased one at a time
+        self._passing: PartedWeight | None = None  # set if its blocks are leased one at a time
 
     @property
     def passes(self) -> bool:
-        """Whether blocks of the weight that makes the logits are leased one at a time, each once in a tick."""
+        """Whether a tick leases the blocks of the cut weight one at a time, each block once."""
         return self._passing is not None
 
     def bound(self, stack: ExitStack) -> BoundWeights:
-        """Lease and bind the weights of all units until the stack closes. Return unit, visit, trainable leaves."""
+        """Lease and bind the weights of all units until the stack closes."""
         if self._bounds:
             self._access.begin("head", self._bounds[0][1])
         units: BoundWeights = []
@@ -115,9 +115,9 @@ class HeadWeights:
         return leaves
 
     def blocks(self) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
-        """Yield the blocks of the weight that are leased in turn, with their parts of the vocabulary, in order.
+        """Yield a context for each block of the cut weight, in order, that leases the block and yields its parts.
 
-        If all parts are leased, they are one block.
+        If all parts are leased already, they count as one block.
         """
         weight = self._passing
         if weight is None:
@@ -126,9 +126,9 @@ class HeadWeights:
         yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
 
     def places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
-        """Yield the blocks of weight and gradient that are leased in turn, with their parts of the vocabulary.
+        """Yield a context for each block of the cut weight and its gradient, like ``blocks``, but in reverse order.
 
-        The last ones come first. If all parts are leased, they are one place.
+        If all parts are leased already, they count as one block.
         """
         sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
         weight = self._passing
@@ -140,14 +140,14 @@ class HeadWeights:
             yield nullcontext(self.parts)
 
     def rows_of(self, part: VocabularyPart, leaves: Leaves) -> AbstractContextManager[None]:
-        """Return the context in which gradients of one part of the vocabulary are added."""
+        """Return the context in which gradients of one part of the vocabulary are accumulated."""
         for sink in leaves.sinks.values():
             if sink.rows_of_parts(self._cut):
                 return sink.rows(self._cut, part.start, part.stop)
         return nullcontext()
 
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
-        """Return the parts of the vocabulary whose weight stays leased until the stack closes; empty if it passes."""
+        """Return the parts of the vocabulary whose weight is leased until the stack closes; empty if it passes."""
         self._passing = None
         if not isinstance(weight, PartedWeight):
             return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
@@ -161,7 +161,7 @@ class HeadWeights:
 
     @contextmanager
     def _block(self, weight: PartedWeight, number: int) -> Iterator[list[VocabularyPart]]:
-        """Lease a block of the weight, and yield the parts of the vocabulary in it."""
+        """Lease a block of the weight, and yield its parts of the vocabulary."""
         rows = weight.parts.rows[number]
         inside = [(start, stop) for start, stop in self._ranges if start in rows]
         assert inside[-1][1] == rows.stop, (rows, inside)
@@ -183,7 +183,7 @@ class HeadWeights:
 def _vocabulary_parts(
     rows: Tensor, first_row: int, ranges: Sequence[tuple[int, int]], target: GradientTarget | None
 ) -> list[VocabularyPart]:
-    """Return parts of the vocabulary, given the weight's rows from ``first_row`` on."""
+    """Return parts of the vocabulary as views of ``rows``, which begin at row ``first_row`` of the weight."""
     parts: list[VocabularyPart] = []
     for start, stop in ranges:
         own = rows[start - first_row : stop - first_row]
@@ -193,7 +193,7 @@ def _vocabulary_parts(
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add a part's gradient of a piece to the sum, in fp32. A single part's gradient is returned unchanged."""
+    """Add a part's gradient of a piece to the sum, in fp32. The first gradient is returned unchanged."""
     if total is None or gradient is None:
         return gradient if total is None else total
     return total.float().add_(gradient)

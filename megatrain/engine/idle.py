@@ -1,4 +1,4 @@
-"""Visits of experts without a token. Their weights are not fetched."""
+"""Visits of experts to which no token is routed. Their weights are not fetched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RoutedWeights:
     """Lease of a unit's weights for a visit, skipped if no token of any micro-batch is routed to the unit.
 
     Args:
-        access: Leases the weights, and receives the list of idle visits.
+        access: Access that leases the weights and receives the idle visits.
 
     Attributes:
         is_idle: Whether no token is routed to the unit; valid after ``note_calls``.
@@ -31,10 +31,10 @@ class RoutedWeights:
         self.is_idle = False
 
     def note_calls(self, calls: Sequence[UnitCall]) -> None:
-        """Determine whether the unit is idle. The first part of a module announces all idle parts.
+        """Determine whether the unit is idle. The first part of a module also announces all idle parts.
 
         Args:
-            calls: Calls that wait at the unit. The visits of the module's other parts follow this one.
+            calls: Calls that wait at the unit. The visits of the module's other parts follow this visit.
         """
         own = self._bound.unit.part
         if own is None or not calls:
@@ -48,10 +48,9 @@ class RoutedWeights:
 
     @contextmanager
     def leased(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield the weights by owner's name; for an idle unit, zeros in the memory of one element each.
+        """Lease the weights, by owner's name. An idle unit gets zero-stride zeros instead.
 
-        Forward and backward of an idle unit still run, on zeros, so that its result and the set of parameters with a
-        gradient stay the same.
+        The unit still runs on these zeros, so that it produces the usual results and gradients.
         """
         if self.is_idle:
             self._access.skip_weights(self._bound.unit, self._visit)

@@ -1,8 +1,8 @@
-"""Runs with inputs saved in blocks: the backward runs the unit again to rebuild its graph.
+"""Runs whose inputs are saved in blocks. The backward runs the unit again to rebuild the graph.
 
-This is activation checkpointing, unit by unit: a first run saves nothing for autograd. A visit may also save results of
-attention, or of attention and products (`saved_results.py`), which its recompute reads instead of computing them. The
-recompute always skips products that no gradient needs (`unneeded.py`).
+This is activation checkpointing per unit: in the first run, autograd saves nothing. A visit can also save results of
+attention, or of attention and products (`saved_results.py`). Its recompute then reads these results instead of
+computing them. The recompute always skips products that no gradient needs (`unneeded.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InputSaving:
     """Strategy that saves the inputs of each run of a visit.
 
     Args:
-        saved_results: Makes the object that saves results of a run; None if runs save no results.
+        saved_results: Factory of the object that saves results of a run; None if runs save no results.
         unneeded: Owner's names of the weights whose products the recompute skips.
     """
 
@@ -54,9 +54,9 @@ class InputSaving:
     def run(
         self, run: UnitRun, forward: SuspendedForward, weights: Mapping[str, Tensor]
     ) -> tuple[CapturedResult, SavedInputs]:
-        """Save the inputs and run the unit, without a graph for a backward."""
+        """Save the inputs and run the unit without a graph."""
         shares = run.bound.unit.shares_inputs
-        # This precedes the run, because a unit may change its input in place.
+        # Save before the run, because a unit can change its input in place.
         places = [self._put(forward, index, each, shares=shares) for index, each in enumerate(run.activations)]
         tensors = run.with_activations(run.leaves())
         results = None if self._saved_results is None else self._saved_results()
@@ -66,11 +66,11 @@ class InputSaving:
                 stack.enter_context(results.saving(room, self.matrices(run, needed=True)))
             result = run.compute(tensors, self.random, keep_graph=False)
         for i in run.captured.activations:
-            run.captured.tensors[i] = None  # the backward reads them from their blocks
+            run.captured.tensors[i] = None  # the backward reads it from its block
         return result, SavedInputs(self, run, places, results, len(result.outputs))
 
     def _put(self, forward: SuspendedForward, index: int, stream: Tensor, *, shares: bool) -> tuple[int, int]:
-        """Save an input, unless an earlier unit saved the same tensor. Return the saving visit and input index."""
+        """Save an input unless an earlier visit saved the same tensor. Return the block's visit and input index."""
         place = forward.place_of(stream) if shares else None
         if place is not None:
             self.access.reuse_activation(self.visit, forward.micro_batch, index, place)
@@ -81,7 +81,7 @@ class InputSaving:
         return self.visit, index
 
     def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:
-        """Return the owner's name, by id, of each bound weight whose products the recompute needs, or skips."""
+        """Return id -> owner's name of the bound weights whose products the recompute needs, or else skips."""
         if not (self._unneeded or needed):
             return {}
         owners = run.bound.matrices()
@@ -89,11 +89,11 @@ class InputSaving:
 
 
 class SavedInputs(KeptRun):
-    """Inputs of one run, saved until its backward. The rest of the model never receives outputs of the recompute.
+    """Inputs of one run, saved until its backward. Outputs of the recompute never reach the rest of the model.
 
     Args:
-        places: Visit and index of the block of each activation.
-        results: Results that the first run saved; None if it saved none.
+        places: Visit and input index of each activation's block.
+        results: Results that the first run saved, if any.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SavedInputs(KeptRun):
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Yield the graph of the recompute. Inputs and results are dead afterwards."""
+        """Recompute the run and yield its graph. Saved inputs and results are dead afterwards."""
         keeping, run = self._keeping, self._run
         with self._leased() as (inputs, room):
             streams = [
@@ -117,9 +117,8 @@ class SavedInputs(KeptRun):
                 for stream, requires in zip(inputs, self.requires_grad, strict=True)
             ]
             with ExitStack() as answering:
-                if left_out := keeping.matrices(
-                    run, needed=False
-                ):  # an empty context would make compiled layers compile again
+                # No context without skipped products, because it would make compiled layers compile again.
+                if left_out := keeping.matrices(run, needed=False):
                     answering.enter_context(without_values(left_out))
                 if self._results is not None and room is not None:
                     answering.enter_context(self._results.answering(room, keeping.matrices(run, needed=True)))
@@ -130,13 +129,13 @@ class SavedInputs(KeptRun):
             yield UnitGraph(outputs, [stream for stream in streams if stream.requires_grad], weights)
 
     def skip(self) -> None:
-        """Lease inputs and results unused, because traffic depends on the model alone, never on data."""
+        """Lease inputs and results without using them, because traffic must not depend on data."""
         with self._leased():
             pass
 
     @contextmanager
     def _leased(self) -> Iterator[tuple[list[Tensor], Tensor | None]]:
-        """Yield the inputs, and the bytes of the saved results."""
+        """Yield the inputs and the bytes of the saved results."""
         access, visit = self._keeping.access, self._keeping.visit
         with ExitStack() as stack:
             inputs = [
@@ -150,13 +149,13 @@ class SavedInputs(KeptRun):
 
 
 class AbsentMicroBatches:
-    """Planned blocks of micro-batches that skip a unit: a model may run a part of it for some rows only.
+    """Planned blocks of micro-batches that skip an optional unit.
 
-    The traffic of a step depends on the model alone, never on data. So these blocks are leased like the others, in the
-    order of the plan. Prefetch brings them one after the other, into memory for one.
+    Traffic must depend on the model, never on data. These blocks are therefore leased in planned order, like the blocks
+    of other micro-batches. The plan has prefetch memory for one block at a time.
 
     Args:
-        planned: Micro-batch and index of each planned activation, in order; the index None means saved results.
+        planned: (micro-batch, index) of each planned activation, in order. Index None means saved results.
         anchor: Scalar on the compute device.
     """
 
@@ -167,7 +166,7 @@ class AbsentMicroBatches:
         self._to_put, self._to_take = deque(planned), deque[tuple[int, int | None]]()
 
     def put(self, before: float = math.inf) -> None:
-        """Lease the blocks of the micro-batches up to ``before``, as the forward would."""
+        """Lease the blocks of the micro-batches before ``before`` for writing, as their forward would."""
         if not torch.is_grad_enabled():
             return
         while self._to_put and self._to_put[0][0] < before:
@@ -180,7 +179,7 @@ class AbsentMicroBatches:
                 self._access.put_activation(self._visit, micro_batch, index, self._anchor.detach()[None][:0])
 
     def take(self, before: float = math.inf) -> None:
-        """Lease the blocks of the micro-batches up to ``before``, as the backward would."""
+        """Lease the blocks of the micro-batches before ``before`` for reading, as their backward would."""
         while self._to_take and self._to_take[0][0] < before:
             micro_batch, index = self._to_take.popleft()
             if index is None:

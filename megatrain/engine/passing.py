@@ -1,7 +1,7 @@
-"""Weights whose parts pass: one part is leased at a time, so a unit never has the whole matrix.
+"""Weights whose parts are leased one at a time, so that the whole matrix is never in memory.
 
-`F.embedding` of such a weight looks up rows in its parts. If one part is leased at a time, the rows of all
-micro-batches are looked up before the first micro-batch runs, so that each part comes once.
+`F.embedding` looks up rows in the parts of the weight. The rows of all micro-batches are looked up before the first
+micro-batch runs, so that each part is leased once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["PartedWeight", "RowLookUps", "lease_passing_parts"]
 
 
 class RowLookUps:
-    """Rows that runs of a unit take of its passing weights.
+    """Rows of passing weights that the runs of a unit need.
 
     Attributes:
-        turn: Run that takes rows now, by the position of its call in the look-up.
+        turn: Position of the current run's call in the look-up.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RowLookUps:
 
     @contextmanager
     def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Look up rows of those bound weights whose parts pass, inside the context."""
+        """Use the passing weights among the bound weights within the context."""
         self._weights = [leaf for leaf in leaves if isinstance(leaf, PartedWeight) and leaf.parts.passes]
         try:
             yield
@@ -46,13 +46,13 @@ class RowLookUps:
             self._weights = []
 
     def look_up(self, calls: Sequence[UnitCall], begin: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
-        """Look up the rows that calls of the unit will take. Each part is leased once.
+        """Look up the rows that calls of the unit will need. Each part is leased once.
 
         Args:
-            begin: Starts to run a call. The run is aborted at its look-up.
+            begin: Function that starts to run a call. The run is aborted at its look-up.
 
         Returns:
-            The indexes of the rows, by weight and call.
+            Row indexes, by weight and call.
         """
         wanted: list[list[Tensor]] = []
         for weight in self._weights:
@@ -62,7 +62,7 @@ class RowLookUps:
                     begin(call)
                 except _RowsWanted as asked:
                     wanted[-1].append(asked.indexes)
-            assert len(wanted[-1]) == len(calls), "a unit looks up no rows of a weight whose parts pass"
+            assert len(wanted[-1]) == len(calls), "a unit does not look up rows of a weight whose parts pass"
             weight.look_up(wanted[-1])
         return wanted
 
@@ -70,14 +70,14 @@ class RowLookUps:
         """Look up rows for the recompute.
 
         Args:
-            wanted: Indexes that ``look_up`` returned.
+            wanted: Row indexes that ``look_up`` returned.
         """
         for weight, indexes in zip(self._weights, wanted, strict=True):
             weight.look_up(indexes)
 
 
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
-    """Lease each part of the passing weights unused, because traffic does not depend on data."""
+    """Lease each part of the passing weights without using it, because traffic must not depend on data."""
     for weight in weights.values():
         if not isinstance(weight, Tensor) and weight.passes:
             for number in range(len(weight.rows)):
@@ -86,10 +86,10 @@ def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
 
 
 class PartedWeight(AbsentWeight):
-    """Placeholder for a matrix with rows in several blocks. `F.embedding` looks up rows there; other uses are refused.
+    """Placeholder for a matrix whose rows are in several blocks. Only `F.embedding` accepts it.
 
-    If all blocks are leased, the look-up is immediate. If one block is leased at a time, rows of all micro-batches are
-    looked up beforehand (``RowLookUps``), so that each block comes once.
+    If all blocks are leased, the look-up is immediate. If one block is leased at a time, ``RowLookUps`` looks up the
+    rows of all micro-batches beforehand, so that each block is leased once.
 
     Attributes:
         target: Receiver of the gradient; None if the weight is not trained.
@@ -104,7 +104,7 @@ class PartedWeight(AbsentWeight):
     def in_place_of(
         cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
     ) -> PartedWeight:
-        """Return a placeholder, a leaf of graphs if there is a target."""
+        """Return a placeholder. With a target, it is a leaf of autograd graphs."""
         weight: Any = Tensor._make_subclass(cls, absent, target is not None)
         weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
         assert isinstance(weight, PartedWeight)
@@ -125,7 +125,7 @@ class PartedWeight(AbsentWeight):
 
 
 class _RowsWanted(BaseException):
-    """Signal that aborts a unit's forward at the look-up of rows. No `Exception`, so model code does not catch it."""
+    """Signal that aborts a unit's forward at the look-up. It is no `Exception`, so model code does not catch it."""
 
     def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
         self.weight, self.indexes = weight, indexes
@@ -133,13 +133,13 @@ class _RowsWanted(BaseException):
 
 
 def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
-    """Compute `F.embedding` without options that change the weight or scale its gradient: the trace found none."""
+    """Compute `F.embedding`. The trace found no options that change the weight or scale its gradient."""
     rows: Tensor | None
     if weight.parts.passes:
         if not weight._found:
             raise _RowsWanted(weight, indexes)
         turn = weight._look_ups.turn
-        rows, weight._found[turn] = weight._found[turn], None  # the model may change the rows in place
+        rows, weight._found[turn] = weight._found[turn], None  # the model can change the rows in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
     else:
         (rows,) = _rows_in_parts(weight, [indexes])
@@ -148,7 +148,7 @@ def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int 
     return looked_up(indexes, rows, weight, padding_idx, weight.target)
 
 
-#: Temporary memory of a look-up on a device, in addition to its result.
+#: Bytes of temporary memory that a look-up on a device uses in addition to its result.
 _LOOK_UP_NBYTES = 16 << 20
 
 
@@ -170,14 +170,14 @@ def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tenso
                     num_found += len(at)
                     out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
                     continue
-                # Masked, not selected: the host need not know which rows are in this part.
+                # Mask the rows, because selecting the rows of this part would need a host sync.
                 step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
                 for start in range(0, len(flat), step):
                     place = out.view(-1, width)[start : start + step]
                     at = (flat[start : start + step] - held.start).clamp_(0, len(held) - 1)
                     found = rows.index_select(0, at).to(out.dtype)
                     torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
-    # On a device, rows of invalid indexes stay NaN, which stops the step.
+    # On a device, rows with an invalid index stay NaN, which makes the step fail.
     if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in wanted):
         raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
     return made

@@ -1,17 +1,18 @@
-"""Program of one training step: its blocks and its ticks in order, with the blocks that each tick uses.
+"""Program of one training step: its blocks, its ticks in order, and the blocks that each tick uses.
 
 Every unit call of a forward is a *visit*. A step has one tick per visit forward, one for the head, one per visit
 backward, and one per group of weights to update:
 
     update 0, forward 0, update 1, forward 1, ..., head, ..., backward 1, backward 0
 
-With several ranks, blocks are shards (`ranks/shards.py`), and gather and exchange ticks surround the visits:
+With several ranks, each block holds a shard (`ranks/shards.py`), and gather and exchange ticks surround the visits:
 
     update 0, gather 0, forward 0, ..., gather 0, backward 0, exchange 0
 
 A trace (`trace.py`) lists the units that a model visits and the tensors that each visit saves for its backward.
-`ProgramBuilder` turns it into the program. The planner counts bytes with the program and finds a home for every block.
-`tape.compile_step` turns both into the leases of a step. The running model requests them through `BlockAccess`.
+`ProgramBuilder` turns the trace into a program. The planner uses the program to count bytes and to choose a home for
+every block. `tape.compile_step` turns the program and the homes into the leases of a step. The running model requests
+the leases through `BlockAccess`.
 """
 
 from __future__ import annotations
@@ -90,17 +91,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class VisitMemory:
-    """Bytes of one visit and one micro-batch on the compute device that are in no block.
+    """Bytes that one visit of one micro-batch uses on the compute device outside of blocks.
 
     Attributes:
-        held_nbytes: Live bytes when the visit begins: hidden states, masks, tables; no weights or accumulators.
+        held_nbytes: Live bytes at the start of the visit: hidden states, masks, tables; no weights or accumulators.
         stays_nbytes: Bytes of `held_nbytes` that live until the backward (masks, tables, ids, autograd's saved tensors
-            between visits). In layer order each micro-batch holds these once, and the rest twice: for this visit and
-            the next.
-        forward_nbytes: Peak on top of `held_nbytes` while the unit runs, and the model's own code up to the next visit.
-        backward_nbytes: Peak of recompute and backward on top of `held_nbytes`, with the gradients of the parameters.
-        graph_nbytes: Size of the forward's graph if it is kept for the backward: autograd's saved tensors, the inputs,
-            and weights cast to other dtypes; without the weights themselves and tensors shared by visits.
+            between visits). In layer order each micro-batch holds these bytes once. It holds the rest of `held_nbytes`
+            twice, for this visit and for the next one.
+        forward_nbytes: Peak above `held_nbytes` from the start of the unit to the next visit.
+        backward_nbytes: Peak of recompute and backward above `held_nbytes`, including parameter gradients.
+        graph_nbytes: Size of the forward's graph if it is kept for the backward: tensors saved by autograd, inputs, and
+            weights cast to another dtype. The weights themselves and tensors that visits share are excluded.
     """
 
     held_nbytes: int
@@ -112,19 +113,19 @@ class VisitMemory:
 
 @dataclass(frozen=True, slots=True)
 class TracedVisit:
-    """One unit call of a forward.
+    """One unit call in a forward.
 
     Attributes:
-        is_head: Whether it runs in the head phase, piece by piece.
-        has_backward: Whether the backward recomputes the unit. False if nothing up to its output is trained, or if the
-            loss does not depend on it: the visit is then announced without a lease of weights.
-        saved: `(shape, dtype)` of every activation that is offloaded until the backward.
-        reused: Input index -> (visit, index) of an earlier visit's activation that is the same tensor, in one block.
+        is_head: Whether the unit runs in the head phase, one piece at a time.
+        has_backward: Whether the unit has a backward. False if no parameter up to its output is trained, or if the loss
+            does not depend on its output. The backward announces such a visit, but leases no weights for it.
+        saved: `(shape, dtype)` of every activation that is kept in a block until the backward.
+        reused: Input index -> (visit, index) of an earlier activation that is the same tensor and shares its block.
         chance_of_no_token: Probability that one token is not routed to these experts, assuming uniform routing.
-        backward: Work of recompute and backward, as executed. Visits of the head have no work here.
-        by_part: Owner's names of the parameters whose weight and gradient the visit can take part by part.
-        attention: Results of its attention kernels that may be saved for the recompute.
-        results: Results of attention and of needed products that may be saved for the recompute.
+        backward: Work of recompute and backward, as executed; `NO_WORK` for visits of the head.
+        by_part: Parameters whose weight and gradient the visit can process one part at a time, by their owners' names.
+        attention: Results of attention kernels that can be saved for the recompute.
+        results: Results of attention kernels and needed products that can be saved for the recompute.
     """
 
     unit: int
@@ -154,21 +155,21 @@ class TracedVisit:
 
 @dataclass(frozen=True, slots=True)
 class VisitTrace:
-    """The visits of one forward in order, the head's last.
+    """Visits of one forward in order. The visits of the head come last.
 
     Attributes:
-        head_nbytes: Peak of the head phase of one micro-batch on top of the held bytes: one piece of logits with its
+        head_nbytes: Peak of the head phase of one micro-batch above the held bytes: one piece of logits with its
             gradients, and the gradient of the trunk's output.
-        head_rows: Rows of logits at a time; 0 if the head is not chunked.
-        head_columns: Columns of the vocabulary at a time; 0 for the whole vocabulary.
-        head_part_nbytes: Size of the graph of one part's logits, if it is kept for the second pass. ``head_nbytes``
-            includes one such graph.
-        guesses: Values that the trace invented, with place and reason, one sentence each. With any guess, counts are
+        head_rows: Rows of logits computed at a time; 0 if the head is not chunked.
+        head_columns: Columns of the vocabulary computed at a time; 0 for the whole vocabulary.
+        head_part_nbytes: Size of the graph of one part's logits, if the graph is kept for the second pass.
+            ``head_nbytes`` includes one graph.
+        guesses: One sentence for each value that the trace guessed, with place and reason. Any guess makes the counts
             estimates.
-        uncounted: Operators without a FLOP formula, and why. Byte counts do not depend on them.
-        head: Work of the head phase, forward and backward, with a label for every token, each logit computed once.
+        uncounted: Operators without a FLOP formula, with reasons. Byte counts do not depend on FLOP formulas.
+        head: Work of the head's forward and backward if every token has a label and each logit is computed once.
         logits_flops: FLOPs of computing all logits once. The second pass recomputes the logits that were not kept.
-        dense_masks: Causes of masks of [S, S]. With any, memory is quadratic in the length of rows.
+        dense_masks: Reasons why the model builds [S, S] masks, whose memory grows with the square of the row length.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -186,17 +187,17 @@ class VisitTrace:
 
     @property
     def exact(self) -> bool:
-        """Whether byte counts are exact, because no value was guessed."""
+        """Whether byte counts are exact: true if no value was guessed."""
         return not self.guesses
 
 
-#: Phases that the running model announces. Ticks of other phases come between them.
+#: Phases that the running model announces. Ticks of other phases come between the announced ticks.
 ModelPhase = Literal["forward", "head", "backward"]
 Phase = Literal["forward", "head", "backward", "update", "gather", "exchange"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
 
-#: (tick, key) of a use -> tick of the block's next use; the copy stays pinned until then. A tick that is not later
-#: belongs to the next step.
+#: (tick, key) of a use -> tick of the block's next use, until which the copy stays pinned. If that tick is not later
+#: than the first, it belongs to the next step.
 Stays = Mapping[tuple[int, str], int]
 
 #: (key, mode) of blocks that are leased together.
@@ -207,18 +208,18 @@ _DECODED_ALIGNMENT_BYTES = 64
 #: Kinds of blocks whose contents outlive a step. Checkpoints hold these.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 
-#: Order in which kinds are shown, and preferred for the faster tier if they save the same number of bytes.
+#: Kinds in display order. If two kinds save the same number of bytes, the first one gets the faster tier.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Block of the run: a flat tensor of ``num_elements`` of ``dtype``.
+    """Block of the run: a flat tensor of ``num_elements`` elements of ``dtype``.
 
     Attributes:
-        part_of: Common key of all parts; empty if the block is no part.
-        in_folder: Whether the block is never written and the model's folder has its contents, so checkpoints omit it.
-        in_place: Whether each use can also read it from the folder, so that the folder may be its home.
+        part_of: Common key of all parts, if the block is a part; otherwise empty.
+        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints then omit it.
+        in_place: Whether uses can read the block from the model folder, so that the folder can be its home.
         num_packed: Number of elements that a block of packed bytes decodes to; 0 without packed bytes.
     """
 
@@ -233,7 +234,7 @@ class BlockPlan:
 
     @property
     def whole(self) -> str:
-        """Common key of all parts."""
+        """Common key of all parts, or the block's own key if it is no part."""
         return self.part_of or self.key
 
     @property
@@ -256,14 +257,14 @@ class Tick:
     """One position in a step, with the blocks that it uses.
 
     Attributes:
-        phase: All phases use the compute tier except ``update``, which uses ``StepProgram.tier_of``.
+        phase: Updates run in the tier that ``StepProgram.tier_of`` returns, all other phases in the compute tier.
         visit: Index of the layout for ``update``; ordinal of the unit call for other phases.
         held: (key, mode) of blocks leased together for the whole tick.
-        passing: Groups of (key, mode), leased one group after the other within the tick. A group is an activation of a
-            micro-batch, or one part of a layout's state and gradient.
-        spent: Keys whose contents are dead after the tick: these are discarded, never written back.
-        serves: For ``gather`` and ``exchange``: phase of the visit that gets the weights or provides the gradients.
-            With several ranks, passing parts are gathered and exchanged within the visit's own tick.
+        passing: Groups of (key, mode). The tick leases one group at a time. A group is an activation of a micro-batch,
+            or one part of a layout's state and gradient.
+        spent: Keys whose contents are dead after the tick. Their copies are discarded, never written back.
+        serves: Phase of the visit for which a ``gather`` or ``exchange`` tick moves weights or gradients; None for
+            other ticks. Passing parts are gathered and exchanged within the visit's own tick.
     """
 
     phase: Phase
@@ -284,10 +285,10 @@ class Cuts:
     """How layouts are cut into blocks.
 
     Attributes:
-        parts: Layout -> element ranges of the blocks of its state and gradients, if it has several.
-        weights: Layouts whose weight also has one block per part: all visits can take parts, or ranks have shards of
-            parts.
-        passing: (visit, layout) of gradients and cut weights whose parts are leased one after the other.
+        parts: Layout with several parts -> element ranges of the blocks of its state and gradients.
+        weights: Layouts whose weight also has one block per part, because all visits accept parts or because ranks own
+            shards of parts.
+        passing: (visit, layout) of gradients and cut weights whose parts are leased one at a time.
     """
 
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
@@ -297,14 +298,14 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Forward results that a step keeps so that the backward recomputes less. The bits of the step stay the same.
+    """Forward results that a step keeps so that the backward recomputes less. The step stays bit-identical.
 
     A visit is in at most one of the first three sets.
 
     Attributes:
         kept_graphs: Visits whose graphs are kept for the backward. Their inputs have no blocks.
-        saved_attention: Visits whose attention results have blocks, for their recompute.
-        saved_results: Visits whose attention and product results have blocks.
+        saved_attention: Visits that save their attention results in blocks for the recompute.
+        saved_results: Visits that save their attention and product results in blocks.
         kept_parts: Number of vocabulary parts whose logits the head keeps for its second pass.
     """
 
@@ -314,14 +315,14 @@ class Recompute:
     kept_parts: int = 1
 
     def savable(self, number: int, visit: TracedVisit) -> Savable:
-        """Return the results that a visit, by its number, saves."""
+        """Return the results that visit ``number`` saves for its recompute."""
         if number in self.saved_results:
             return visit.results
         return visit.attention if number in self.saved_attention else NOT_SAVABLE
 
     @property
     def saving(self) -> frozenset[int]:
-        """Visits with a block of results."""
+        """Visits that save results in blocks."""
         return self.saved_attention | self.saved_results
 
 
@@ -331,15 +332,15 @@ KEEP_NOTHING = Recompute()
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdates:
-    """Time and tier of weight updates, and their traffic outside of blocks. Layouts are named by index.
+    """Time and tier of weight updates, and their traffic outside of blocks. Layouts are identified by index.
 
     Attributes:
-        are_deferred: Whether the next step makes the updates, because they depend on the norm of the whole step.
+        are_deferred: Whether the next step runs the updates, because they need the gradient norm of the whole step.
         in_compute_tier: Whether the optimizer can update blocks in the compute tier.
-        overlaps_device: Whether the host updates a layer while a device computes the next one. If updates are not
-            deferred, this needs memory for one more layer's gradients.
-        streamed: Layouts updated in the compute tier wherever their blocks live: the update fetches blocks part by part
-            and writes them back.
+        overlaps_device: Whether the host updates a layer while a device computes the next layer. If updates are not
+            deferred, the overlap needs memory for the gradients of one more layer.
+        streamed: Layouts updated in the compute tier, whatever the homes of their blocks. The update fetches one part
+            at a time and writes it back.
         sent_elements: Layout -> matrix elements that an update in RAM sends to the compute device and back, in bf16.
     """
 
@@ -355,8 +356,8 @@ class FrozenWeights:
     """Sources of weights that are not trained.
 
     Attributes:
-        in_folder: Whether the model's folder has them, so that checkpoints omit them.
-        in_place: Names of layouts that may stay in the folder, where each use reads them.
+        in_folder: Whether the model folder has the weights, so that checkpoints omit them.
+        in_place: Names of layouts that can stay in the model folder. Each use reads their weights from there.
         encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself.
     """
 
@@ -369,15 +370,15 @@ class FrozenWeights:
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
 
-    Deferred ``update`` ticks finish the previous step. Clipping needs the global norm, which is known only after the
-    whole backward. So the next step updates each group just before the forward that first reads its weights. The first
-    step lacks these ticks; after the last step only they remain. Updates that are not deferred follow the backward that
-    completes their gradient.
+    Deferred ``update`` ticks finish the previous step: clipping needs the global norm, which exists only after the
+    whole backward. The next step updates each group just before the forward that first reads its weights. The first
+    step runs no deferred updates, and the tape after the last step contains nothing else. An update that is not
+    deferred follows the backward that completes its gradient.
 
     Attributes:
-        cuts: Layouts that are cut into parts, and parts that pass one by one.
-        encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself. Each visit decodes it
-            in the compute tier.
+        cuts: Layouts that are cut into parts, and the parts that ticks lease one at a time.
+        encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself. Each visit decodes the
+            weight.
         occupants: (tick, key) -> gradient that a shared block holds in that tick (``sharing.py``).
     """
 
@@ -392,30 +393,30 @@ class StepProgram:
     occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the element ranges that the blocks of a layout's state and gradients hold, or hold shards of."""
+        """Return the element ranges of a layout's parts, which its blocks of state and gradients hold or shard."""
         return self.cuts.parts.get(layout.name) or (range(layout.num_elements),)
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the elements in each block of a layout's state and gradients."""
+        """Return the elements of a layout's parts that this rank owns: those in its blocks of state and gradients."""
         return [self.sharding.shards.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
-        """Return the keys of the blocks that a weight is read from: its own, its parts', or its encoding's."""
+        """Return the keys of the blocks that hold a weight, its parts, or its encoding."""
         encoding = self.encodings.get(layout.name)
         if encoding is not None and encoding.keys:
             return list(encoding.keys)
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the element ranges that the blocks of a layout's weight hold, or hold shards of."""
+        """Return the element ranges of a layout's weight. Its blocks hold these ranges, or shards of them."""
         encoding = self.encodings.get(layout.name)
         is_cut = layout.name in self.cuts.weights or (encoding is not None and bool(encoding.keys))
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
 
     def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
-        """Return the bytes of a weight that a visit decodes; 0 if its blocks hold the weight itself."""
+        """Return the bytes that a visit needs to decode a weight; 0 if the blocks hold the weight itself."""
         encoding = self.encodings.get(layout.name)
-        if encoding is None or not self.sharding.shards.are_whole:  # shards are decoded into full copies
+        if encoding is None or not self.sharding.shards.are_whole:  # gathers decode shards into full copies
             return 0
         keys, is_cut = self.weight_keys(layout), layout.name in self.cuts.weights
         if encoding.dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or is_cut):
@@ -425,7 +426,7 @@ class StepProgram:
         return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # decoded weights are adjacent
 
     def gathered_dtype(self, key: str) -> torch.dtype:
-        """Return the dtype in which a block is gathered: averages are rounded first."""
+        """Return the dtype in which ranks gather a block. Averages are rounded to the compute dtype first."""
         block = self.blocks[key]
         return block.dtype if block.kind == "weights" else self.encodings[layout_of_key(block.whole)].dtype
 
@@ -434,22 +435,22 @@ class StepProgram:
         return self.blocks[key].num_elements * self.gathered_dtype(key).itemsize
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the elements in each block of a layout's weight."""
+        """Return the elements of a layout's weight that this rank owns, by block."""
         return [self.sharding.shards.owned(part) for part in self.weight_parts_of(layout)]
 
     def full_elements(self, layout: UnitLayout) -> int:
-        """Return the elements of a full copy of a layout's weight or gradient, with the padding of its last shards."""
+        """Return the number of elements of a full copy of a layout's weight or gradient, including shard padding."""
         return max(self.sharding.shards.gathered(part).stop for part in self.parts_of(layout))
 
     def links_between_ranks(self) -> list[str]:
-        """Return the links to and from other ranks."""
+        """Return the names of the links to and from other ranks."""
         lanes = self.sharding.lanes
         return peer_links(self.compute_tier, lanes.size, lanes.num_hosts)
 
     def bytes_outside_blocks(self, number: int) -> dict[str, int]:
-        """Return the bytes that a tick, by position, moves outside of blocks, by link.
+        """Return the bytes that the tick at position ``number`` moves outside of blocks, by link.
 
-        An update sends directions of matrices to the compute device and back; other ticks gather and exchange.
+        An update sends the directions of matrices to the compute device and back. Other ticks gather and exchange.
         """
         tick, moved = self.ticks[number], dict[str, int]()
         if tick.phase == "update" and (sent := self.updates.sent_elements.get(tick.visit)):
@@ -457,25 +458,25 @@ class StepProgram:
         return moved if self.sharding.shards.are_whole else moved | self._collective_bytes(number)
 
     def _collective_bytes(self, number: int) -> dict[str, int]:
-        """Return the bytes that a tick, by position, sends to and receives from other ranks, by link."""
+        """Return the bytes that the tick at position ``number`` exchanges with other ranks, by link."""
         tick = self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
         if tick.phase == "update":
             return moved
         gathered = [key for key, _ in tick.uses if self.is_gathered(key)]
         self._count_collectives(moved, sum(map(self.gathered_bytes, gathered)), is_gather=True)
-        # Sums are sent in fp32, whatever the dtype of stored gradients.
+        # Ranks send gradient sums in fp32, whatever the dtype of stored gradients.
         exchanged = [self.contents(number, key) for key, mode in tick.uses if mode != "r"]
         elements = sum(block.num_elements for block in exchanged if block.kind == "gradients")
         self._count_collectives(moved, 4 * elements, is_gather=False)
         return moved
 
     def is_gathered(self, key: str) -> bool:
-        """Return whether ticks other than updates read a block as a weight, so that ranks gather it."""
+        """Return whether ranks gather a block, because ticks other than updates read it as a weight."""
         return self.blocks[key].kind in DURABLE_KINDS
 
     def _count_collectives(self, moved: dict[str, int], shard: int, *, is_gather: bool) -> None:
-        """Add the bytes that gathers, or exchanges, of shards of ``shard`` bytes send and receive."""
+        """Add the bytes that a gather or an exchange of shards of ``shard`` bytes sends and receives."""
         lanes, rank = self.sharding.lanes, self.sharding.shards.rank
         own = 1 if is_gather else len(lanes.sums_of_rank(rank))
         received = lanes.size - 1 if is_gather else lanes.num_sums - own
@@ -484,19 +485,19 @@ class StepProgram:
         moved[f"{place}->{self.compute_tier}"] += received * shard
 
     def passes_weight(self, visit: int, layout: str) -> bool:
-        """Return whether a visit leases the parts of a weight one after the other."""
+        """Return whether a visit leases the parts of a weight one at a time."""
         return layout in self.cuts.weights and (visit, layout) in self.cuts.passing
 
     def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
-        """Return the keys of a kind of state, one for each part."""
+        """Return the keys of one kind of a layout's state, one key per part."""
         return part_keys(state_key(layout.name, state), len(self.parts_of(layout)))
 
     def gradient_keys(self, layout: UnitLayout, use: int) -> list[str]:
-        """Return the keys of a use site's accumulators, one for each part."""
+        """Return the keys of a use site's gradient accumulators, one key per part."""
         return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
 
     def contents(self, tick: int, key: str) -> BlockPlan:
-        """Return the contents of a block in a tick: the block itself, or a gradient that shares it.
+        """Return the block that ``key`` holds in a tick: the block itself, or a gradient that shares its memory.
 
         Args:
             tick: Position of a tick that uses the block.
@@ -508,7 +509,6 @@ class StepProgram:
 
         Args:
             updates: Whether to include the deferred updates, which finish the previous step.
-            passes: Whether to include all other ticks.
         """
         return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
@@ -518,7 +518,8 @@ class StepProgram:
     def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
         """Return the tier of a tick's leases.
 
-        An update runs in the compute tier if weights and state live there, or if the plan streams it; otherwise in RAM.
+        An update runs in the compute tier if weights and state have their home there, or if the plan streams the
+        update. Other updates run in RAM.
         """
         if tick.phase != "update":
             return self.compute_tier
@@ -526,7 +527,7 @@ class StepProgram:
             return "ram"
         if tick.visit in self.updates.streamed:
             return self.compute_tier
-        # The weight first: plans call this often, and for a layer of many parts the weight usually decides.
+        # Check the weight first, because it usually decides for a layer of many parts. Plans call this often.
         groups = chain((tick.held,), tick.passing)
         is_there = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_there else "ram"
@@ -539,8 +540,8 @@ class StepProgram:
                 yield Access(number, key, tier, mode)
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
-        """Return the schedule of ``num_steps`` steps from ``first_step`` on, with the updates that end them."""
-        # Reads at home move nothing. Writes at home count: the prefetcher must not fetch a copy elsewhere before them.
+        """Return the schedule of ``num_steps`` steps from ``first_step`` on, with the updates that finish them."""
+        # Reads at home move nothing. Writes at home count: the prefetcher must not fetch a copy before a write.
         streamed = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
         deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
@@ -552,64 +553,64 @@ class WeightAccess(Protocol):
     """Weights of a pass, requested by the running model in program order. Used by one thread."""
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Advance to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
+        """Advance to the next tick: forward visits in order, the head (by its first visit), backward visits in reverse.
 
-        A visit that the loss does not depend on is announced like the others. Its planned leases are taken unused, so
-        that the order of ticks and the traffic depend on the model alone, never on data.
+        The model also announces visits that the loss does not depend on, and takes their planned leases without using
+        them. The order of ticks and the traffic then depend only on the model, never on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
-        """Lease a unit's weights: owner's full parameter name -> tensor in the compute dtype on the compute device.
+        """Lease a unit's weights, by the owner's full parameter name, in the compute dtype on the compute device.
 
-        A cut weight comes as its parts.
+        The value of a cut weight is a `MatrixParts`.
         """
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
-        """Skip a unit's weights, in place of ``weights``, because no token of the step is routed to it.
+        """Skip a unit's weights, because no token of the step is routed to the unit. Call it instead of ``weights``.
 
-        The planned traffic is then an upper bound.
+        Planned traffic counts the skipped weights, so it is an upper bound.
         """
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Announce which visits, from the present one on, will skip their weights in forward and backward.
+        """Announce which visits, from the current one on, will skip their weights in forward and backward.
 
         Args:
-            visits: Visits of all experts of a layer.
+            visits: Visits of all experts of one layer.
             idle: Visits without a token.
         """
 
 
 class BlockAccess(WeightAccess, Protocol):
-    """Blocks of one step, requested by the running model.
+    """Access of the running model to the blocks of one step.
 
-    A unit that is called twice in a forward has two visits, and each visit is a use site with its own accumulators.
+    A unit that is called twice in a forward has two visits. Each visit is a use site with separate accumulators.
     """
 
     def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
-        """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
+        """Lease the gradient accumulators of a unit's trainable parameters at this use site."""
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
-        """Copy an activation into its block. The caller's tensor is not referenced afterwards."""
+        """Copy an activation into its block. The block keeps no reference to the caller's tensor."""
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Record that an activation is an earlier visit's, (visit, index), whose block is leased in its place."""
+        """Record that an activation is the tensor at ``place``, an earlier (visit, index), and shares its block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation: same shape, dtype and bits. Its contents are dead after its own visit's lease."""
+        """Lease an activation, bit-identical to what its visit put. Its contents are dead after that visit's lease."""
 
     def results_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
-        """Lease the bytes of saved results, uint8 [N]: to write in the forward, to read once in the backward.
+        """Lease the block of saved results, uint8 [N]. The forward writes it, and the backward reads it once.
 
-        Only for visits that save results (``Recompute``). Follows the activations of the micro-batch.
+        Only visits that save results (``Recompute``) call it, after the activations of the micro-batch.
         """
 
 
 class MatrixParts(Protocol):
-    """A matrix whose rows are in several blocks.
+    """Matrix whose rows are stored in several blocks.
 
     Attributes:
         shape: [rows, columns] of the matrix.
-        passes: Whether one part is leased at a time, each once per tick; otherwise all parts are available.
+        passes: Whether a tick leases each part once, one at a time. If False, all parts are available.
     """
 
     @property
@@ -622,45 +623,45 @@ class MatrixParts(Protocol):
     def passes(self) -> bool: ...
 
     def part(self, number: int, /) -> AbstractContextManager[Tensor]:
-        """Lease the rows of a part."""
+        """Lease the rows of part ``number``."""
 
 
 class GradientSink(Protocol):
-    """fp32 gradient accumulators of one use site."""
+    """Gradient accumulators of one use site, in fp32."""
 
     def at(self, micro_batch: int, /) -> None:
-        """Advance to a micro-batch, by its number in this process: what is accumulated next is its gradient.
+        """Advance to a micro-batch, by its number in this process. The next gradients belong to it.
 
-        Micro-batches come in order. Each ``rows`` context starts again at the first one.
+        Call it in order of the micro-batches. Each ``rows`` context starts again with the first micro-batch.
         """
 
     def rows_of_parts(self, name: str, /) -> Sequence[range]:
-        """Return the rows of the parts to fill one after the other, inside of ``part``; empty if parts do not pass."""
+        """Return the rows of each part to fill inside of ``part``, one part at a time; empty if parts do not pass."""
         return ()
 
     def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
-        """Lease a part of a parameter's accumulator. Each part is leased once, the head's in reverse."""
-        raise AssertionError(f"{name} is there, whole")
+        """Lease a part of a parameter's accumulator. Lease each part once. The head leases its parts in reverse."""
+        raise AssertionError(f"{name} has no parts")
 
     def rows(self, name: str, start: int, stop: int, /) -> AbstractContextManager[None]:
-        """Accumulate products in these rows of the leased part, for all micro-batches."""
-        raise AssertionError(f"{name} is there, whole")
+        """Accumulate the products of all micro-batches in these rows of the leased part."""
+        raise AssertionError(f"{name} has no parts")
 
     def add(self, name: str, gradient: Tensor, /) -> None:
-        """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape). A step's first is copied."""
+        """Accumulate one micro-batch's gradient (compute dtype, parameter's shape). A step's first one overwrites."""
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0, /) -> None:
-        """Accumulate the product of two matrices, in rows of a matrix from ``first_row`` on.
+        """Accumulate the product of two matrices in the rows of a gradient from ``first_row`` on.
 
-        If these are not all of its rows, the products of a pass together cover them all.
+        Together, the products of a pass must cover all rows of the gradient.
         """
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None, /) -> None:
-        """Accumulate rows of a matrix, one after the other, except rows whose index is ``ignored``."""
+        """Accumulate rows of a matrix in order, except rows whose index is ``ignored``."""
 
 
 def activations_of(program: StepProgram) -> dict[int, set[str]]:
-    """Return the activation blocks of every visit before the head."""
+    """Return the keys of the activation blocks of every visit before the head."""
     keys: dict[int, set[str]] = {}
     for tick in program.ticks:
         if tick.phase == "forward":
@@ -670,10 +671,10 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
 
 
 def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
-    """Return the program in which these visits keep their graphs, and neither write nor read activations."""
+    """Return a copy of the program in which these visits keep their graphs and use no activation blocks."""
     dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
 
-    def is_input(group: Group) -> bool:  # the visit's own, or an earlier visit's
+    def is_input(group: Group) -> bool:  # an activation of this or of an earlier visit
         return any(program.blocks[key].kind == "activations" for key, _ in group)
 
     ticks = tuple(
@@ -687,7 +688,7 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
         for tick in program.ticks
     )
     blocks = {key: block for key, block in program.blocks.items() if key not in dropped}
-    assert all(key in blocks for tick in ticks for key, _ in tick.uses), "a later visit runs again with such an input"
+    assert all(key in blocks for tick in ticks for key, _ in tick.uses), "a later visit recomputes from such an input"
     before = program.recompute
     recompute = replace(
         before,
@@ -701,11 +702,11 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
 def saving_results(
     program: StepProgram, trace: VisitTrace, visits: frozenset[int], *, with_products: bool = False
 ) -> StepProgram:
-    """Return the program in which these visits save results, in one block of bytes per micro-batch.
+    """Return a copy of the program in which these visits save results, in one uint8 block per micro-batch.
 
     Args:
-        visits: Visits with such results that save none yet and whose graphs are not kept.
-        with_products: Whether to save results of products in addition to attention results.
+        visits: Visits that have savable results, save none yet and do not keep their graphs.
+        with_products: Whether to save product results in addition to attention results.
     """
     blocks, ticks = dict(program.blocks), list(program.ticks)
     for number, tick in enumerate(ticks):
@@ -713,7 +714,7 @@ def saving_results(
             traced = trace.visits[tick.visit]
             ticks[number] = _saving_results(tick, program, len(traced.saved) - len(traced.reused))
             nbytes = (traced.results if with_products else traced.attention).nbytes
-            # In the order of the tick: the order of blocks decides ties between homes.
+            # Add blocks in the order of the tick, because the order of blocks decides ties between homes.
             for key in [key for key in dict(ticks[number].uses) if key not in blocks]:
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
     before = program.recompute
@@ -725,10 +726,10 @@ def saving_results(
 
 
 def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
-    """Return the tick of a visit with the block of results after each micro-batch's inputs.
+    """Return a copy of a visit's tick that leases the block of results after the inputs of each micro-batch.
 
     Args:
-        num_written: Inputs of a micro-batch that this forward writes; an earlier visit has the others.
+        num_written: Number of inputs per micro-batch that this forward writes. Earlier visits wrote the rest.
     """
     groups: list[Group] = []
     num_groups = num_written if tick.phase == "forward" else 1
@@ -746,10 +747,10 @@ def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
-    """Return the program of one evaluation pass: forward and head, with the weights as its only blocks.
+    """Return the program of one evaluation pass. It has only forward and head ticks, and only blocks of weights.
 
-    Blocks of an encoding may replace a weight. Each unit's weights are leased once, for all micro-batches of the pass.
-    The program of such passes is returned unchanged.
+    An encoding can replace the block of a weight by other blocks. The pass leases each unit's weights once, for all of
+    its micro-batches. A program of an evaluation pass is returned unchanged.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
     read = {key for encoding in program.encodings.values() for key in encoding.keys}
@@ -766,10 +767,10 @@ def evaluation_program(program: StepProgram) -> StepProgram:
 
 
 def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
-    """Return the program of passes that read a layout's average, if it has one, and round it on arrival.
+    """Return a program whose passes read averages instead of weights, and round them to the compute dtype.
 
-    A block of the average replaces each block of the weight. All blocks of a cut average replace a weight that is not
-    cut.
+    Each block of a weight is replaced by a block of its average, or, if only the average is cut, by all blocks of the
+    average. Layouts without an average keep their weights.
     """
     encodings, read = dict(program.encodings), dict[str, Group]()
     for layout in graph.layouts.values():
@@ -793,14 +794,14 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
 
 
 class ProgramBuilder:
-    """Builder of a step's program from a model's units and the trace of their visits.
+    """Builder of the program of a step, from a model's units and the trace of their visits.
 
     Args:
-        trace: Visits of one forward, and the tensors that each saves for its backward.
+        trace: Visits of one forward, with the tensors that each visit saves for its backward.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        optimizer: Source of the kinds of state; None if nothing is trained or updated.
+        optimizer: Optimizer that defines the kinds of state; None if no weights are updated.
         grad_dtype: Dtype of stored gradients.
-        updates: Time and tier of updates. The builder adds their traffic outside of blocks.
+        updates: Time and tier of updates. The builder adds the traffic of updates outside of blocks.
         frozen: Sources of weights that are not trained.
         sharding: This rank's share of the step. Several ranks need the order ``layer``.
     """
@@ -822,7 +823,7 @@ class ProgramBuilder:
         self._sharding, self._frozen = sharding or Sharding(), frozen or FrozenWeights()
         self._shards, own_lanes = self._sharding.shards, self._sharding.own_lanes
         assert self._shards.are_whole or (order == "layer" and not self._frozen.in_place), self._shards
-        assert order == "layer" or own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
+        assert order == "layer" or own_lanes.num_lanes == 1, "the sum of a lane is open for only one visit at a time"
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
         self._compute_tier, self._grad_dtype = compute_tier, grad_dtype
@@ -830,7 +831,7 @@ class ProgramBuilder:
         self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
         self._uses = uses_of_layouts(graph, trace)
 
-        # Kinds of state that are not elementwise need whole parameters, and so whole blocks.
+        # State that is not elementwise needs whole parameters, so its layout cannot be cut into parts.
         def is_elementwise(layout: UnitLayout) -> bool:
             return all(kind.is_like_weight(layout) for kind in state_kinds)
 
@@ -840,14 +841,14 @@ class ProgramBuilder:
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
         self._updates = self._with_moves(updates or GroupUpdates(), optimizer, is_elementwise)
-        # Each part is sharded, so that a rank's blocks of weight, state and gradient have the same elements.
+        # Shard each part, so that a rank's blocks of weight, state and gradient hold the same elements.
         self._cut_weights = frozenset(
             name
             for name in self._parts
             if not self._shards.are_whole or all(self._takes_parts(visit, name) for visit in self._uses[name])
         )
-        # While a device computes, the host updates weights for the next forward or, during the backward, for the visit
-        # whose backward has just ended.
+        # While a device computes, the host updates the weights of the next forward visit. During the backward, it
+        # updates the weights of the visit whose backward has just ended.
         self._lead = int(compute_tier != "ram" and self._updates.overlaps_device)
         self._passing: frozenset[tuple[int, str]] = frozenset()
 
@@ -855,8 +856,8 @@ class ProgramBuilder:
         """Return the program.
 
         Args:
-            passing_parts: Whether to lease the parts of a gradient, and of a cut weight, one after the other where
-                possible. The bits stay the same; the head computes more logits a second time.
+            passing_parts: Whether to lease the parts of gradients and cut weights one at a time where possible. Results
+                stay bit-identical, but the head computes more logits a second time.
         """
         self._passing = frozenset(
             (visit, layout)
@@ -878,14 +879,13 @@ class ProgramBuilder:
     def _with_moves(
         self, updates: GroupUpdates, optimizer: Optimizer | None, is_elementwise: Callable[[UnitLayout], bool]
     ) -> GroupUpdates:
-        """Return the updates with the traffic of matrix updates outside of blocks."""
+        """Return ``updates`` with the traffic of matrix updates outside of blocks."""
         trained = {
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
-        assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards are not enough"
+        assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards suffice only elementwise"
         if not isinstance(optimizer, MatrixOptimizer) or self._compute_tier == "ram":
             return updates
-        # An update sends matrices to the compute device and back.
         sent = {index: matrix_elements(optimizer, layout) for index, layout in trained.items()}
         return replace(updates, sent_elements=sent)
 
@@ -938,11 +938,11 @@ class ProgramBuilder:
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
     def _is_trained(self, layout: UnitLayout) -> bool:
-        """Return whether a layout has gradients and state: it is trainable, and the model calls its module."""
+        """Return whether a layout has gradients and state, because it is trainable and the model calls its module."""
         return layout.trainable and bool(self._uses[layout.name])
 
     def _slot_of(self, micro_batch: int) -> int:
-        """Return the number of a micro-batch's activation blocks; one set for all if they run one at a time."""
+        """Return the number of a micro-batch's set of activation blocks; 0 if micro-batches run one at a time."""
         return micro_batch if self._order == "layer" else 0
 
     # -- ticks -------------------------------------------------------------------------------------------------
@@ -962,9 +962,9 @@ class ProgramBuilder:
             yield from ticks
 
     def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield the ticks without held blocks, with gather ticks before and exchange ticks after them.
+        """Yield the ticks without their held blocks, with gather ticks before and exchange ticks after them.
 
-        Passing blocks stay in the ticks: activations, and parts, which are gathered and exchanged within the tick.
+        Ticks keep their passing blocks: activations, and parts, which they gather and exchange themselves.
         """
         weights = [_of_kind("weight", tick.held) for tick in ticks]
         for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
@@ -976,7 +976,7 @@ class ProgramBuilder:
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
 
     def _exchanged(self, gradients: Group) -> Iterator[Group]:
-        """Yield each accumulator of a use site; the first site's together with the others, which are added to it."""
+        """Yield each accumulator of a use site. The first site's accumulator comes with those to be added to it."""
         others: dict[str, Group] = {}
         for name, uses in self._uses.items():
             keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
@@ -985,12 +985,12 @@ class ProgramBuilder:
             yield ((key, mode), *others.get(key, ()))
 
     def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the last pass, with updates after the ticks that complete their gradients."""
+        """Yield the ticks of the last pass, with each update after the tick that completes its gradient."""
         waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
         for tick in ticks:
             yield tick
             filled = {key for key, mode in tick.uses if mode != "r"}
-            # A shared layout has several use sites; backward reaches the first one last and adds the others there.
+            # The backward reaches the first use site of a shared layout last, and adds the other gradients there.
             updates = [
                 self._update(index, layout)
                 for index, layout in enumerate(self._graph.layouts.values())
@@ -1002,7 +1002,7 @@ class ProgramBuilder:
             yield from updates
 
     def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the first pass, each after the updates of weights that it, or the next one, uses first."""
+        """Yield the ticks of the first pass. Deferred updates come ``_lead`` ticks before the weight's first use."""
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
@@ -1023,7 +1023,7 @@ class ProgramBuilder:
         if head:
             held = [item for visit in head for item in self._weights(visit)]
             weights = [item for visit in head for item in self._passing_weights(visit)]
-            if weights:  # each part comes twice: for the loss, and for the gradients
+            if weights:  # two passes over the parts, for the loss and for the gradients
                 yield Tick("head", head[0], tuple(dict(held).items()), tuple(weights))
             held += [item for visit in head for item in self._gradients(visit, is_first=is_first)]
             summed = self._passing_gradients(head, is_first=is_first, is_last=is_last)
@@ -1046,7 +1046,7 @@ class ProgramBuilder:
 
     @staticmethod
     def _spent(passing: Iterable[Group]) -> frozenset[str]:
-        """Return the keys that are dead after they are read: activations, and gradients that were added to others."""
+        """Return the keys that are dead after their read: activations, and gradients added to other gradients."""
         return frozenset(key for group in passing for key, mode in group if mode == "r")
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
@@ -1075,7 +1075,7 @@ class ProgramBuilder:
         )
 
     def _passing_weights(self, visit: int) -> tuple[Group, ...]:
-        """Return the parts of weights that a visit leases one after the other."""
+        """Return the parts of weights that a visit leases one at a time."""
         names = [name for name in self._layouts_of(visit) if self._passes_weight(visit, name)]
         return tuple(((key, "r"),) for name in names for key in self._weight_keys(name))
 
@@ -1096,9 +1096,9 @@ class ProgramBuilder:
         )
 
     def _passing_gradients(self, visits: Sequence[int], *, is_first: bool, is_last: bool) -> tuple[Group, ...]:
-        """Return the accumulators that pass part by part: the visits' own, and those to be added to other accumulators.
+        """Return the accumulators that the visits lease part by part, with the other use sites' accumulators to add.
 
-        Backward fills the first use site last, and adds all other sites to it.
+        The backward fills the first use site last, and adds all other sites to it.
         """
         groups: list[Group] = []
         for visit in visits:
@@ -1119,7 +1119,7 @@ class ProgramBuilder:
         return tuple(groups)
 
     def _is_by_part(self, visit: int, layout: str) -> bool:
-        """Return whether the parts of a layout pass in a visit."""
+        """Return whether a visit leases the parts of a layout one at a time."""
         return (visit, layout) in self._passing
 
     def _takes_parts(self, visit: int, layout: str) -> bool:
@@ -1131,9 +1131,9 @@ class ProgramBuilder:
         return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
-        """Return the activations that a visit writes, or reads. A reused tensor is read from an earlier visit's block.
+        """Return the activations that a visit writes or reads. A reused tensor is in the block of an earlier visit.
 
-        Each is written when it is computed. The recompute of a micro-batch reads all of its activations together.
+        The forward leases each activation separately. The recompute of a micro-batch leases its activations together.
         """
         traced = self._trace.visits[visit]
         places = [
@@ -1147,7 +1147,7 @@ class ProgramBuilder:
         return tuple(((key, mode),) for own in keys for key in own)
 
     def _reused(self, visit: int, group: Sequence[int]) -> frozenset[str]:
-        """Return the activations that a visit reads and that visits earlier in the forward still need."""
+        """Return the activations that a visit reads but that visits earlier in the forward still need."""
         places = self._trace.visits[visit].reused.values()
         return frozenset(activation_key(at, self._slot_of(m), index) for m in group for at, index in places)
 
@@ -1156,11 +1156,11 @@ class ProgramBuilder:
 
 
 def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
-    """Yield for each tick of a pass the gather ticks that precede it.
+    """Yield, for each tick of a pass, the gather ticks that precede it.
 
     Args:
-        ticks: Forward, head and backward of the running model, in order.
-        ahead: Number of ticks between a gather and the tick that needs the weight.
+        ticks: Forward, head and backward ticks in order.
+        ahead: Number of ticks by which a gather precedes the tick that needs its weight.
     """
     waiting = deque(
         Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)
@@ -1175,12 +1175,12 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
 
 
 def _of_kind(kind: str, group: Group) -> Group:
-    """Return the blocks of one kind in a group: ``weight`` or ``grad``."""
+    """Return the blocks of a group whose kind is ``weight`` or ``grad``."""
     return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
 
 
 def _is_added_to_held(group: Group) -> bool:
-    """Return whether all gradients of a group are other use sites', which are added to one that a tick holds."""
+    """Return whether a group has only gradients of other use sites, to be added to a held gradient."""
     gradients = _of_kind("grad", group)
     return bool(gradients) and all(mode == "r" for _, mode in gradients)
 
@@ -1191,7 +1191,7 @@ def _model_phase(tick: Tick) -> ModelPhase:
 
 
 def layouts_of_unit(graph: ModelGraph, unit: int) -> tuple[str, ...]:
-    """Return the names of the layouts whose parameters a unit uses, in order, without repeats."""
+    """Return the names of the layouts whose parameters a unit uses, in order and without duplicates."""
     return tuple(dict.fromkeys(layout for _, _, layout in graph.units[unit].params))
 
 
@@ -1213,12 +1213,12 @@ def weight_block(
     in_folder: bool,
     in_place: bool,
 ) -> BlockPlan:
-    """Return the block of a layout's weight, if it is one block.
+    """Return the block of a weight that is not cut into parts.
 
     Args:
-        num_elements: Number of elements in the block: all, or a rank's shard.
+        num_elements: Number of elements in the layout, or in a rank's shard of it.
         encoding: Encoding of the weight; None if the block holds the weight itself.
-        in_place: Whether it can be read from the folder, if the folder has it.
+        in_place: Whether uses can read the weight from the model folder, if the folder has it.
     """
     return BlockPlan(
         weight_key(layout.name),
@@ -1232,7 +1232,7 @@ def weight_block(
 
 
 def decoded_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return the most bytes of weights that one visit decodes. The head's visits count as one."""
+    """Return the largest number of bytes that one visit needs to decode weights. The head counts as one visit."""
 
     def of_visit(visit: int, unit: int) -> int:
         return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in layouts_of_unit(graph, unit))
@@ -1247,7 +1247,7 @@ def weight_key(layout: str) -> str:
 
 
 def layout_of_key(key: str) -> str:
-    """Return the layout of a block of its weight, state or gradients, given the common key of all parts."""
+    """Return the layout of a block of weight, state or gradients, given the common key of all parts."""
     return key.rpartition("/")[0]
 
 
@@ -1265,14 +1265,14 @@ def part_keys(key: str, num_parts: int) -> list[str]:
 
 
 def stored_keys(key: str, stored: Container[str]) -> list[str]:
-    """Return the keys of ``key``'s parts among stored blocks, in order; empty if there is no such block."""
+    """Return ``key``, or the keys of its parts in order, if blocks with these keys are stored; otherwise empty."""
     if key in stored:
         return [key]
     return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
 
 
 def kind_of_key(key: str) -> str:
-    """Return the kind of a block, without its part: ``weight``, ``low``, ``m``, ``grad`` ..."""
+    """Return the kind in a block's key, without the part: ``weight``, ``low``, ``m``, ``grad`` and so on."""
     return key.rpartition("/")[2].partition(".")[0]
 
 

@@ -1,8 +1,8 @@
-"""Tape of a step: every lease in order, and the fate of its copy afterwards.
+"""Tape of a step: every lease in order, and the fate of each copy after its lease.
 
-`compile_step` makes it from a program and a placement. The engine executes it, the simulator replays it on a virtual
-clock, and planned traffic is a sum over it. So planned traffic equals moved traffic by construction: `follow` alone
-decides whether a copy is fetched, pinned, written back or dropped.
+`compile_step` makes the tape from a program and a placement. The engine executes the tape, the simulator replays it on
+a virtual clock, and the planner adds up its traffic. Planned traffic equals moved traffic by construction, because only
+`follow` decides whether a copy is fetched, pinned, written back or dropped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["BlockUse", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "c
 
 
 class Release(enum.Enum):
-    """Fate of a copy after its lease."""
+    """Fate of a copy after its lease ends."""
 
-    HOME = "home"  # no action, because the copy is at home
-    PIN = "pin"  # cached until its next use, so that it does not cross a link twice
-    EVICT = "evict"  # written back if it changed, then dropped
-    DISCARD = "discard"  # dropped without a write-back, because its contents are dead
+    HOME = "home"  # the copy is at home and stays there
+    PIN = "pin"  # the copy stays until its next use, so that it does not cross a link twice
+    EVICT = "evict"  # the copy is written back if it changed, then dropped
+    DISCARD = "discard"  # the copy is dropped without a write-back, because its contents are dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class BlockUse:
     """One use of a block in a program.
 
     Attributes:
-        is_last: Whether its contents are dead afterwards.
-        is_pinned: Whether its copy stays in ``tier`` until the next use.
+        is_last: Whether the contents are dead after this use.
+        is_pinned: Whether the copy stays in ``tier`` until the next use.
     """
 
     tick: int
@@ -50,8 +50,7 @@ class Pinned:
     """Copy away from home that is pinned until its next use.
 
     Attributes:
-        tier: Tier of the copy.
-        is_newer: Whether it changed, while home still has the old contents.
+        is_newer: Whether the copy changed, so that home still has old contents.
     """
 
     tier: str
@@ -60,13 +59,13 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One lease of a block, and its traffic.
+    """One lease of a block and its traffic.
 
     Attributes:
         was_pinned: Whether the copy was pinned for this use.
-        fetches: Whether the contents come from home.
-        release: Fate of the copy afterwards.
-        writes_back: Whether the contents go home after the lease.
+        fetches: Whether the contents are fetched from home for the lease.
+        release: Fate of the copy after the lease.
+        writes_back: Whether the contents are written back to home after the lease.
     """
 
     key: str
@@ -80,18 +79,18 @@ class Use:
 def follow(
     key: str, accesses: Sequence[BlockUse], home: str, pinned: Pinned | None = None
 ) -> tuple[list[Use], Pinned | None]:
-    """Follow the copy of one block through its uses in a step. Only this function decides what moves.
+    """Follow the copy of one block through its uses in a step. Only this function decides which bytes move.
 
     Args:
-        pinned: Copy that an earlier step left for the first use.
+        pinned: Copy that an earlier step kept pinned for the first use.
 
     Returns:
-        A use for every access, and the copy that is still pinned after the step.
+        One use per access, and the copy that is still pinned after the step.
     """
     uses = []
     for access in accesses:
         if access.tier == home:
-            # A write at home would make a copy elsewhere stale, so no placement pins one across a use at home.
+            # A write at home would make a copy elsewhere stale. So no placement pins a copy across a use at home.
             assert pinned is None, (key, access, pinned)
             release = Release.DISCARD if access.is_last else Release.HOME
             uses.append(Use(key, access.mode, False, False, release, False))
@@ -99,7 +98,7 @@ def follow(
         was_pinned = pinned is not None
         assert pinned is None or pinned.tier == access.tier, (key, access, pinned)
         is_newer = access.mode != "r" or (pinned is not None and pinned.is_newer)
-        # Dead contents are neither pinned nor written back, whatever the placement says about the copy.
+        # Dead contents are neither pinned nor written back, even if the placement pins the copy.
         release = Release.DISCARD if access.is_last else Release.PIN if access.is_pinned else Release.EVICT
         fetches = access.mode != "w" and not was_pinned
         uses.append(Use(key, access.mode, was_pinned, fetches, release, is_newer and release is Release.EVICT))
@@ -112,10 +111,10 @@ class Op:
     """One tick of a step.
 
     Attributes:
-        tick: Position in the step, which is also its number in the schedule.
+        tick: Position in the step and number in the schedule.
         held: Uses leased together for the whole tick.
-        passing: Groups leased one after the other within the tick; empty for an update with all parts at home.
-        bytes_outside: Link -> bytes moved outside of blocks: to and from other ranks, and directions of matrices.
+        passing: Groups leased one at a time within the tick; empty for an update with all parts at home.
+        bytes_outside: Link -> bytes moved outside of blocks, namely collectives and the directions of matrices.
     """
 
     tick: int
@@ -135,17 +134,17 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """The ops of a step in order.
+    """Ops of a step in order.
 
     Attributes:
-        pinned: Copies that are pinned for the next step after this one, by key.
+        pinned: Copies that stay pinned for the next step, by key.
     """
 
     ops: tuple[Op, ...]
     pinned: Mapping[str, Pinned] = field(default_factory=dict)
 
     def transfers(self, homes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, source, destination) of all transfers of the tape between tiers, in order."""
+        """Yield (key, source tier, destination tier) of all transfers in order."""
         for op in self.ops:
             for use in op.uses:
                 if use.fetches:
@@ -166,10 +165,10 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        stays: Next use of each copy that stays until then.
+        stays: Next use of each copy that stays pinned until that use.
         updates: Whether to include the deferred updates, which finish the previous step.
         passes: Whether to include all other ticks.
-        pinned: Copies that the previous tape left.
+        pinned: Copies that the previous tape kept pinned.
     """
     chosen = program.chosen_ticks(updates=updates, passes=passes)
     tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
@@ -177,7 +176,7 @@ def compile_step(
     for number, tick in chosen.items():
         for key, mode in tick.uses:
             stop = stays.get((number, key))
-            # The next step may have only updates, but updates always follow the passes.
+            # Updates in the next step are certain only after passes. The tape after the last step has only updates.
             is_pinned = stop is not None and (stop in chosen if stop > number else passes)
             accesses.setdefault(key, []).append(BlockUse(number, mode, tiers[number], key in tick.spent, is_pinned))
     left = dict(pinned or {})
@@ -199,23 +198,23 @@ def compile_step(
 
 
 class TapeStore:
-    """Pins, evictions and discards of a tape, executed on a store. Used by the thread that runs the step."""
+    """Executor of a tape's pins, evictions and discards on a store. Used by the thread that runs the step."""
 
     def __init__(self, store: TieredStore, homes: Mapping[str, str]) -> None:
         self._store, self._homes = store, homes
         self._pinned: dict[str, str] = {}  # key -> tier of its pinned copy
 
     def leased(self, uses: Iterable[Use]) -> None:
-        """Unpin the copies that were pinned for these uses. Call it inside their leases, which now hold the copies."""
+        """Unpin the copies that were pinned for these uses. Call it within their leases, which protect the copies."""
         for use in uses:
             if use.was_pinned:
                 self._store.unpin(use.key, self._pinned.pop(use.key))
 
     def skipped(self, use: Use, tier: str) -> None:
-        """Skip a planned lease. A copy that arrived for it stays if planned, or is evicted.
+        """Skip a planned lease. Keep a copy that was prefetched for it if the tape pins the copy; otherwise evict it.
 
-        Nothing is fetched for it. If a copy was to stay for the next use, its slot stays. The next use then fetches it,
-        once for both, or finds a copy that was prefetched earlier. So the traffic is never larger than planned.
+        A skipped lease fetches nothing. If the tape pins the copy, its slot is pinned, with or without contents. The
+        next use then fetches the block, or finds the prefetched copy, so traffic never exceeds the plan.
         """
         assert use.mode == "r", use
         if use.release is Release.HOME:
@@ -231,8 +230,8 @@ class TapeStore:
             self._store.evict(use.key, name)
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
-        """Release copies as the tape says. Call it after their leases."""
-        # A layer's update discards a gradient between every two other blocks; without blocks at home it is one call.
+        """Pin, evict or discard copies as the tape says. Call it after their leases."""
+        # Consecutive discards share one call. Without the blocks at home, a layer's update makes one call in total.
         leaving = (use for use in uses if use.release is not Release.HOME)
         for release, alike in groupby(leaving, lambda use: use.release):
             if release is Release.DISCARD:
@@ -242,22 +241,22 @@ class TapeStore:
                     self._keep_or_evict(use, tier)
 
     def _keep_or_evict(self, use: Use, tier: str) -> None:
-        """Release a copy that is not at home and whose contents are still needed."""
+        """Pin or evict a copy that is not at home and whose contents are still needed."""
         key = use.key
         if not use.was_pinned:
-            # Intermediate copies go first, such as in RAM between drive and GPU: the prefetcher could fetch the next
-            # use from them. A pinned copy left none, and a copy in RAM was then fetched for a use there.
+            # Evict intermediate copies first (in RAM, between drive and GPU), or the prefetcher could fetch from them.
+            # A pinned copy has no intermediate copies: a copy in RAM was then fetched for a use in RAM.
             for name in self._store.tiers_between(self._homes[key], tier):
                 self._store.evict(key, name)
         if use.release is Release.PIN:
-            # A pin also keeps the slot: the store does not evict it, and counts its bytes as used.
+            # The pin also keeps the slot: the store does not evict it and counts its bytes as used.
             self._store.pin(key, tier)
             self._pinned[key] = tier
         else:
             self._store.evict(key, tier)
 
     def evict_pinned(self) -> None:
-        """Evict all pinned copies, because their next uses will not come."""
+        """Evict all pinned copies, because the uses that they wait for are cancelled."""
         for key, tier in self._pinned.items():
             self._store.unpin(key, tier)
             self._store.evict(key, tier)

@@ -1,7 +1,7 @@
-"""One run of a unit for one micro-batch, and the two ways to restore its graph for the backward.
+"""Run of a unit for one micro-batch, and the interface that restores its graph for the backward.
 
-A forward keeps the graph (`graph_keeping.py`), or saves the inputs, from which the backward rebuilds the graph
-(`input_saving.py`). Both are a `KeptRun`: the backward of a visit (`visit.py`) does not know which one it has.
+A forward either keeps the graph (`graph_keeping.py`), or saves the inputs, from which the backward rebuilds the graph
+(`input_saving.py`). Both implement `KeptRun`, so the backward of a visit (`visit.py`) handles them identically.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["KeptRun", "UnitGraph", "UnitRun", "optional_gradients"]
 
 @dataclass(slots=True)
 class UnitRun:
-    """Run of a unit for one micro-batch, with everything needed to repeat it.
+    """Run of a unit for one micro-batch, with all data needed to repeat it.
 
     Attributes:
         turn: Position of the call among the calls of the visit.
-        random_state: State of the micro-batch's random stream before the run.
+        random_state: State of the micro-batch's random stream at the start of the run.
         modes: Grad mode and autocast of the model's code that called the unit.
         requires_grad: Whether each activation among the arguments needs a gradient.
     """
@@ -52,7 +52,7 @@ class UnitRun:
         call = forward.call
         assert call is not None
         captured = CapturedArguments(bound.unit.name, call.args, call.kwargs)
-        # In addition to its lists, a collector may have a list of the wanted items.
+        # Keep only the lists of records: a collector can also contain the setting that selects them.
         keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         streams = [captured.tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
@@ -70,16 +70,16 @@ class UnitRun:
         return [tensor for tensor in found if tensor is not None]
 
     def with_activations(self, streams: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the tensors of the arguments with other activations."""
+        """Return the tensors of the arguments, with their activations replaced by ``streams``."""
         tensors = list(self.captured.tensors)
         for i, stream in zip(self.captured.activations, streams, strict=True):
             tensors[i] = stream
         return tensors
 
     def leaves(self) -> list[Tensor]:
-        """Return a leaf of a new graph for each activation.
+        """Return a leaf for a new graph for each activation.
 
-        Leaves are contiguous, like a recompute's, because kernels may round differently for other strides.
+        Leaves are contiguous, as in the recompute, because kernels can round differently for other strides.
         """
         grad_enabled = self.modes.grad_enabled
         return [
@@ -90,10 +90,10 @@ class UnitRun:
     def compute(
         self, tensors: list[Tensor | None], random: RandomStates, *, keep_graph: bool, cache_enabled: bool | None = None
     ) -> CapturedResult:
-        """Run the unit under the modes, and from the random state, of this run.
+        """Run the unit with the modes and the random state of this run.
 
         Args:
-            keep_graph: Whether a backward follows. If not, autograd saves nothing.
+            keep_graph: Whether a backward uses the graph. If False, autograd saves nothing.
             cache_enabled: Whether autocast caches cast weights; None for the setting in the modes.
         """
         with self.modes.applied(cache_enabled=cache_enabled):
@@ -107,7 +107,7 @@ class UnitGraph:
     """Autograd graph of one run, ready for its backward.
 
     Attributes:
-        outputs: Ends of the graph: differentiable outputs of the run, or their gradient edges.
+        outputs: Differentiable outputs of the run, or their gradient edges.
         inputs: Leaves of the activations that need a gradient.
         weights: Leaves of the trainable weights, by owner's name.
     """
@@ -117,10 +117,10 @@ class UnitGraph:
     weights: Mapping[str, Tensor]
 
     def gradients(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Run the backward, which frees the graph.
+        """Run the backward and free the graph.
 
         Returns:
-            Gradients of the inputs, and of the weights; None for a tensor without a gradient.
+            Gradients of the inputs and of the weights; None for a tensor without a gradient.
         """
         found = optional_gradients(self.outputs, grad_outputs, [*self.inputs, *self.weights.values()])
         return found[: len(self.inputs)], found[len(self.inputs) :]
@@ -131,7 +131,7 @@ class KeptRun:
 
     Attributes:
         requires_grad: Whether each activation among the arguments needs a gradient.
-        num_outputs: Differentiable outputs of the run.
+        num_outputs: Number of differentiable outputs of the run.
     """
 
     micro_batch: int
@@ -139,18 +139,18 @@ class KeptRun:
     num_outputs: int
 
     def note_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Record the aliases of the outputs that the rest of the model gets, and may change in place."""
+        """Record the aliases of the outputs. The rest of the model uses the aliases, and can change them in place."""
 
     def graph(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[UnitGraph]:
         """Yield the graph of the run.
 
         Args:
-            weights: Leaves of the currently bound trainable weights, by owner's name.
+            weights: Leaves of the trainable weights that are bound now, by owner's name.
         """
         raise NotImplementedError
 
     def skip(self) -> None:
-        """Consume the backward's leases unused, because no gradient arrived."""
+        """Consume the leases of the backward without computing, because no gradient arrived."""
 
 
 def optional_gradients(
@@ -160,8 +160,8 @@ def optional_gradients(
     pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
     if not inputs:
         return []
-    # `torch.autograd.grad` without its detour over the leaves' own class, in which functions of torch are not
-    # intercepted. A unit that checkpoints itself must run the same code in its recompute.
+    # Call the engine directly. `torch.autograd.grad` would first dispatch to the leaves' class, which disables
+    # interception of torch functions. A unit with activation checkpointing must recompute with interception.
     found = _engine_run_backward(
         tuple(out for out, _ in pairs), tuple(grad for _, grad in pairs), False, False, tuple(inputs), True, False
     )

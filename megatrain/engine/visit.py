@@ -1,10 +1,10 @@
-"""One visit of a unit: its weights are leased and bound while its forward, its recompute and its backward run.
+"""One visit of a unit: lease and bind its weights, and run its forward, its recompute and its backward.
 
-`UnitVisit` calls small policies, each in a separate file, in the order of a layer's life:
+`UnitVisit` calls small policies, each in a separate file:
 
-- idle (`idle.py`): the weights are not fetched if no token is routed to the unit;
-- passing (`passing.py`): rows of a weight whose parts pass are looked up for all micro-batches at once;
-- kept (`graph_keeping.py`) or saved (`input_saving.py`): the graph stays for the backward, or the inputs do.
+- idle (`idle.py`) fetches no weights if no token is routed to the unit;
+- passing (`passing.py`) looks up embedding rows for all micro-batches at once if the weight's parts pass;
+- kept (`graph_keeping.py`) keeps the graph for the backward, and saved (`input_saving.py`) keeps the inputs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class UnitVisit:
     """Use site of a unit in one pass over a group of micro-batches.
 
     Args:
-        keeping: Runs the unit in the forward, and keeps graphs or inputs.
-        anchor: Scalar that requires grad, and ties the outputs of units without differentiable inputs to the graph.
-        plans_backward: Whether a skipped backward still leases the weights.
+        keeping: Strategy that runs the unit in the forward and keeps its graphs or inputs.
+        anchor: Scalar that requires grad. It connects units without differentiable inputs to the outer graph.
+        plans_backward: Whether the program has a backward of this visit, so that a skipped backward leases the weights.
 
     Attributes:
-        pending_outputs: Outputs of the forward that are not yet in the outer graph.
+        pending_outputs: Outputs of the forward that the outer graph does not contain yet.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class UnitVisit:
         self._keeping, self._absent = keeping, absent
         self._anchor, self._plans_backward = anchor, plans_backward
         self._kept: list[KeptRun] = []
-        self._wanted: list[list[Tensor]] = []  # indexes of rows of passing weights, by weight and call
+        self._wanted: list[list[Tensor]] = []  # row indexes to look up, by passing weight and call
         self.pending_outputs: list[Tensor] = []
 
     # -- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
-        """Run the unit for every forward that waits at it. Return the functions that make their results."""
+        """Run the unit for every forward that waits for it. Return functions that build the results."""
         self._access.begin("forward", self.number)
         calls = [forward.call for forward in forwards if forward.call is not None]
         self._weights.note_calls(calls)
@@ -93,7 +93,7 @@ class UnitVisit:
         return [run.delivery(outputs) for run in runs]
 
     def _forward_one(self, run: UnitRun, forward: SuspendedForward, leaves: dict[str, Tensor]) -> _FirstRun:
-        """Run one micro-batch, and keep its graph or its inputs if it has a backward."""
+        """Run one micro-batch. Keep its graph or its inputs if it has a backward."""
         tensors, originals = list(run.captured.tensors), run.captured.originals
         run.captured.forget_contents()
         start, inputs = len(self.pending_outputs), list[Tensor]()
@@ -113,7 +113,7 @@ class UnitVisit:
     # -- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of all micro-batches. Accumulate gradients of weights, and return the inputs' gradients."""
+        """Run the backward of all micro-batches. Accumulate the weight gradients, and return the input gradients."""
         self.visits.begin_backward(self.number)
         grad_inputs: list[Tensor | None] = []
         sink: GradientSink | None = None
@@ -127,10 +127,10 @@ class UnitVisit:
                 stack.enter_context(self.bound.receiver.into(sink))
             if self._keeping.runs_again:
                 self.bound.rows.look_up_again(self._wanted)
-            # ... recompute, run the backward and reduce, one micro-batch after the other ...
+            # ... recompute, run the backward and reduce, one micro-batch at a time ...
             waiting, self._kept, self._wanted = self._kept[::-1], [], []
             while waiting:
-                kept = waiting.pop()  # one by one, so that each graph is freed before the next one is built or used
+                kept = waiting.pop()  # frees each graph before the next one is built or used
                 self._activity.micro_batch = kept.micro_batch + 1
                 if sink is not None:
                     sink.at(kept.micro_batch)
@@ -145,7 +145,7 @@ class UnitVisit:
     def _backward_one(
         self, kept: KeptRun, grad_outputs: Sequence[Tensor | None], leaves: dict[str, Tensor], sink: GradientSink | None
     ) -> list[Tensor | None]:
-        """Run the backward of one micro-batch, over the graph that was kept or recomputed."""
+        """Run the backward of one micro-batch on its kept or recomputed graph."""
         if all(gradient is None for gradient in grad_outputs):
             kept.skip()
             return [None] * len(kept.requires_grad)
@@ -160,14 +160,14 @@ class UnitVisit:
             return [next(grads) if requires else None for requires in kept.requires_grad]
 
     def replaced_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-        """Use `instead()` for the input gradients in place of running this visit, without leases."""
+        """Compute the input gradients with `instead()`, without leases, instead of running this visit."""
         self.visits.begin_backward(self.number)
-        grad_inputs = instead()  # while everything that the backward would use is still held
+        grad_inputs = instead()  # call it before graphs and inputs are dropped
         self._kept, self._wanted = [], []
         return grad_inputs
 
     def skip_backward(self) -> None:
-        """Consume this visit's leases without computing, because the step's loss does not depend on it."""
+        """Consume this visit's leases without computing, because the loss of the step does not depend on it."""
         with ExitStack() as stack:
             if self._plans_backward or self._weights.is_idle:
                 lease_passing_parts(stack.enter_context(self._weights.leased()))
@@ -182,11 +182,11 @@ class UnitVisit:
 
 @dataclass(slots=True)
 class _FirstRun:
-    """Run of one micro-batch in the forward, and the result with which the forward resumes.
+    """Run of one micro-batch in the forward, with the result that resumes the suspended forward.
 
     Attributes:
-        inputs: Activations in the outer graph.
-        part: Range of its outputs among the outputs of all micro-batches.
+        inputs: Activations among the arguments, as tensors of the outer graph.
+        part: Positions of its outputs among the outputs of all micro-batches.
     """
 
     result: CapturedResult
@@ -197,17 +197,17 @@ class _FirstRun:
     forward: SuspendedForward
 
     def delivery(self, outputs: Sequence[Tensor]) -> Callable[[], Any]:
-        """Return a function that makes the result of the call from all micro-batches' outputs in the outer graph."""
+        """Return a function that builds the result of the call from the outputs of all micro-batches."""
         assert self.forward.call is not None
         own, collector = outputs[self.part], self.forward.call.collector
         return lambda: self.result.deliver(own, self.tensors, self.originals, collector)
 
 
 class _UnitFunction(torch.autograd.Function):
-    """One node per visit in the outer graph, from the inputs of all micro-batches to their outputs.
+    """Node of a visit in the outer graph, from the inputs of all micro-batches to their outputs.
 
-    The outer graph is the model's own code between units. Autograd runs this node's backward after the gradients of all
-    micro-batches have arrived. So the weights of a unit come once for all micro-batches.
+    The outer graph records the model's own code between units. Autograd runs the backward of this node after the
+    gradients of all micro-batches have arrived, so the visit leases its weights once for all micro-batches.
     """
 
     @staticmethod
@@ -223,20 +223,20 @@ class _UnitFunction(torch.autograd.Function):
 
 
 class VisitSequence:
-    """Visits of one pass over a group of micro-batches, in forward order, and their shared state.
+    """Visits of one pass over a group of micro-batches, in forward order, with their shared state.
 
-    Their backwards come in reverse. Autograd never calls a visit that the loss does not depend on. So each backward
-    first closes the visits due before it. So ticks follow the program, whatever autograd skips.
+    Their backwards run in reverse order. Autograd never calls a visit that the loss does not depend on. Each backward
+    therefore first closes the skipped visits before it, so that ticks follow the program.
 
     Attributes:
-        run_backward: Runs the backward of a visit, given its outputs' gradients, and returns the inputs'.
+        run_backward: Function that runs a visit's backward: from output gradients to input gradients.
     """
 
     def __init__(self, access: BlockAccess, random: RandomStates, activity: Activity) -> None:
         self.access, self.random, self.activity = access, random, activity
         self.run_backward: Callable[[UnitVisit, Sequence[Tensor | None]], list[Tensor | None]] = UnitVisit.backward
         self._visits: list[UnitVisit] = []
-        self._next = -1  # visit that is due in the backward
+        self._next = -1  # visit whose backward comes next
 
     def __len__(self) -> int:
         return len(self._visits)
@@ -249,22 +249,22 @@ class VisitSequence:
         self._visits.append(visit)
 
     def clear(self) -> None:
-        """Drop the visits of a pass. They refer to this object: without this, only the garbage collector frees them."""
+        """Drop the visits of a pass, to break the reference cycle between them and this object."""
         self._visits.clear()
 
     def start_backward(self) -> None:
-        """Begin with the last visit."""
+        """Begin the backward pass at the last visit."""
         self._next = len(self._visits) - 1
 
     def begin_backward(self, visit: int) -> None:
-        """Announce the backward of a visit. First close the visits before it that the loss does not depend on."""
+        """Announce the backward of a visit, after closing the skipped visits before it."""
         self._close_until(visit)
         assert self._next == visit, (self._next, visit)
         self.access.begin("backward", visit)
         self._next -= 1
 
     def end_backward(self) -> None:
-        """Close the remaining visits."""
+        """Close the remaining visits, which autograd skipped."""
         self._close_until(-1)
 
     def _close_until(self, visit: int) -> None:

@@ -157,10 +157,10 @@ def test_another_trace_is_noticed() -> None:
     one_more = (first, second, third, *rest[:-1], replace(rest[-2], unit=rest[-1].unit), rest[-1])
     longer = replace(matching, visits=one_more)
     _, _, runner = make(trace=longer)
-    with pytest.raises(VisitOrderError, match="ended after 5 unit calls, planned were 6"):
+    with pytest.raises(VisitOrderError, match="ended after 5 unit calls, but 6 were planned"):
         runner.forward_backward(padded_batches())
     _, _, runner = make(trace=replace(matching, visits=(first, third, second, *rest)))
-    with pytest.raises(VisitOrderError, match=r"visit 1 is model\.layers\.0, planned was model\.layers\.1"):
+    with pytest.raises(VisitOrderError, match=r"visit 1 is model\.layers\.0, but model\.layers\.1 was planned"):
         runner.forward_backward(padded_batches())
     _, _, runner = make(trace=matching)
     num_labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in padded_batches())
