@@ -1,7 +1,7 @@
 """Draws the pictures of the pages from text: every ``docs/pictures/NAME.txt`` becomes ``NAME.svg``.
 
-Lines of ``-`` and ``|`` with corners ``+`` are drawn as lines, ``>``, ``<``, ``v`` and ``^`` at their ends as arrows;
-everything else is text. The first line of a source is its title, after ``# ``. ``python docs/draw.py`` rewrites them.
+``-`` and ``|`` with corners ``+`` become lines, and ``>``, ``<``, ``v`` and ``^`` at their ends become arrowheads. All
+other characters are text. The first line of a source is its title, after ``# ``. Run ``python docs/draw.py``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from html import escape
 from pathlib import Path
 
 PICTURES = Path(__file__).parent / "pictures"
-_WIDTH, _HEIGHT = 9, 18  # of a character
+_WIDTH, _HEIGHT = 9, 18  # size of a character in pixels
 _STYLE = (
     "text{font:14px ui-monospace,monospace;fill:#37474f}path{stroke:#607d8b;stroke-width:1.5;fill:none}"
     "polygon{fill:#00897b}"
     "@media(prefers-color-scheme:dark){text{fill:#cfd8dc}path{stroke:#90a4ae}polygon{fill:#4db6ac}}"
 )
-#: Arrow -> where its line comes from (column, row), and the corners of its head.
+#: Arrow -> offset (column, row) of the character where its line ends, and the corners of its head.
 _ARROWS = {
     ">": ((-1, 0), ((0, -4), (9, 0), (0, 4))),
     "<": ((1, 0), ((9, -4), (0, 0), (9, 4))),

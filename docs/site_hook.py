@@ -1,8 +1,8 @@
-"""Puts the README and other pages of the repository into the site that ``make docs`` builds.
+"""Adds the README and other pages of the repository to the site that ``make docs`` builds.
 
-Links in the pages are written for the repository, where a code host shows them. On the site a page of ``docs/`` keeps
-its place, the README is the home page, and everything else is below ``repository/``: linked files are copied there,
-and links are rewritten. A link to nothing stays as it is, and the build fails.
+Links in the pages work on a code host, which shows files at their repository paths. On the site, pages of ``docs/``
+keep their paths, the README is the home page, and everything else is below ``repository/``. This hook copies linked
+files there and rewrites the links. Links without a target are not rewritten, so the build fails.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, HOME, REST = "docs/", "README.md", "repository/"
 #: Pages of the repository that are shown like pages of docs/.
 PAGES = (HOME, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "bench/README.md")
-#: Pages outside nav that the search still finds.
+#: Pages outside nav that are included in the search.
 SEARCHED = ("bench/README.md",)
 _FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)")
-#: A link to a test: its text stays, and the site needs no tests.
+#: Link to a test. The site does not contain tests, so only the text of the link is kept.
 _TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)*tests/[^)\s]*\)")
 
 
@@ -44,10 +44,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace repository links of a page by site links."""
+    """Replace the repository links of a page with site links."""
     source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
     if page.file.src_uri not in _pages(config["nav"]) and source not in SEARCHED:
-        page.meta["search"] = {"exclude": True}  # else records hide the guides
+        page.meta["search"] = {"exclude": True}  # without this, records hide the guides in search results
 
     def rewrite(link: str) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -70,7 +70,7 @@ def _pages(entries: Any) -> set[str]:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Add the rows that the selector of a page reads: a script of the page, since file:// allows no other request."""
+    """Embed the rows for the selector of a page as a script element, because file:// pages cannot request files."""
     rows = ROOT / _source(page.file.src_uri).replace(".md", ".json")
     if not rows.is_file():
         return html
@@ -83,7 +83,7 @@ def _without_tests(markdown: str) -> str:
 
 
 def _source(uri: str) -> str:
-    """Return the path in the repository of what has this address on the site."""
+    """Return the repository path of the page with this address on the site."""
     if uri == "index.md":
         return HOME
     return uri.removeprefix(REST) if uri.startswith(REST) else DOCS + uri

@@ -1,10 +1,10 @@
-"""Makes docs/what_fits.md with its JSON, and docs/what_fits_tables.md. An hour on two cores.
+"""Writes docs/what_fits.md with its JSON, and docs/what_fits_tables.md. Takes an hour on two cores.
 
-    python docs/what_fits.py                      all of it
-    python docs/what_fits.py --only SmolLM3-3B    some models, on stdout
-    python docs/what_fits.py --rows FILE          continues where it was interrupted
+    python docs/what_fits.py                      write all rows
+    python docs/what_fits.py --only SmolLM3-3B    print the rows of some models
+    python docs/what_fits.py --rows FILE          continue an interrupted call
 
-Everything is planned from config.json and the figures of machines in files: nothing runs, nothing is measured.
+All rows are planned from config.json files and machine profiles. Nothing runs, and nothing is measured.
 """
 
 # ruff: noqa: E501 - sentences of the page
@@ -52,7 +52,7 @@ from tiered.units import GiB  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"
 PAGE, TABLES, JSON = (ROOT / "docs" / name for name in ("what_fits.md", "what_fits_tables.md", "what_fits.json"))
-#: Shape of the table's steps: 16 rows of 4,096 tokens.
+#: Shape of the planned steps: 16 rows of 4,096 tokens.
 LENGTH, TOKENS = 4096, 65_536
 SHOWN = (
     "SmolLM3-3B", "Mistral-7B-v0.3", "Llama-3.1-8B", "Qwen3-8B", "Gemma-3-12B", "Qwen2.5-14B", "gpt-oss-20b",
@@ -63,7 +63,7 @@ MACHINES = (
     "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
     "cpu-server-512gb", "gh200", "h100-512gb", "h200-1.5tb", "8xh100-2tb",
 )  # fmt: skip
-#: Models with divisible experts: if a machine is too small for a layer, it is planned again with experts in parts.
+#: Models whose experts can be split. If a layer does not fit on a machine, the model is planned again with split experts.
 MIXTURES = (
     "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "gpt-oss-120b", "Qwen3-235B-A22B",
     "GLM-5", "Kimi-K2",
@@ -90,13 +90,13 @@ class Case:
 
     Attributes:
         model: Folder in examples/models.
-        machine: Name or file.
+        machine: Name of a machine profile, or its file.
         length: Tokens per row.
         tokens: Tokens per step.
-        is_split: Whether experts are in parts.
-        has_kernels: Whether liger-kernel computes norms and MLPs.
+        is_split: Whether experts are split into parts.
+        has_kernels: Whether norms and MLPs use liger-kernel.
         grad_dtype: Dtype of gradients between two visits.
-        task: Key of `TASKS`.
+        task: Key in `TASKS`.
     """
 
     model: str
@@ -118,12 +118,12 @@ class Row:
         totals: Required bytes by tier.
         step_s: Predicted seconds per step.
         bound_by: Resource that limits the step.
-        crossing_tokens: T*.
+        crossing_tokens: Tokens per step above which compute limits the step (T*).
         written_bytes: Bytes written to drives per step.
         endurance_bytes: Endurance of all drives together; 0 if unknown.
         is_split: Whether experts are in parts.
-        flops_ratio: Hardware FLOPs per model FLOP; above 1 through recompute.
-        products_share: Share of the step for matrix products at the assumed rate.
+        flops_ratio: Computed FLOPs per model FLOP. Recompute makes it larger than 1.
+        products_share: Fraction of the step that matrix products take at the assumed rate.
     """
 
     model: str
@@ -153,9 +153,9 @@ class Row:
 
 @functools.cache
 def folder_with_weights(model: str) -> Path:
-    """Return a model folder with a weight file: plans of adapters read its header.
+    """Return a model folder with a weight file, because plans of adapters read the header of this file.
 
-    The file has the names and sizes of all tensors, and a hole instead of their values.
+    The file has the names and sizes of all tensors, and a sparse hole instead of their values.
     """
     folder = Path(tempfile.mkdtemp()) / model
     shutil.copytree(MODELS / model, folder)
@@ -175,7 +175,7 @@ def folder_with_weights(model: str) -> Path:
 
 
 def config_text(case: Case, num_drives: int, more: str = "") -> str:
-    """Return a config that plans a model of examples/models on a machine with `num_drives` drives."""
+    """Return the text of a config for a model of examples/models and a machine with `num_drives` drives."""
     folder = MODELS / case.model if case.task == "all" else folder_with_weights(case.model)
     drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(num_drives))
     return f"""
@@ -214,13 +214,13 @@ def planned(case: Case, machine: PlannedMachine, *, more: str = "", like: Plan |
 
 @functools.lru_cache(maxsize=1)
 def traced(case: Case) -> Plan:
-    """Return an unlimited plan of one micro-batch, whose trace the other plans of the model reuse."""
+    """Return a plan of one micro-batch without memory limits. Other plans of the model reuse its trace."""
     more = '[tiers.ram]\nsize = "90TiB"\n[tiers.gpu]\nsize = "1TiB"'
     return planned(case, find_machine(case.machine), more=more)
 
 
 def trace_of(case: Case) -> Case:
-    """Return the case of one micro-batch whose trace a case uses, for any machine."""
+    """Return the case of one micro-batch whose trace this case reuses. The trace does not depend on the machine."""
     batch = BatchSpec(
         case.tokens // case.length, case.length, None, False, "layer", aimed_tokens=MICRO_BATCH_TOKENS["cuda"]
     )
@@ -228,7 +228,7 @@ def trace_of(case: Case) -> Case:
 
 
 class Rows:
-    """Planned rows in a JSON lines file, so that an interrupted page resumes and can be made in parts."""
+    """Planned rows in a JSON lines file, so that an interrupted call can resume."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -240,7 +240,7 @@ class Rows:
         return case in self._known
 
     def of(self, case: Case) -> Row:
-        """Return the row of a case; plan it if it is unknown."""
+        """Return the row of a case. Plan the case if the file does not have it."""
         if case not in self._known:
             self._known[case] = row_of(case)
             if self._file is not None:
@@ -288,7 +288,7 @@ def _gib(nbytes: int) -> str:
 
 
 def _rounded(value: float) -> str:
-    """Return two significant digits: more would promise what these rates do not have."""
+    """Return a number with two significant digits, because the rates are not more accurate."""
     digits = 0 if value >= 10 else 1
     while value >= 10 ** (2 + max(0, -digits)) and digits > -9:
         digits -= 1
@@ -326,8 +326,8 @@ class Published:
         machine: Name, or file in docs/published_machines.
         tokens: Tokens per step.
         tokens_per_s: Published throughput.
-        why: Explanation of the difference.
-        own_tokens: Tokens per predicted step; 0 for the same number.
+        why: Reasons for the difference between the figure and the prediction.
+        own_tokens: Tokens per predicted step, or 0 for the same number as `tokens`.
         grad_dtype: Gradient dtype of the prediction.
     """
 
@@ -344,7 +344,7 @@ class Published:
 
     @property
     def case(self) -> Case:
-        """The case that is planned for comparison."""
+        """Case of the prediction."""
         file = ROOT / "docs" / "published_machines" / f"{self.machine}.toml"
         name = str(file.relative_to(ROOT)) if file.is_file() else self.machine
         tokens = self.own_tokens or self.tokens
@@ -485,7 +485,7 @@ def assumed_rates(file: MachineFile) -> str:
 
 
 def cases_of(model: str, name: str, rows: Rows, task: str = "all", *, known_only: bool) -> Iterator[Case]:
-    """Yield the case of a model on a machine, and a case with parts if a mixture lacks compute memory."""
+    """Yield the case of a model on a machine, and a case with split experts if a mixture does not fit."""
     case = Case(model, name, task=task)
     yield case
     split = replace(case, is_split=True)
@@ -503,7 +503,7 @@ def shown_of(models: Sequence[str], machines: Sequence[str], rows: Rows, task: s
 def found_rows(
     models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool
 ) -> dict[tuple[str, str, str], list[Row]]:
-    """Return (task, model, machine) -> its rows: the last one fits if any does."""
+    """Return the rows by (task, model, machine). If any row of a key fits, its last row fits."""
     found = {}
     for task in TASKS:
         for model in shown_of(models, machines, rows, task, known_only=known_only):
@@ -567,7 +567,7 @@ def selector(found: dict[tuple[str, str, str], list[Row]], machines: Sequence[st
 
 
 def config_to_copy(task: str) -> str:
-    """Return the config of a task; MODEL, SPLIT and DRIVES are replaced by the selector."""
+    """Return the config of a task. The selector replaces MODEL, SPLIT and DRIVES."""
     return f"""task       = "pretrain"          # or "sft": chats, loss on the answers only
 output_dir = "outputs/MODEL"
 [model]
@@ -612,7 +612,8 @@ def tables_page(
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
         parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{assumed_rates(file)}{note}")
         parts.append("\n".join(table([row for model in shown for row in found["all", model, name]])) + "\n")
-    by_trace = sorted(beside, key=lambda each: repr(trace_of(each.case)))  # a model's trace is made once
+    # Rows with the same trace are adjacent, so that each model is traced once.
+    by_trace = sorted(beside, key=lambda each: repr(trace_of(each.case)))
     lines = {each: published_row(each, rows) for each in by_trace}
     parts.append("\n" + BESIDE + "\n".join(lines[each] for each in beside) + "\n")
     return "".join(parts)

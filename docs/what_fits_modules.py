@@ -1,9 +1,9 @@
 """Print the table of docs/what_fits.md for modules other than language models: ``python docs/what_fits_modules.py``.
 
-``plan`` traces language models. For any module, ``megatrain.offload`` returns which parameters share a block. The bytes
-in a store and the minimum GPU memory and RAM are sums over blocks. The order of registration in ``offload`` and
-``TieredAdamW`` determines the homes. Modules are on the meta device, with the defaults of diffusers' classes, which equal
-the published models. Needs diffusers and peft.
+``plan`` traces only language models. For any module, ``megatrain.offload`` determines which parameters share a block.
+The bytes in a store and the minimum GPU memory and RAM are sums over blocks. The order in which ``offload`` and
+``TieredAdamW`` register blocks determines their homes. The modules are on the meta device and use the defaults of
+diffusers' classes, which equal the published models. Needs diffusers and peft.
 """
 
 # ruff: noqa: E501 - sentences of the page
@@ -54,13 +54,13 @@ class Needs:
     """Memory needs of one module, in bytes.
 
     Attributes:
-        parameters: Number of parameters, adapters included.
+        parameters: Number of parameters, including adapters.
         trained: Number of trained parameters.
-        stored: Weights, gradients and state.
-        gpu: Minimum GPU tier: a layer with its gradients, and the modules around it.
-        ram: Minimum RAM tier: a layer's update, or the minimum GPU tier if modules compute in RAM.
-        blocks: Size of each block and whether checkpoints contain it, in the order of their homes.
-        open_ram: RAM kept free of homes.
+        stored: Weights, gradients and optimizer state.
+        gpu: Minimum GPU tier: a layer with its gradients, and the modules that contain it.
+        ram: Minimum RAM tier: the update of a layer, or the minimum GPU tier if that is larger.
+        blocks: For each block, in the order of registration, its size and whether checkpoints contain it.
+        open_ram: RAM that homes must leave free.
     """
 
     parameters: int
@@ -72,7 +72,7 @@ class Needs:
     open_ram: int
 
     def on(self, ram_bytes: int, drive_bytes: int) -> tuple[int, int] | None:
-        """Return the bytes of homes in RAM, and of a drive with its checkpoints, or None if they do not fit."""
+        """Return the bytes of homes in RAM, and on drives with checkpoints, or None if they do not fit."""
         in_ram = on_drive = 0
         for nbytes, is_durable in self.blocks:
             if in_ram + nbytes + self.open_ram <= ram_bytes:
@@ -110,7 +110,7 @@ def _state_bytes(part: Any) -> tuple[int, ...]:
 
 
 def _held(part: Any) -> int:
-    """Return what the update of a part has in RAM."""
+    """Return the bytes in RAM during the update of a part."""
     of_each = part.dtype.itemsize + GRADIENT_BYTES + sum(_state_bytes(part))
     return int(part.layout.num_elements * of_each) if part.layout.trainable else 0
 
@@ -145,7 +145,7 @@ def _gib(nbytes: float) -> str:
 
 
 def cell(needs: Needs, machine: PlannedMachine) -> str:
-    """Return how a module fits a machine."""
+    """Return the table cell that says where a module fits on a machine."""
     if machine.gpu_bytes is not None and needs.gpu > machine.gpu_bytes:
         return "GPU too small"
     drive_bytes = int(sum(drive.total_bytes for drive in machine.drives) * DRIVE_SHARE)
@@ -184,7 +184,7 @@ from the classes of diffusers, with their defaults.
 
 
 def section() -> str:
-    """Return the part of the page."""
+    """Return this section of the page."""
     return HEAD + "\n".join(lines()) + "\n"
 
 

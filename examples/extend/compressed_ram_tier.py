@@ -1,15 +1,15 @@
-"""A tier of compressed memory between RAM and a drive, in one file outside of the package.
+"""A tier of compressed memory between RAM and a drive, in one file outside the package.
 
-The bytes of each number are laid out in planes (all first bytes, then all second bytes, ...), as the exponents of
-weights resemble each other, and compressed by zlib. A store uses it as any other tier::
+The tier groups the bytes of all numbers by their position (all first bytes, then all second bytes, ...), because the
+exponents of weights resemble each other, and compresses them with zlib. A store uses it like any other tier::
 
     tiered.TieredStore([tiered.RamTier(64 * tiered.MiB), CompressedRamTier(1 * tiered.GiB)])
 
-A slot's size must be known before its contents. So the ledger counts contents as if nothing could be compressed, which
-is the worst case: contents that do not compress are stored as they are. ``stored_bytes`` is the memory actually used.
-To gain room from compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. It promises 1 GiB and takes
-at most 700 MiB. A block that does not fit any more stays in the faster tier, whole and readable, and the caller that
-waits for its write gets an error, as with a full drive.
+The size of a slot must be known before its contents. The ledger therefore assumes the worst case, in which nothing can
+be compressed; contents that do not compress are stored uncompressed. ``stored_bytes`` is the memory that is really
+used. To save memory through compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. This tier has a
+capacity of 1 GiB and takes at most 700 MiB of memory. If a block does not fit into this memory, it stays complete and
+readable in the faster tier, and the caller that waits for its write gets an error, as with a full drive.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 import tiered
 from tiered.ext import Ledger, Link, Slot, ThreadedLink, Tier, TierUsage
 
-_CHUNK_BYTES = 1 << 20  # compressed one by one: the working memory of a transfer is a few of them
+_CHUNK_BYTES = 1 << 20  # chunks are compressed one at a time, so a transfer needs memory for only a few
 _LEVEL = 1
 
 
 class Packed:
-    """The resource of a slot: compressed chunks, and the bytes of one number of the contents."""
+    """Resource of a slot: its compressed chunks, and the size of one number in bytes."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -37,11 +37,11 @@ class Packed:
 
 
 class CompressedRamTier:
-    """At most ``capacity_bytes`` of contents, in at most ``memory_bytes`` of memory. Reached through its links only.
+    """Tier with ``capacity_bytes`` of contents in at most ``memory_bytes`` of memory. Only its links access them.
 
     Args:
-        capacity_bytes: of contents, before compression. name: name of the tier in the store.
-        memory_bytes: after compression; default ``capacity_bytes``, which is always enough.
+        capacity_bytes: Capacity in bytes before compression.
+        memory_bytes: Limit of the compressed bytes. The default ``capacity_bytes`` is always enough.
     """
 
     alignment_bytes = 1
@@ -66,7 +66,7 @@ class CompressedRamTier:
         """Return the maximum of ``stored_bytes`` so far."""
         return self._most_stored_bytes
 
-    # -- what every tier has -----------------------------------------------------------------------------------
+    # -- methods of every tier ---------------------------------------------------------------------------------
 
     def slot_bytes(self, nbytes: int) -> int:
         return nbytes
@@ -92,16 +92,16 @@ class CompressedRamTier:
         return self._ledger.usage()
 
     def close(self) -> None:
-        """Do nothing: the memory goes with the slots."""
+        """Do nothing: the slots own the memory."""
 
-    # -- what only some tiers have -----------------------------------------------------------------------------------
+    # -- methods of optional protocols---------------------------------------------------------------------------------
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Record what a home slot will hold; the store calls it once, before the first contents."""
         packed_of(slot).item_bytes = dtype.itemsize
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:
-        """Return the links to a tier in host memory, and none to others."""
+        """Return the links to a tier in host memory, or None for any other tier."""
         if neighbour.device is None or neighbour.device.type != "cpu":
             return None
 
@@ -119,7 +119,7 @@ class CompressedRamTier:
     # -- the bytes ---------------------------------------------------------------------------------------------
 
     def _compress(self, contents: torch.Tensor, slot: Slot) -> None:
-        self._drop(slot)  # its contents are stale: their room is free for the new ones
+        self._drop(slot)  # the old contents are stale, so their memory can be reused
         for start in range(0, len(contents), _CHUNK_BYTES):
             raw = in_planes(contents[start : start + _CHUNK_BYTES], packed_of(slot).item_bytes).numpy().tobytes()
             small = zlib.compress(raw, _LEVEL)
@@ -133,7 +133,7 @@ class CompressedRamTier:
             out_of_planes(torch.frombuffer(raw, dtype=torch.uint8), packed.item_bytes, into)
 
     def _add(self, slot: Slot, chunk: bytes) -> None:
-        """Store one more chunk of a slot; without memory for it, the slot loses all chunks."""
+        """Append a chunk to a slot. If there is no memory for it, drop all chunks of the slot and raise an error."""
         with self._lock:
             has_room = self._stored_bytes + len(chunk) <= self.memory_bytes
             if has_room:
@@ -143,7 +143,7 @@ class CompressedRamTier:
         if not has_room:
             self._drop(slot)
             raise tiered.TransferError(
-                f"no memory for a block of {slot.nbytes} bytes: others take {self._stored_bytes} of "
+                f"no memory for a block of {slot.nbytes} bytes: other blocks take {self._stored_bytes} of "
                 f"{self.memory_bytes} after compression. Give the tier more memory_bytes, or fewer capacity_bytes",
                 tier=self.name,
                 errno=errno.ENOSPC,
@@ -163,7 +163,7 @@ def packed_of(slot: Slot) -> Packed:
 
 
 def in_planes(contents: torch.Tensor, item_bytes: int) -> torch.Tensor:
-    """Return bytes with all first bytes of a number before all second ones; a remainder stays at the end."""
+    """Return bytes grouped by their position in a number: all first bytes, then all second bytes, then a remainder."""
     whole = len(contents) // item_bytes * item_bytes
     return torch.cat([contents[:whole].view(-1, item_bytes).T.reshape(-1), contents[whole:]])
 

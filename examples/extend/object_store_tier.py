@@ -1,13 +1,13 @@
-"""A tier of objects in a bucket, in one file outside of the package: S3, GCS, a web server's folder, a local one.
+"""A tier of objects in S3, GCS, a local folder or any other fsspec file system, in one file outside the package.
 
-fsspec, which comes with torch, knows the protocols; some need another package (``s3fs`` for ``s3://``). A store
-uses it as its slowest tier::
+fsspec, which comes with torch, supports the protocols; some of them need another package (``s3fs`` for ``s3://``). A
+store uses this tier as its slowest tier::
 
     objects = ObjectStoreTier("s3://bucket/scratch", 1 * tiered.TiB, storage_options={"profile": "me"})
     tiered.TieredStore([tiered.RamTier(8 * tiered.GiB), objects], path="generations")
 
-Every tier writes below its own folder and deletes it when it is closed. Leftovers of a killed process are garbage,
-which a lifecycle rule of the bucket may remove. Checksums are kept in memory and compared on every read.
+Every tier writes to a separate folder and deletes it when the tier is closed. A killed process leaves its folder
+behind; a lifecycle rule of the bucket can remove it. Checksums are kept in memory and compared on every read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiered.ext import Ledger, Link, Slot, ThreadedLink, Tier, TierUsage
 
 @dataclass(eq=False)
 class Objects:
-    """The resource of a slot: paths of a block's objects, one for each part, whether any exist, and checksums."""
+    """Resource of a slot: folder of the block's objects (one per part), whether objects exist, and their checksums."""
 
     key: str
     folder: str
@@ -37,18 +37,19 @@ class Objects:
 
 
 class ObjectStoreTier:
-    """At most ``capacity_bytes`` of contents below a URL. Holds homes only; reached through its links.
+    """Tier with at most ``capacity_bytes`` of objects below a URL. It holds only homes, and only its links access them.
 
     Args:
-        url: of a bucket or a folder, as fsspec takes it. capacity_bytes: bound on the sum of all objects' sizes.
-        part_bytes: most bytes of one object; a transfer holds one part in memory in addition to the slots.
-        num_connections: parts in progress at once, each way.
-        storage_options: for fsspec's file system: credentials, an endpoint.
+        url: fsspec URL of a bucket or a folder.
+        capacity_bytes: Limit of the total size of all objects.
+        part_bytes: Maximum size of one object. A transfer holds one part in memory in addition to the slots.
+        num_connections: Number of parts in progress at once in each direction.
+        storage_options: Options of fsspec's file system, such as credentials or an endpoint.
     """
 
     alignment_bytes = 1
     device: torch.device | None = None
-    durable = False  # the contents of a commit are written to the store's path, not here
+    durable = False  # a commit writes the contents to the store's path instead
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class ObjectStoreTier:
         self._num_connections = num_connections
         self._has_objects = False
 
-    # -- what every tier has -----------------------------------------------------------------------------------
+    # -- methods of every tier ---------------------------------------------------------------------------------
 
     def slot_bytes(self, nbytes: int) -> int:
         return nbytes
@@ -81,11 +82,11 @@ class ObjectStoreTier:
         return Slot(self.name, nbytes, nbytes, Objects(name, f"{self._root}/{name}"))
 
     def free(self, slot: Slot) -> None:
-        """Delete the objects of a slot. Raises ``TransferError``: they still exist, and stay on the ledger."""
+        """Delete the objects of a slot. After a ``TransferError``, the objects still exist and count in the ledger."""
         objects = objects_of(slot)
         try:
             for path, _ in self._parts(slot) if objects.was_put else ():
-                with contextlib.suppress(FileNotFoundError):  # a put that failed, or a second try to delete
+                with contextlib.suppress(FileNotFoundError):  # a put failed, or an earlier attempt deleted the object
                     self._files.rm_file(path)
         except OSError as error:
             text = f"block '{objects.key}' cannot be deleted: {error}"
@@ -100,7 +101,7 @@ class ObjectStoreTier:
         self._ledger.reserve(nbytes)
 
     def sync(self) -> None:
-        """Do nothing: an object that was put is kept."""
+        """Do nothing: uploaded objects are already persistent."""
 
     def usage(self) -> TierUsage:
         return self._ledger.usage()
@@ -109,13 +110,13 @@ class ObjectStoreTier:
         """Delete all remaining objects. Idempotent."""
         if self._has_objects:
             self._has_objects = False
-            with contextlib.suppress(FileNotFoundError):  # all were deleted one by one
+            with contextlib.suppress(FileNotFoundError):  # free() has deleted all objects
                 self._files.rm(self._root, recursive=True)
 
-    # -- what only some tiers have -----------------------------------------------------------------------------------
+    # -- methods of optional protocols---------------------------------------------------------------------------------
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:
-        """Return the links to a tier in host memory, and none to others."""
+        """Return the links to a tier in host memory, or None for any other tier."""
         if neighbour.device is None or neighbour.device.type != "cpu":
             return None
 
@@ -138,7 +139,7 @@ class ObjectStoreTier:
     # -- the bytes ---------------------------------------------------------------------------------------------
 
     def _parts(self, slot: Slot) -> Iterator[tuple[str, slice]]:
-        """Yield the path of each object, and which bytes of the block it holds."""
+        """Yield the path of each object and the slice of the block that it holds."""
         for number, start in enumerate(range(0, slot.nbytes, self._part_bytes)):
             stop = min(start + self._part_bytes, slot.nbytes)
             yield f"{objects_of(slot).folder}/{number:06d}", slice(start, stop)

@@ -1,12 +1,12 @@
-"""Signum (Bernstein et al., 2018) as an optimizer of megatrain-tier, in one file outside of the package.
+"""Signum (Bernstein et al., 2018) as an optimizer of megatrain-tier, in one file outside the package.
 
-Each weight takes a step of one length along the sign of its momentum: 8 bytes per parameter. A package names it in its
-``pyproject.toml``::
+Each weight moves by a fixed length in the direction of the sign of its momentum. The state takes 8 bytes per parameter.
+A package registers the optimizer in its ``pyproject.toml``::
 
     [project.entry-points."megatrain.optimizers"]
     signum = "signum:Signum"
 
-and a config uses it: ``optim = "custom"``, ``custom_optimizer = "signum"``, ``optim_args = { momentum = 0.95 }``.
+A config then uses it: ``optim = "custom"``, ``custom_optimizer = "signum"``, ``optim_args = { momentum = 0.95 }``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, ma
 
 
 class Signum:
-    """See ``megatrain.optim.base.Optimizer`` for the contract. An object holds settings only."""
+    """Signum. ``megatrain.optim.base.Optimizer`` defines the contract. An instance holds only settings."""
 
     def __init__(self, momentum: float = 0.9) -> None:
         if not 0 <= momentum < 1:
@@ -29,7 +29,7 @@ class Signum:
         self.momentum = momentum
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master, and one moment per element at the same place."""
+        """Return the kinds of the master, and one moment per element in the same layout."""
         return (*master_kinds(split_master), StateKind("m", torch.float32))
 
     def update(
@@ -51,4 +51,4 @@ class Signum:
                 encode(master, weight, blocks["low"][inside])
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Nothing is compiled."""
+        """Do nothing: this optimizer compiles no kernels."""

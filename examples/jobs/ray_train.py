@@ -22,7 +22,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def train(job: dict[str, Any]) -> None:
-    """Run the rank of this worker."""
+    """Run the rank that belongs to this worker."""
     context = ray.train.get_context()
     world = {
         "RANK": context.get_world_rank(),
@@ -42,11 +42,11 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="one GPU for each worker")
-    parser.add_argument("--port", type=int, default=29_500, help="a free port, at which the ranks meet")
+    parser.add_argument("--port", type=int, default=29_500, help="free port for the rendezvous of the ranks")
     arguments = parser.parse_args()
     trainer = TorchTrainer(
         train,
-        torch_config=TorchConfig(backend="gloo"),  # for the workers; the ranks make another group
+        torch_config=TorchConfig(backend="gloo"),  # for the workers only; the ranks create a separate group
         train_loop_config={"config": str(arguments.config.resolve()), "port": arguments.port},
         scaling_config=ray.train.ScalingConfig(
             num_workers=arguments.workers, use_gpu=arguments.gpus, placement_strategy="STRICT_PACK"

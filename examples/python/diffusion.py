@@ -1,13 +1,14 @@
-"""A Flux transformer of diffusers, all of it or LoRA, with its text encoders and its VAE frozen in the same store.
+"""Train a Flux transformer of diffusers, completely or with LoRA, next to its frozen text encoders and VAE.
 
-Without the marked lines it is an ordinary program. It learns the velocity between a latent and noise (flow matching),
-as in diffusers' own scripts. The first call makes a tiny model with random weights. For the real one name it, and give
-the store its sizes, such as ``gpu="16GiB", ram="100GiB", nvme_size="400GiB"``:
+Without the marked lines, this is an ordinary program. The model learns the velocity between a latent and noise (flow
+matching), as in diffusers' own scripts. The first call creates a tiny model with random weights. For a real model, pass
+``--model`` and set the sizes of the store, such as ``gpu="16GiB", ram="100GiB", nvme_size="400GiB"``:
 
     python examples/python/diffusion.py --output /tmp/flux --lora
     python examples/python/diffusion.py --output /tmp/flux --model black-forest-labs/FLUX.1-dev --dtype bfloat16
 
-Needs ``pip install diffusers`` (and ``peft`` for ``--lora``). Pictures are drawn here: a disc of one colour each.
+Needs ``pip install diffusers`` (and ``peft`` for ``--lora``). The program draws its own images: discs in one color
+each.
 """
 
 import argparse
@@ -26,7 +27,7 @@ COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, 
 
 
 def downloaded(folder: Path) -> Path:
-    """Return a folder with the parts of a Flux pipeline: made here, at the first call."""
+    """Return a folder with the parts of a Flux pipeline; create it at the first call."""
     if folder.exists():
         return folder
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def downloaded(folder: Path) -> Path:
 
 
 def pictures(num_rows: int = 2, size: int = 32) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield texts, and pictures of what they say, (rows, 3, size, size) in -1..1, over and over."""
+    """Yield captions and their pictures, (rows, 3, size, size) in -1..1, in an endless loop."""
     y, x = torch.meshgrid(torch.linspace(-1, 1, size), torch.linspace(-1, 1, size), indexing="ij")
     names = list(COLOURS)
     for first in range(0, 1_000_000, num_rows):
@@ -78,9 +79,9 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the model and of the trained weights")
-    parser.add_argument("--model", help="folder or id of a Flux pipeline; default: a tiny one")
-    parser.add_argument("--dtype", default="float32", help="of the weights: float32 or bfloat16")
-    parser.add_argument("--lora", action="store_true", help="train adapters alone")
+    parser.add_argument("--model", help="folder or hub id of a Flux pipeline; default: a tiny one")
+    parser.add_argument("--dtype", default="float32", help="dtype of the weights: float32 or bfloat16")
+    parser.add_argument("--lora", action="store_true", help="train only adapters")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
@@ -107,10 +108,10 @@ def main() -> None:
     # was: optimizer = torch.optim.AdamW(trained, lr=options.rate)
     optimizer = megatrain.TieredAdamW(trained, lr=options.rate, max_grad_norm=1.0)  # megatrain
 
-    device = transformer.device  # where the store computes
+    device = transformer.device  # the compute device of the store
     generator = torch.Generator().manual_seed(0)
     for step, (texts, images) in zip(range(options.steps), pictures(), strict=False):
-        with torch.no_grad():  # frozen
+        with torch.no_grad():  # text encoders and VAE are frozen
             tokens = [
                 one(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").to(device)
                 for one, length in zip(tokenizers, (clip.config.max_position_embeddings, 64), strict=True)

@@ -1,7 +1,8 @@
-"""The tiered store in a program without training code: a network whose weights exceed the memory they may use.
+"""Use the tiered store without training code: run a network whose weights exceed their memory limit.
 
-Twelve layers of 256 KiB run in 2 MiB of RAM; the rest stays in files. At the end the weights are committed and
-opened again, as after a restart. Run it with ``python examples/python/embed_store.py``; it needs nothing else.
+Twelve layers of 256 KiB run in 2 MiB of RAM; the other layers stay in files. At the end, the program commits the
+weights and opens them again, as after a restart. ``python examples/python/embed_store.py`` runs it; it needs no other
+files.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ NUM_LAYERS, WIDTH = 12, 256
 
 
 def tiers_in(directory: str) -> list[tiered.RamTier | tiered.NvmeTier]:
-    """Return the two places the weights may be in, fast to slow."""
+    """Return the two tiers of the weights, fast to slow."""
     return [tiered.RamTier(2 * tiered.MiB), tiered.NvmeTier([directory], 16 * tiered.MiB)]
 
 
 def fill(store: tiered.TieredStore, weights: list[torch.Tensor]) -> None:
-    """Give the weights to the store; when RAM is full, it writes back the least recently used block."""
+    """Copy the weights into the store. When RAM is full, the store writes back the least recently used block."""
     for i, weight in enumerate(weights):
         store.register(f"layers.{i}", weight.shape, weight.dtype, home="nvme")
         with store.acquire(f"layers.{i}", "ram", "w") as lease:
@@ -30,7 +31,7 @@ def fill(store: tiered.TieredStore, weights: list[torch.Tensor]) -> None:
 
 
 def forward(store: tiered.TieredStore, x: torch.Tensor) -> torch.Tensor:
-    """Return the output of the network, fetching each layer while the one before computes."""
+    """Return the output of the network; fetch each layer while the previous one computes."""
     for i in range(NUM_LAYERS):
         if i + 1 < NUM_LAYERS:
             store.prefetch(f"layers.{i + 1}", "ram")
@@ -48,7 +49,7 @@ def print_stats(stats: tiered.StoreStats) -> None:
 
 
 def run(directory: str) -> bool:
-    """Run the network in memory and through the store, before and after reopening; return whether all agree."""
+    """Run the network in memory, and through the store before and after reopening; return whether all outputs agree."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(NUM_LAYERS)]
     x = torch.randn(8, WIDTH, generator=generator)

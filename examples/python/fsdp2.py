@@ -1,8 +1,9 @@
-"""A loop as torchtitan and accelerate have it, with FSDP2, whose optimizer keeps its state on a drive.
+"""Train with FSDP2, with the optimizer state on a drive. The loop is like those of torchtitan and accelerate.
 
-Without the marked lines AdamW keeps 8 bytes per parameter in the memory of the ranks. Sharding, clipping, schedule and
-checkpoints by ``torch.distributed.checkpoint`` are as before; ``--resume`` continues from the last checkpoint, bit for
-bit, or with another number of ranks. A small random model, so that it takes seconds on a CPU::
+Without the marked lines, AdamW keeps 8 bytes per parameter in the memory of the ranks. Sharding, clipping, schedule and
+checkpoints by ``torch.distributed.checkpoint`` do not change. ``--resume`` continues from the last checkpoint. With the
+same number of ranks, the result is bit-identical; a different number of ranks also works. The model is small and has
+random weights, so that the program takes seconds on a CPU::
 
     torchrun --nproc-per-node 2 examples/python/fsdp2.py --output /tmp/fsdp2
 """

@@ -1,9 +1,10 @@
-"""T5 with Hugging Face's Seq2SeqTrainer, in 6 MiB of RAM and a folder of the drive: encoder and decoder.
+"""Train T5, an encoder-decoder, with Hugging Face's Seq2SeqTrainer in 6 MiB of RAM and a folder on the drive.
 
-Without the marked lines it is an ordinary program that keeps 18 MB of weights, gradients and state in memory.
-``--resume`` continues from the Trainer's own checkpoint, bit for bit. A small random model, so that it takes seconds.
-For a real one call ``AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-3b")``, and make a store of its size:
-``python examples/python/hf_seq2seq.py --output /tmp/hf_seq2seq``.
+Without the marked lines, this is an ordinary program that keeps 18 MB of weights, gradients and optimizer state in
+memory. ``--resume`` continues from the Trainer's own checkpoint, bit for bit. The model is small and has random
+weights, so that the program takes seconds. For a real model, call
+``AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-3b")`` and set sizes of the store that fit the model: ``python
+examples/python/hf_seq2seq.py --output /tmp/hf_seq2seq``.
 """
 
 import argparse

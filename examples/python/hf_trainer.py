@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer, with weights, gradients and optimizer state in 6 MiB of RAM and a folder of the drive.
+"""Train with the Trainer of Hugging Face; 6 MiB of RAM and a drive hold weights, gradients and optimizer state.
 
-Without the marked lines it is an ordinary program that keeps 13 MB of them in memory. Stop it when you like and give
-``--resume``: the Trainer's own checkpoints continue bit for bit. A small random model, so that it takes seconds:
-``python examples/python/hf_trainer.py --output /tmp/hf_trainer``.
+Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. You can stop it at any time
+and continue with ``--resume`` from the Trainer's own checkpoints, bit for bit. The model is small and has random
+weights, so that the program takes seconds: ``python examples/python/hf_trainer.py --output /tmp/hf_trainer``.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A KV cache that outgrows its memory while a small decoder generates: 512 KiB of keys and values in 128 KiB of RAM.
+"""Generate with a KV cache that exceeds its memory: 512 KiB of keys and values of a small decoder in 128 KiB of RAM.
 
-Blocks that do not fit are in files and come back one by one, the next one while one is computed with. Logits and
+Blocks that do not fit are in files. They are fetched one at a time, while the previous block computes. Logits and
 tokens match a cache in memory, bit for bit. ``python examples/python/kv_cache.py`` runs it.
 """
 
@@ -30,13 +30,13 @@ def in_store(store: tiered.TieredStore, layer: int, position: int, new: Tensor) 
 
 
 def in_memory(blocks: dict[tuple[int, int], Tensor], layer: int, position: int, new: Tensor) -> Iterator[Tensor]:
-    """Do the same with tensors in a dict."""
+    """Do the same as ``in_store``, with tensors in a dict."""
     blocks.setdefault((layer, position // BLOCK), torch.empty(SHAPE))[:, :, position % BLOCK] = new
     return (blocks[layer, start // BLOCK][:, :, : position + 1 - start] for start in range(0, position + 1, BLOCK))
 
 
 def attend(query: Tensor, cache: Iterator[Tensor]) -> Tensor:
-    """Return the attention of one token to all of the cache, of which one block at a time is needed."""
+    """Return the attention of one token to the whole cache, computed from one block at a time."""
     top, total, mixed = torch.full((HEADS, 1, 1), -torch.inf), torch.zeros(HEADS, 1, 1), torch.zeros(HEADS, 1, DIM)
     for keys, values in cache:
         scores = query @ keys.transpose(1, 2) / DIM**0.5
@@ -47,7 +47,7 @@ def attend(query: Tensor, cache: Iterator[Tensor]) -> Tensor:
 
 
 def generate(cache: Callable[[int, int, Tensor], Iterator[Tensor]]) -> Tensor:
-    """Return the logits of every token; the next token is the likeliest one."""
+    """Return the logits of every token; always choose the most likely next token."""
     random, width = torch.Generator().manual_seed(0), HEADS * DIM
     embedding, head = torch.randn(2, 500, width, generator=random)
     layers = torch.randn(LAYERS, 4, width, width, generator=random) / width**0.5

@@ -1,8 +1,8 @@
-"""Lightning, with weights, gradients and optimizer state in 6 MiB of RAM and a folder of the drive.
+"""Train with Lightning; 6 MiB of RAM and a folder on the drive hold weights, gradients and optimizer state.
 
-Without the marked lines it is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from the
-last checkpoint that Lightning wrote, bit for bit. A small random model, so that it takes seconds:
-``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
+Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from
+the last checkpoint that Lightning wrote, bit for bit. The model is small and has random weights, so that the program
+takes seconds: ``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def rows(num_tokens: int = 64) -> list[Tensor]:
 
 
 class Reader(lightning.LightningModule):
-    """A language model that reads."""
+    """A language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
-    parser.add_argument("--epochs", type=int, default=2, help="of 5 steps each")
+    parser.add_argument("--epochs", type=int, default=2, help="number of epochs; each has 5 steps")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     options = parser.parse_args()
 

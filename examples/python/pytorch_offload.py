@@ -1,8 +1,9 @@
-"""An ordinary loop in PyTorch with weights, gradients, optimizer state and activations in 6 MiB of RAM and a folder.
+"""Train in a PyTorch loop with weights, gradients, optimizer state and activations in 6 MiB of RAM and a folder.
 
-Without the marked lines it keeps 13 MB of weights, gradients and state in memory, and activations on top. ``--resume``
-continues from the last checkpoint, bit for bit. A small model with random weights replaces a downloaded one, so that it
-takes seconds: ``python examples/python/pytorch_offload.py --output /tmp/pytorch_offload``.
+Without the marked lines, the program keeps 13 MB of weights, gradients and state in memory, and activations in
+addition. ``--resume`` continues from the last checkpoint, bit for bit. The program creates a small model with random
+weights instead of downloading one, and takes seconds: ``python examples/python/pytorch_offload.py --output
+/tmp/pytorch_offload``.
 """
 
 import argparse
@@ -18,7 +19,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def downloaded(folder: Path) -> Path:
-    """Return a folder with a model: made here, at the first call."""
+    """Return a folder with a model; create it at the first call."""
     if not folder.exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART / "model")).save_pretrained(folder)

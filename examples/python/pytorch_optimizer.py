@@ -1,8 +1,9 @@
-"""An ordinary loop in PyTorch whose optimizer keeps its state in 5 MiB of RAM and a folder of the drive.
+"""Train in a PyTorch loop whose optimizer keeps its state in 5 MiB of RAM and a folder on the drive.
 
-Without the marked lines AdamW keeps 6.6 MB, and its checkpoints hold all of it. Model, gradients, clipping and schedule
-are as before. ``--resume`` continues from the last checkpoint, bit for bit. A small random model, so that it takes
-seconds: ``python examples/python/pytorch_optimizer.py --output /tmp/pytorch_optimizer``.
+Without the marked lines, AdamW keeps 6.6 MB of state in memory, and its checkpoints contain all of it. Model,
+gradients, clipping and schedule do not change. ``--resume`` continues from the last checkpoint, bit for bit. The model
+is small and has random weights, so that the program takes seconds: ``python examples/python/pytorch_optimizer.py
+--output /tmp/pytorch_optimizer``.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
     store = megatrain.open_store(ram="5MiB", nvme=options.output / "store", nvme_size="64MiB")  # megatrain
     # was: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, store=store)  # megatrain
-    # or, for matrices, TieredMuon: docs/embedding_pytorch.md#muon
+    # For matrices, TieredMuon is an alternative: docs/embedding_pytorch.md#muon
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
 
     first_step = 0

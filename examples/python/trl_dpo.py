@@ -1,7 +1,8 @@
-"""TRL's DPOTrainer: the model that is trained and its reference, both out of 8 MiB of RAM and a folder of the drive.
+"""Train with TRL's DPOTrainer; 8 MiB of RAM and a folder on the drive hold the trained model and its reference.
 
-Without the marked lines it is an ordinary program that keeps 16 MB in memory. ``--resume`` continues from the trainer's
-last checkpoint, bit for bit. Needs ``pip install trl``: ``python examples/python/trl_dpo.py --output /tmp/trl_dpo``.
+Without the marked lines, this is an ordinary program that keeps 16 MB in memory. ``--resume`` continues from the
+trainer's last checkpoint, bit for bit. Needs ``pip install trl``:
+``python examples/python/trl_dpo.py --output /tmp/trl_dpo``.
 """
 
 import argparse
@@ -19,7 +20,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def preferences() -> Dataset:
-    """Return questions about whales, the right answer, and that to another question."""
+    """Return questions about whales, each with its answer and with the answer to a different question."""
     lines = (QUICKSTART / "whales.jsonl").read_text(encoding="utf-8").splitlines()
     pairs = [[turn["content"] for turn in json.loads(line)["messages"][:2]] for line in lines]
     others = [answer for _, answer in pairs[1:] + pairs[:1]]

@@ -1,13 +1,13 @@
-"""TRL's GKDTrainer, distillation on text that the student writes: both models out of 8 MiB of RAM and a drive.
+"""Distill with TRL's GKDTrainer on text that the student generates; 8 MiB of RAM and a drive hold both models.
 
-Without the marked lines it is an ordinary program that keeps 16 MB in memory. The student writes answers, and learns
-the teacher's probabilities of each of their tokens (``lmbda``: how often; else it reads the answers of the data).
-``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``:
+Without the marked lines, this is an ordinary program that keeps 16 MB in memory. The student generates answers, and
+learns the teacher's probabilities of each token. ``lmbda`` is the share of steps with generated answers; the other
+steps use the answers in the data. ``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``:
 ``python examples/python/trl_gkd.py --output /tmp/trl_gkd``.
 
-The teacher is frozen: 2 bytes per parameter in bf16, a layer of it at a time in memory. A teacher that exceeds RAM goes
-from its folder straight into the store: replace the line that makes it and the line that offloads it by
-megatrain's ``load_pretrained(folder, store, name="teacher", trainable=False)``.
+The teacher is frozen. It takes 2 bytes per parameter in bf16, and only one of its layers is in memory at a time. If the
+teacher exceeds RAM, load it from its folder directly into the store: replace the line that creates it and the line that
+offloads it by megatrain's ``load_pretrained(folder, store, name="teacher", trainable=False)``.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""TRL's GRPOTrainer: one model writes answers and learns from them, out of 8 MiB of RAM and a folder of the drive.
+"""Train with TRL's GRPOTrainer: a model in 8 MiB of RAM and a drive generates answers and learns from them.
 
-Without the marked lines it is an ordinary program that keeps 13 MB in memory. Every token that is written streams the
-weights once, for all answers of a batch, so use large batches and short answers. ``--resume``
-continues from the trainer's last checkpoint. Needs ``pip install trl``:
-``python examples/python/trl_grpo.py --output /tmp/trl_grpo``.
+Without the marked lines, this is an ordinary program that keeps 13 MB in memory. Every generated token streams the
+weights once, for all answers of a batch, so use large batches and short answers. ``--resume`` continues from the
+trainer's last checkpoint. Needs ``pip install trl``: ``python examples/python/trl_grpo.py --output /tmp/trl_grpo``.
 """
 
 import argparse
@@ -27,7 +26,7 @@ def questions() -> Dataset:
 
 
 def vowels(completions: list[str], **rest: object) -> list[float]:
-    """Return a reward for each answer: it should have many vowels."""
+    """Return the number of vowels of each answer as its reward."""
     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
 
 

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer with vLLM: a server writes the answers, and is sent the offloaded policy's weights after each step.
+"""Train with TRL's GRPOTrainer and vLLM: a server generates answers and receives the policy's weights after each step.
 
-Nothing but the marked lines differs from a program without a store. Start the server first, with the same model:
+Only the marked lines differ from a program without a store. Start the server first, with the same model:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' \\
         --logprobs-mode processed_logprobs --max-logprobs -1
@@ -9,8 +9,8 @@ Then, after ``pip install trl[vllm]``:
 
     python examples/python/trl_grpo_vllm.py --output /tmp/grpo --model MODEL --server http://localhost:8000
 
-For a real model give the store its sizes (``gpu="20GiB", ram="200GiB"``). A test runs this file with a tiny one, and a
-small server in the place of vLLM's. ``--colocate`` has vLLM in this process, on the same GPU.
+For a real model, set the sizes of the store (``gpu="20GiB", ram="200GiB"``). A test runs this file with a tiny model
+and a small server instead of vLLM. ``--colocate`` runs vLLM in this process, on the same GPU.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def questions() -> Dataset:
 
 
 def vowels(completions: list[str], **rest: object) -> list[float]:
-    """Return a reward for each answer: it should have many vowels."""
+    """Return the number of vowels of each answer as its reward."""
     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
 
 
@@ -43,8 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--model", default=QUICKSTART / "model", help="a Hugging Face folder, or an id of the hub")
-    parser.add_argument("--server", default="http://localhost:8000", help="where vLLM serves")
-    parser.add_argument("--colocate", action="store_true", help="vLLM in this process, on the same GPU")
+    parser.add_argument("--server", default="http://localhost:8000", help="URL of the vLLM server")
+    parser.add_argument("--colocate", action="store_true", help="run vLLM in this process, on the same GPU")
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
 

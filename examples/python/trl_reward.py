@@ -1,8 +1,9 @@
-"""TRL's RewardTrainer: a number for an answer, out of 6 MiB of RAM and a folder of the drive.
+"""Train a reward model with TRL's RewardTrainer in 6 MiB of RAM and a folder on the drive.
 
-Without the marked lines it is an ordinary program that keeps 13 MB in memory. ``--resume`` continues from the trainer's
-last checkpoint, bit for bit. For a real model: ``AutoModelForSequenceClassification.from_pretrained(model,
-num_labels=1)``. Needs ``pip install trl``: ``python examples/python/trl_reward.py --output /tmp/trl_reward``.
+Without the marked lines, this is an ordinary program that keeps 13 MB in memory. ``--resume`` continues from the
+trainer's last checkpoint, bit for bit. To train a real model, call
+``AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)``. Needs ``pip install trl``:
+``python examples/python/trl_reward.py --output /tmp/trl_reward``.
 """
 
 import argparse
@@ -20,7 +21,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def preferences() -> Dataset:
-    """Return questions about whales, the right answer, and that to another question."""
+    """Return questions about whales, each with its answer and with the answer to a different question."""
     lines = (QUICKSTART / "whales.jsonl").read_text(encoding="utf-8").splitlines()
     pairs = [[turn["content"] for turn in json.loads(line)["messages"][:2]] for line in lines]
     others = [answer for _, answer in pairs[1:] + pairs[:1]]
