@@ -1,4 +1,4 @@
-"""Train with FSDP2, with the optimizer state on a drive. The loop is like those of torchtitan and accelerate.
+"""Train in an FSDP2 loop, as in torchtitan and accelerate, with the optimizer state on a drive.
 
 Without the marked lines, AdamW keeps 8 bytes per parameter in the memory of the ranks. Sharding, clipping, schedule and
 checkpoints by ``torch.distributed.checkpoint`` do not change. ``--resume`` continues from the last checkpoint. With the
