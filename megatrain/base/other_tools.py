@@ -451,7 +451,7 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     **_each("checkpoint elasticity autotuning", _unneeded("checkpoints are verified, and open with any tiers")),
     "checkpoint.load_universal": _unneeded("a checkpoint opens with any tiers and any placement"),
     "checkpoint.tag_validation": _unneeded("checkpoints are verified when they are opened"),
-    "checkpoint.use_node_local_storage": _rule("tiers.nvme.0.path", "checkpoints keep state on its drive"),
+    "checkpoint.use_node_local_storage": _rule("tiers.nvme.0.path", "state on a drive is saved on that drive"),
     "checkpoint.parallel_write": _rule("checkpoint.async_save"),
     "compression_training": _lost("all parameters are trained in full precision here"),
     **_each("data_efficiency curriculum_learning", _lost("see [data]")),
