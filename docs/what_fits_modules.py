@@ -92,15 +92,15 @@ def needs_of(module: nn.Module) -> Needs:
     gradients = [(part.gradient_bytes, False) for part in trained]
     state = [(part.layout.num_elements * size, True) for part in trained for size in _state_bytes(part)]
     blocks = (*weights, *gradients, *state)
-    gpu = max(_with_what_is_around(unit, units) for unit in units)
+    gpu = max(_gpu_bytes(unit, units) for unit in units)
     return Needs(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         trained=sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
         stored=sum(nbytes for nbytes, _ in blocks),
         gpu=gpu,
-        ram=max(*map(_held, parts), gpu),
+        ram=max(*map(_update_bytes, parts), gpu),
         blocks=blocks,
-        open_ram=max(sum(_working(part) for part in unit.parts) for unit in units),
+        open_ram=max(sum(_working_bytes(part) for part in unit.parts) for unit in units),
     )
 
 
@@ -109,23 +109,23 @@ def _state_bytes(part: Any) -> tuple[int, ...]:
     return (2, 4, 4) if part.dtype == torch.bfloat16 else (4, 4)
 
 
-def _held(part: Any) -> int:
+def _update_bytes(part: Any) -> int:
     """Return the bytes in RAM during the update of a part."""
     of_each = part.dtype.itemsize + GRADIENT_BYTES + sum(_state_bytes(part))
     return int(part.layout.num_elements * of_each) if part.layout.trainable else 0
 
 
-def _working(part: Any) -> int:
+def _working_bytes(part: Any) -> int:
     return int(24 * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes)
 
 
-def _with_what_is_around(unit: UnitPart, units: Sequence[UnitPart]) -> int:
+def _gpu_bytes(unit: UnitPart, units: Sequence[UnitPart]) -> int:
     around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
     weights = {part: part.weight_bytes for other in around for part in other.parts}
     return sum(weights.values()) + sum(part.gradient_bytes for part in unit.parts)
 
 
-def made(make: Callable[[], nn.Module], *, lora: bool) -> nn.Module:
+def build_module(make: Callable[[], nn.Module], *, lora: bool) -> nn.Module:
     """Return a module on the meta device in bf16, with adapters on its attention if ``lora``."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
@@ -163,7 +163,7 @@ def lines() -> Iterator[str]:
     yield "|---" * (5 + len(MACHINES)) + "|"
     for title, make in modules().items():
         for lora in (False, True):
-            needs = needs_of(made(make, lora=lora))
+            needs = needs_of(build_module(make, lora=lora))
             what = f"LoRA, {needs.trained / 1e6:,.0f} M" if lora else f"all {needs.trained / 1e9:,.1f} B"
             cells = [_gib(needs.stored), _gib(needs.gpu), _gib(needs.ram), *(cell(needs, one) for one in machines)]
             yield f"| {title} | {what} | {' | '.join(cells)} |"

@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 20  # chunks are compressed one at a time, so a transfer nee
 _LEVEL = 1
 
 
-class Packed:
+class CompressedContents:
     """Resource of a slot: its compressed chunks, and the size of one number in bytes."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class CompressedRamTier:
         return nbytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        return Slot(self.name, nbytes, nbytes, Packed()) if self._ledger.take(nbytes) else None
+        return Slot(self.name, nbytes, nbytes, CompressedContents()) if self._ledger.take(nbytes) else None
 
     def free(self, slot: Slot) -> None:
         self._drop(slot)
@@ -94,11 +94,11 @@ class CompressedRamTier:
     def close(self) -> None:
         """Do nothing: the slots own the memory."""
 
-    # -- methods of optional protocols---------------------------------------------------------------------------------
+    # -- methods of optional protocols ---------------------------------------------------------------------------------
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Record what a home slot will hold; the store calls it once, before the first contents."""
-        packed_of(slot).item_bytes = dtype.itemsize
+        contents_of(slot).item_bytes = dtype.itemsize
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:
         """Return the links to a tier in host memory, or None for any other tier."""
@@ -121,23 +121,26 @@ class CompressedRamTier:
     def _compress(self, contents: torch.Tensor, slot: Slot) -> None:
         self._drop(slot)  # the old contents are stale, so their memory can be reused
         for start in range(0, len(contents), _CHUNK_BYTES):
-            raw = in_planes(contents[start : start + _CHUNK_BYTES], packed_of(slot).item_bytes).numpy().tobytes()
+            raw = to_planes(contents[start : start + _CHUNK_BYTES], contents_of(slot).item_bytes).numpy().tobytes()
             small = zlib.compress(raw, _LEVEL)
             self._add(slot, small if len(small) < len(raw) else raw)
 
     def _expand(self, slot: Slot, contents: torch.Tensor) -> None:
-        packed = packed_of(slot)
-        assert len(packed.chunks) == len(range(0, len(contents), _CHUNK_BYTES)), (len(packed.chunks), len(contents))
-        for chunk, into in zip(packed.chunks, contents.split(_CHUNK_BYTES), strict=False):
+        stored = contents_of(slot)
+        assert len(stored.chunks) == len(range(0, len(contents), _CHUNK_BYTES)), (
+            len(stored.chunks),
+            len(contents),
+        )
+        for chunk, into in zip(stored.chunks, contents.split(_CHUNK_BYTES), strict=False):
             raw = bytearray(chunk if len(chunk) == len(into) else zlib.decompress(chunk))
-            out_of_planes(torch.frombuffer(raw, dtype=torch.uint8), packed.item_bytes, into)
+            from_planes(torch.frombuffer(raw, dtype=torch.uint8), stored.item_bytes, into)
 
     def _add(self, slot: Slot, chunk: bytes) -> None:
         """Append a chunk to a slot. If there is no memory for it, drop all chunks of the slot and raise an error."""
         with self._lock:
             has_room = self._stored_bytes + len(chunk) <= self.memory_bytes
             if has_room:
-                packed_of(slot).chunks.append(chunk)
+                contents_of(slot).chunks.append(chunk)
                 self._stored_bytes += len(chunk)
                 self._most_stored_bytes = max(self._most_stored_bytes, self._stored_bytes)
         if not has_room:
@@ -150,26 +153,26 @@ class CompressedRamTier:
             )
 
     def _drop(self, slot: Slot) -> None:
-        packed = packed_of(slot)
+        stored = contents_of(slot)
         with self._lock:
-            self._stored_bytes -= sum(map(len, packed.chunks))
-            packed.chunks = []
+            self._stored_bytes -= sum(map(len, stored.chunks))
+            stored.chunks = []
 
 
-def packed_of(slot: Slot) -> Packed:
+def contents_of(slot: Slot) -> CompressedContents:
     """Return the contents of a slot of this tier."""
-    assert isinstance(slot.resource, Packed), slot
+    assert isinstance(slot.resource, CompressedContents), slot
     return slot.resource
 
 
-def in_planes(contents: torch.Tensor, item_bytes: int) -> torch.Tensor:
+def to_planes(contents: torch.Tensor, item_bytes: int) -> torch.Tensor:
     """Return bytes grouped by their position in a number: all first bytes, then all second bytes, then a remainder."""
     whole = len(contents) // item_bytes * item_bytes
     return torch.cat([contents[:whole].view(-1, item_bytes).T.reshape(-1), contents[whole:]])
 
 
-def out_of_planes(planes: torch.Tensor, item_bytes: int, into: torch.Tensor) -> None:
-    """Reverse ``in_planes``."""
+def from_planes(planes: torch.Tensor, item_bytes: int, into: torch.Tensor) -> None:
+    """Reverse ``to_planes``."""
     whole = len(into) // item_bytes * item_bytes
     into[:whole].view(-1, item_bytes).copy_(planes[:whole].view(item_bytes, -1).T)
     into[whole:].copy_(planes[whole:])

@@ -113,7 +113,7 @@ class ObjectStoreTier:
             with contextlib.suppress(FileNotFoundError):  # free() has deleted all objects
                 self._files.rm(self._root, recursive=True)
 
-    # -- methods of optional protocols---------------------------------------------------------------------------------
+    # -- methods of optional protocols ---------------------------------------------------------------------------------
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:
         """Return the links to a tier in host memory, or None for any other tier."""

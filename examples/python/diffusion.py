@@ -26,7 +26,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0), "white": (1.0, 1.0, 1.0)}
 
 
-def downloaded(folder: Path) -> Path:
+def model_folder(folder: Path) -> Path:
     """Return a folder with the parts of a Flux pipeline; create it at the first call."""
     if folder.exists():
         return folder
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
 
-    model, dtype = options.model or downloaded(options.output / "model"), getattr(torch, options.dtype)
+    model, dtype = options.model or model_folder(options.output / "model"), getattr(torch, options.dtype)
     transformer = FluxTransformer2DModel.from_pretrained(model, subfolder="transformer", torch_dtype=dtype)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae", torch_dtype=dtype).requires_grad_(False)
     clip = CLIPTextModel.from_pretrained(model, subfolder="text_encoder", dtype=dtype).requires_grad_(False)

@@ -1,7 +1,8 @@
 """Use the tiered store without training code: run a network whose weights exceed their memory limit.
 
 Twelve layers of 256 KiB run in 2 MiB of RAM; the other layers stay in files. At the end, the program commits the
-weights and opens them again, as after a restart. ``python examples/python/embed_store.py`` runs it; it needs no other
+weights and opens them again, as after a restart.
+``python examples/python/embed_store.py`` runs it; it needs no other
 files.
 """
 

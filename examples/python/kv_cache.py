@@ -1,7 +1,8 @@
 """Generate with a KV cache that exceeds its memory: 512 KiB of keys and values of a small decoder in 128 KiB of RAM.
 
 Blocks that do not fit are in files. They are fetched one at a time, while the previous block computes. Logits and
-tokens match a cache in memory, bit for bit. ``python examples/python/kv_cache.py`` runs it.
+tokens match a cache in memory, bit for bit.
+``python examples/python/kv_cache.py`` runs it.
 """
 
 import tempfile

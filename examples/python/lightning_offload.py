@@ -2,7 +2,8 @@
 
 Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from
 the last checkpoint that Lightning wrote, bit for bit. The model is small and has random weights, so that the program
-takes seconds: ``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
+takes seconds:
+``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
 """
 
 import argparse
@@ -45,7 +46,7 @@ class Reader(lightning.LightningModule):
         self.log("validation_loss", self.model(input_ids=ids, labels=ids).loss, batch_size=len(ids))
 
     def configure_optimizers(self) -> dict:
-        """Return AdamW and a learning rate that falls."""
+        """Return AdamW with a decreasing learning rate."""
         # was: optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
         optimizer = megatrain.TieredAdamW(self.parameters(), lr=1e-3, weight_decay=0.1)  # megatrain
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))

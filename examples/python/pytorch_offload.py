@@ -2,8 +2,8 @@
 
 Without the marked lines, the program keeps 13 MB of weights, gradients and state in memory, and activations in
 addition. ``--resume`` continues from the last checkpoint, bit for bit. The program creates a small model with random
-weights instead of downloading one, and takes seconds: ``python examples/python/pytorch_offload.py --output
-/tmp/pytorch_offload``.
+weights instead of downloading one, and takes seconds:
+``python examples/python/pytorch_offload.py --output /tmp/pytorch_offload``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import megatrain  # megatrain
 QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
-def downloaded(folder: Path) -> Path:
+def model_folder(folder: Path) -> Path:
     """Return a folder with a model; create it at the first call."""
     if not folder.exists():
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     options = parser.parse_args()
 
-    folder = downloaded(options.output / "model")
+    folder = model_folder(options.output / "model")
     store = megatrain.open_store(ram="6MiB", nvme=options.output / "store", nvme_size="256MiB")  # megatrain
     # was: model = AutoModelForCausalLM.from_pretrained(folder)
     model = megatrain.load_pretrained(folder, store)  # megatrain

@@ -1,8 +1,8 @@
 """Train with TRL's SFTTrainer; 6 MiB of RAM and a folder on the drive hold weights, gradients and optimizer state.
 
 Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from
-the trainer's last checkpoint, bit for bit. Needs ``pip install trl``: ``python examples/python/trl_sft.py --output
-/tmp/trl_sft``.
+the trainer's last checkpoint, bit for bit. Needs ``pip install trl``:
+``python examples/python/trl_sft.py --output /tmp/trl_sft``.
 """
 
 import argparse

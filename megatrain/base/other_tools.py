@@ -214,7 +214,7 @@ _SHARED = _of(_TRANSFORMERS, {
                                       "a run never overwrites checkpoints: remove them with `megatrain-tier ckpt rm`"),
     "save_safetensors": _unneeded(_WHOLE_AND_SAFETENSORS,
                                   note="the [export] is safetensors, and checkpoints are plain zarr arrays"),
-    "save_only_model": _unneeded(_WHOLE_AND_SAFETENSORS, note=f"{_WHOLE}; [export] writes the model alone"),
+    "save_only_model": _unneeded(_WHOLE_AND_SAFETENSORS, note=f"{_WHOLE}; [export] writes only the model"),
     "ignore_data_skip": _unneeded("the data resumes where it stopped, without reading it again"),
     "enable_jit_checkpoint": _same("checkpoint.save_on_signal"),
     **_each("""disable_tqdm log_level log_level_replica logging_strategy logging_first_step
@@ -521,7 +521,7 @@ OTHERS = {
         "async_mode": _rule("checkpoint.async_save"),
         "enable_checkpoint": _rule("checkpoint.save_strategy", 'false becomes "no"'),
         "initial_load_path": _as("path", _RESUME),
-        "last_save_model_only": _unneeded(f"{_WHOLE}; [export] writes the model alone"),
+        "last_save_model_only": _unneeded(f"{_WHOLE}; [export] writes only the model"),
         "export_dtype": _same("export.dtype"),
     }),
     **_of("torchtune", {

@@ -37,7 +37,7 @@ def test_the_page_has_the_table(program: ModuleType) -> None:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 def test_counted_bytes_match_a_store(lora: bool, program: ModuleType, tmp_path: Path) -> None:
-    needs = program.needs_of(program.made(CASES["Wan"].make, lora=lora))
+    needs = program.needs_of(program.build_module(CASES["Wan"].make, lora=lora))
     torch.manual_seed(0)
     model = CASES["Wan"].make().to(torch.bfloat16)
     if lora:
