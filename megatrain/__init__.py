@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from megatrain.embed.offload import gathered as gathered
     from megatrain.embed.offload import gradient_lanes as gradient_lanes
     from megatrain.embed.offload import offload as offload
-    from megatrain.embed.optimizer import TieredAdafactor as TieredAdafactor
-    from megatrain.embed.optimizer import TieredAdamW as TieredAdamW
-    from megatrain.embed.optimizer import TieredLion as TieredLion
-    from megatrain.embed.optimizer import TieredMuon as TieredMuon
     from megatrain.embed.optimizer import TieredOptimizer as TieredOptimizer
-    from megatrain.embed.optimizer import TieredSGD as TieredSGD
     from megatrain.embed.pretrained import load_pretrained as load_pretrained
     from megatrain.embed.stores import open_store as open_store
     from megatrain.embed.stores import release as release
+    from megatrain.embed.update_rules import TieredAdafactor as TieredAdafactor
+    from megatrain.embed.update_rules import TieredAdamW as TieredAdamW
+    from megatrain.embed.update_rules import TieredLion as TieredLion
+    from megatrain.embed.update_rules import TieredMuon as TieredMuon
+    from megatrain.embed.update_rules import TieredSGD as TieredSGD
     from megatrain.extras.generation import generate as generate
     from megatrain.extras.scoring import Scorer as Scorer
     from megatrain.plan.planner import plan_run as plan_run

@@ -97,7 +97,7 @@ RESTRICTED = {
         "megatrain/__init__.py",
         "megatrain/converters/documents.py",
         "megatrain/extras/doctor/processors.py",
-        "megatrain/embed/groups.py",
+        "megatrain/embed/ordinary_groups.py",
         "megatrain/embed/stores.py",
         "megatrain/engine/",
         "megatrain/trace/trace.py",

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -22,12 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.embed.stores import shared_state
 from megatrain.engine.graph_keeping import version_probe
-from tiered import TieredStore, Transfer
+from tiered import Lease, Mode, TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, GiB, round_up
-
-if TYPE_CHECKING:
-    from tiered import Lease, Mode
 
 #: Restored memory has the alignment of the source storage, modulo this: some kernels round by the address.
 _ALIGNMENT_BYTES = 512

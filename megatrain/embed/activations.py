@@ -26,7 +26,15 @@ from megatrain.embed.activation_blocks import (
     WeakStorage,
     can_be_placed,
 )
-from megatrain.embed.weights import Delegated, KeptInMemory, OuterHooks, SavedTensor, Versioned, outer_hooks, unpack
+from megatrain.embed.saved_tensors import (
+    Delegated,
+    KeptInMemory,
+    OuterHooks,
+    SavedTensor,
+    Versioned,
+    outer_hooks,
+    saving,
+)
 from megatrain.engine.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
@@ -130,7 +138,7 @@ class offload_activations:
 
     def __enter__(self) -> offload_activations:
         self._module_storages = _storages_of(self._modules or [])
-        hooks = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, outer_hooks()), unpack)
+        hooks = saving(partial(self._pack, outer_hooks()))
         hooks.__enter__()
         self._stack().append(hooks)
         return self

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch as dispatch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -29,7 +25,7 @@ def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not torch._C._len_torch_dispatch_stack():
             return function(*args, **kwargs)
-        modes = _get_current_dispatch_mode_stack()
+        modes = dispatch._get_current_dispatch_mode_stack()
         kept = [mode for mode in modes if mode.is_infra_mode()]
         _exchange(modes, kept)
         try:
@@ -40,9 +36,9 @@ def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return wrapped
 
 
-def _exchange(modes: Sequence[TorchDispatchMode], others: Sequence[TorchDispatchMode]) -> None:
+def _exchange(modes: Sequence[dispatch.TorchDispatchMode], others: Sequence[dispatch.TorchDispatchMode]) -> None:
     """Replace the active dispatch modes by others; the last one sees an operation first."""
     for _ in modes:
-        _pop_mode()
+        dispatch._pop_mode()
     for mode in others:
-        _push_mode(mode)
+        dispatch._push_mode(mode)

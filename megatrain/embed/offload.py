@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,32 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatrain.embed.absent_parameters import AbsentWeightError
 from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError, UnitPart, partition, parts_of
 from megatrain.embed.room import WholeBlocks, check_room
 from megatrain.embed.shared import ModuleRanks
-from megatrain.embed.stores import (
-    check_store,
-    compute_device,
-    home_order,
-    shared_state,
-)
-from megatrain.embed.weights import (
-    AbsentWeightError,
-    BackwardWindow,
-    UseOrder,
-    WeightBlock,
-    block_of,
-    mapped_copy,
-    release_all,
-    weight_hooks,
-)
+from megatrain.embed.stores import check_store, compute_device, home_order, mapped_copy, shared_state
+from megatrain.embed.use_order import UseOrder
+from megatrain.embed.weights import BackwardWindow, WeightBlock, block_of, release_all, weight_hooks
+from tiered import TieredStore
 from tiered.units import round_up
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from tiered import TieredStore
 
 
 _ATTRIBUTE = "_megatrain_offloaded"
@@ -119,7 +105,7 @@ def offload(
     for unit in units:
         _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], offloaded).install()
     offloaded.install(model)
-    _move_buffers(model, compute_device(store))
+    move_buffers(model, compute_device(store))
     model.__dict__[_ATTRIBUTE] = offloaded
     install_methods(model, offloaded)
     return model
@@ -286,7 +272,8 @@ def _register(module: nn.Module, before: Callable[..., None], after: Callable[..
     module.register_forward_hook(disable(after), always_call=True)
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module to the compute device, except those without values."""
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and buffer.device.type != "meta":
@@ -473,16 +460,11 @@ class _MappedWeights:
             if values is None:
                 block.hold()
                 try:
-                    values = mapped_copy(parameter.detach(), self._folder)
+                    values = mapped_copy(parameter.detach(), self._store)
                 finally:
                     block.release()
                 self._last[id(parameter)] = values
             state_dict[key] = values
-
-    @property
-    def _folder(self) -> str | None:
-        path = self._store.path
-        return path if path is not None and os.path.isdir(path) else None
 
 
 def _loading(module: nn.Module) -> Callable[..., None]:

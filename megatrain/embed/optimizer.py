@@ -1,80 +1,53 @@
-"""AdamW, Lion, SGD, Adafactor and Muon with the interface of ``torch.optim`` and their state in a tiered store."""
+"""``TieredOptimizer``: the interface of ``torch.optim.Optimizer``, with the state in a tiered store."""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatrain.base.layout import build_layout
 from megatrain.embed.groups import (
     DeferredUpdates,
-    DeviceCopies,
     DueUpdate,
-    InterruptedUpdateError,
     OffloadedGroup,
-    OrdinaryGroup,
     Settings,
     StateGroup,
-    UpdatesInRam,
-    norms_in_ram,
     take_gradients,
     update_in_order,
 )
+from megatrain.embed.optimizer_checks import (
+    UNSUPPORTED,
+    check_arguments,
+    check_blocks,
+    check_groups,
+    check_settings,
+    check_sharded,
+    check_state,
+)
+from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, check_update_room, ordinary_groups
 from megatrain.embed.partition import mark_optimized
-from megatrain.embed.saved_state import SavedState
+from megatrain.embed.saved_state import SavedState, StoredState
 from megatrain.embed.shared import SharedGradients, SharedGroup, exchange_gradients
-from megatrain.embed.stores import check_store, home_order, room_for_homes, shared_state
+from megatrain.embed.stores import home_order, shared_state
+from megatrain.embed.updates_in_ram import UpdatesInRam, norms_in_ram
 from megatrain.embed.weights import block_of
-from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.average import EMA, WeightAverage
 from megatrain.optim.base import Optimizer as Arithmetic
+from megatrain.optim.base import StateKind
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
-from megatrain.optim.elementwise import SGD, AdamW, Lion
-from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
 from megatrain.optim.moments import STATE_DTYPES
-from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
 from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads
-from megatrain.ranks.dtensors import (
-    add_over_shards,
-    check_parameter,
-    is_dtensor,
-    is_whole,
-    local_of,
-)
-from tiered.errors import CapacityError
+from megatrain.ranks.dtensors import add_over_shards, is_dtensor
+from tiered import TieredStore
 
-if TYPE_CHECKING:
-    from megatrain.base.layout import UnitLayout
-    from megatrain.optim.base import StateKind
-    from tiered import TieredStore
-
-__all__ = [
-    "InterruptedUpdateError",
-    "TieredAdafactor",
-    "TieredAdamW",
-    "TieredLion",
-    "TieredMuon",
-    "TieredOptimizer",
-    "TieredSGD",
-]
-
-#: Settings of torch's optimizers that change the update rule, but have no kernel here.
-_UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
 #: Per parameter: state and gradient of the group being updated, and of the next one being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)
-#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
-#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that a state can
-#: be loaded with other tiers.
-_GROUP_ELEMENTS = (1 << 19, 1 << 24)
 #: Number of update rules that are cached by their settings.
 _MAX_ARITHMETICS = 64
 
@@ -82,37 +55,6 @@ _CONSUMED = (
     "step() without a backward since the step before: that step consumed the gradients in the store, and their "
     "parameters are not updated. torch would use them once more"
 )
-
-
-_ONE_KERNEL = "there is one kernel for each placement, and all give the same results. Leave the option out"
-#: Further options of torch's optimizers -> reason for rejecting them; false and None have no effect.
-_OPTIONS_OF_TORCH = {
-    "fused": _ONE_KERNEL,
-    "foreach": _ONE_KERNEL,
-    "capturable": "updates run on the CPU or on a stream, outside of CUDA graphs",
-    "differentiable": "nothing is differentiated through an update",
-    "amsgrad": "AMSGrad keeps a third moment, which has no kernel here. Leave the option out",
-    "maximize": "negate the loss instead",
-}
-#: Options of earlier versions -> their replacement (decision 0114).
-_ENDED_OPTIONS = {
-    "overlap": "step() makes the updates of ordinary parameters. Write megatrain.offload(model, store) before the "
-    "optimizer: each layer is then updated right before its next use",
-}
-
-
-def _check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a module instead of its parameters, and for options that only torch's optimizers have."""
-    if isinstance(params, nn.Module):
-        raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
-    if store is not None:
-        check_store(store, kind)
-    reasons = _OPTIONS_OF_TORCH | _ENDED_OPTIONS
-    for name, value in unknown.items():
-        if name not in reasons:
-            raise TypeError(f"{kind} has no option {name!r}")
-        if value:
-            raise TypeError(f"{kind} has no option {name!r}: {reasons[name]}")
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -154,6 +96,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         CapacityError: the state does not fit the store.
     """
 
+    #: Names of the settings that ``make_arithmetic`` reads.
+    setting_names: tuple[str, ...]
+    #: Kind of state -> its name in the ``state_dict`` of torch's equivalent optimizer.
+    torch_names: Mapping[str, str] = {}
+
     def __init__(
         self,
         params: Any,
@@ -171,7 +118,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         checkpoint: Literal["auto", "generation", "tensors"] = "auto",
         **unknown: Any,
     ) -> None:
-        _check_arguments(type(self).__name__, params, store, unknown)
+        check_arguments(type(self).__name__, params, store, unknown)
         if checkpoint not in ("auto", "generation", "tensors"):
             raise ValueError(f'checkpoint="{checkpoint}": there are "auto", "generation" and "tensors"')
         if not max_grad_norm >= 0:
@@ -198,11 +145,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._scratch_bytes = 0  # bytes reserved in RAM
         self._checkpoint = checkpoint
         self._store = store
-        self._rules = _UpdateRules(self)
+        self._rules: dict[tuple[Any, ...], Arithmetic] = {}
         self._saved = SavedState(self)
         super().__init__(params, defaults)
         shared_state(self.store).optimizers.add(self)
-        self.state = _StoredState(self)  # type: ignore[assignment]
+        self.state = StoredState(self)  # type: ignore[assignment]
 
     @property
     def store(self) -> TieredStore:
@@ -215,13 +162,18 @@ class TieredOptimizer(torch.optim.Optimizer):
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         """Return the update rule for the settings of a group."""
 
-    @abstractmethod
-    def setting_names(self) -> tuple[str, ...]:
-        """Return the names of the settings that ``make_arithmetic`` reads."""
+    def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
+        """Return the rule for the settings of a group, with an average of the weights if the optimizer has averages.
 
-    @abstractmethod
-    def torch_names(self) -> Mapping[str, str]:
-        """Return kind of state -> its name in the ``state_dict`` of torch's equivalent optimizer."""
+        Groups with equal settings share one object.
+        """
+        key = tuple(_comparable(settings[name]) for name in self.setting_names)
+        if key not in self._rules:
+            if len(self._rules) >= _MAX_ARITHMETICS:  # e.g. a scheduler that changes betas in every step
+                self._rules.clear()
+            made, decay = self.make_arithmetic(settings), self.ema_decay
+            self._rules[key] = WeightAverage(made, decay, self.threads) if decay else made
+        return self._rules[key]
 
     def _kernel_options(self) -> dict[str, Any]:
         """Return the arguments of all elementwise update rules."""
@@ -234,12 +186,12 @@ class TieredOptimizer(torch.optim.Optimizer):
     def kinds_of(
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
-        """Return the kinds of state of parameters that share blocks; ``parameters``: by name in their layout."""
-        return self._rules.of(self.widest(settings)).state_kinds(split_master)
+        """Return the rule's kinds of state of parameters that share blocks; ``parameters``: by name in their layout."""
+        return self.make_arithmetic(self.widest(settings)).state_kinds(split_master)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
         """Return ``torch_names`` for one parameter."""
-        return self.torch_names()
+        return self.torch_names
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the RAM that an update of any one of these parameters takes in addition to its blocks."""
@@ -251,7 +203,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a setting or parameter is invalid.
         """
-        _check_settings(param_group)
+        check_settings(param_group)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse a copy, because the state exists only once in the store."""
@@ -286,17 +238,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         blocks = dict.fromkeys(block for p in new if (block := block_of(p)) is not None)
         self._store = self._store or next((block.store for block in blocks), None)
         store = self.store
-        for block in blocks:
-            if block.store is not store:
-                raise ValueError(f"{block.layout.name} is in another store than the optimizer's")
-            if block.updater is not None:
-                raise ValueError(
-                    f"{block.layout.name} has an optimizer already. Parameters of one layer go to one optimizer; to "
-                    "make another for all of them, open a new store"
-                )
-            block.check_frozen()
-        kinds = partial(self.kinds_of, param_group)
-        _check_sharded(
+        check_blocks(blocks, store)
+
+        def kinds(split_master: bool, parameters: Mapping[str, nn.Parameter]) -> Sequence[StateKind]:
+            own = self.kinds_of(param_group, split_master, parameters)
+            return [*own, EMA] if self.ema_decay else own
+
+        check_sharded(
             new,
             kinds(False, {str(number): p for number, p in enumerate(new)}),
             type(self).__name__,
@@ -317,17 +265,18 @@ class TieredOptimizer(torch.optim.Optimizer):
                     kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
                     own_kinds = kinds(block.dtype.itemsize == 2, block.parameters)
                     self.groups.append(kind_of_group(block, own_kinds, homes, deferred=self._deferred))
-                self.groups += _ordinary_groups(
+                self.groups += ordinary_groups(
+                    store,
                     [p for p in new if block_of(p) is None],
-                    partial(OrdinaryGroup, store, offload_gradients=self._offload, copies=self._copies),
                     kinds,
                     homes,
-                    store=store,
                     name=self._name,
                     first=sum(isinstance(group, OrdinaryGroup) for group in self.groups),
                     bytes_at_once=_BYTES_AT_ONCE + (2 * EMA.dtype.itemsize if self.ema_decay else 0),
+                    offload_gradients=self._offload,
+                    copies=self._copies,
                 )
-                _check_room(store, self.groups)
+                check_update_room(store, self.groups)
         except BaseException:
             del self.groups[num_before:]
             store.reserve("ram", -scratch)
@@ -408,9 +357,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         counted: dict[nn.Parameter, int] = {}
         for param_group in self.param_groups:
             own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
-            arithmetic, lr = self._rules.of(param_group), float(param_group["lr"])
+            arithmetic, lr = self._rule(param_group), float(param_group["lr"])
             decay = float(param_group.get("weight_decay", 0.0))
-            _check_state({kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}, own, taken)
+            check_state({kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}, own, taken)
             counts = [self.steps.get(parameter, 0) + 1 for parameter in own]
             at_step = {step: Settings(arithmetic, step, lr, decay) for step in set(counts)}
             counted.update(zip(own, counts, strict=True))
@@ -562,7 +511,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             numbers[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
             for p in self.steps
         }
-        saved["param_groups"] = [{**dict.fromkeys(_UNSUPPORTED, 0), **group} for group in saved["param_groups"]]
+        saved["param_groups"] = [{**dict.fromkeys(UNSUPPORTED, 0), **group} for group in saved["param_groups"]]
         return saved
 
     @torch.no_grad()
@@ -576,7 +525,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self.check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
-        _check_groups(self.param_groups, groups)
+        check_groups(self.param_groups, groups)
         shared_state(self.store).finish_updates()  # keeps the trained weights if loading fails
         if "tiered" in state_dict:
             self._saved.load_generation(state_dict["tiered"])
@@ -625,525 +574,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         shared.num_changes += 1
 
 
-class TieredAdamW(TieredOptimizer):
-    """AdamW with decoupled weight decay; see ``TieredOptimizer``. Defaults equal ``torch.optim.AdamW``."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        store: TieredStore | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, store=store, **options
-        )
-
-    def setting_names(self) -> tuple[str, ...]:
-        return ("betas", "eps")
-
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        beta1, beta2 = settings["betas"]
-        return AdamW(float(beta1), float(beta2), float(settings["eps"]), **self._kernel_options())
-
-    def torch_names(self) -> Mapping[str, str]:
-        return {"m": "exp_avg", "v": "exp_avg_sq"}
-
-
-class TieredLion(TieredOptimizer):
-    """Lion; see ``TieredOptimizer``."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        store: TieredStore | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, store=store, **options)
-
-    def setting_names(self) -> tuple[str, ...]:
-        return ("betas",)
-
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        beta1, beta2 = settings["betas"]
-        return Lion(float(beta1), float(beta2), **self._kernel_options())
-
-    def torch_names(self) -> Mapping[str, str]:
-        return {"m": "exp_avg"}
-
-
-class TieredSGD(TieredOptimizer):
-    """SGD with momentum; see ``TieredOptimizer``. Defaults equal ``torch.optim.SGD``."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        store: TieredStore | None = None,
-        **options: Any,
-    ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, defaults, store=store, **options)
-
-    def setting_names(self) -> tuple[str, ...]:
-        return ("momentum", "nesterov")
-
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
-
-    def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings with momentum if the optimizer has any: parameters of several groups share a block."""
-        return {**settings, "momentum": max(float(settings["momentum"]), float(self.defaults["momentum"]))}
-
-    def torch_names(self) -> Mapping[str, str]:
-        return {"m": "momentum_buffer"}
-
-
-class TieredAdafactor(TieredOptimizer):
-    """Adafactor with an external learning rate; see ``TieredOptimizer`` and ``megatrain.optim.adafactor``."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        decay_rate: float = -0.8,
-        eps: float = 1e-30,
-        clip_threshold: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        store: TieredStore | None = None,
-        **options: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "decay_rate": decay_rate,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "weight_decay": weight_decay,
-        }
-        if options.get("state_dtype", "float32") != "float32":
-            raise ValueError("TieredAdafactor keeps row and column means in fp32: it has no state_dtype")
-        super().__init__(params, defaults, store=store, **options)
-
-    def setting_names(self) -> tuple[str, ...]:
-        return ("decay_rate", "eps", "clip_threshold")
-
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        decay_rate, eps, clip_threshold = (float(settings[name]) for name in self.setting_names())
-        return Adafactor(decay_rate, eps, clip_threshold, threads=self.threads)
-
-    def torch_names(self) -> Mapping[str, str]:
-        return {}
-
-
-class TieredMuon(TieredOptimizer):
-    """Muon for matrices, AdamW for the rest; see ``TieredOptimizer`` and ``megatrain.optim.muon``.
-
-    Arguments, defaults and arithmetic equal ``torch.optim.Muon``, which takes only two-dimensional parameters. An
-    offloaded layer has one optimizer and usually also other parameters: AdamW updates groups with ``use_muon=False``,
-    which should include embeddings and heads. Groups share ``lr`` and ``weight_decay`` unless they set them; with
-    ``adjust_lr_fn="match_rms_adamw"`` one rate suits both. In addition to the master, state takes 4 bytes per matrix
-    parameter and 8 per other parameter. The iteration runs on the compute device of the parameters. On a GPU it takes
-    ``megatrain.optim.matrices.device_bytes`` of memory outside of any tier.
-
-    Args:
-        params: as for any optimizer; groups may set ``use_muon``.
-        momentum: at least 0, below 1.
-        nesterov: whether to use Nesterov momentum.
-        ns_coefficients: the three factors of each Newton-Schulz step.
-        eps: least norm that the iteration divides by; in a group with ``use_muon=False``, AdamW's eps, with default
-            1e-8.
-        ns_steps: number of Newton-Schulz steps.
-        adjust_lr_fn: "original" (also None) or "match_rms_adamw".
-        betas: AdamW's, for groups with ``use_muon=False``.
-        store: as for ``TieredOptimizer``.
-        options: as for ``TieredOptimizer``, without ``state_dtype``.
-
-    Raises:
-        ValueError: as for ``TieredOptimizer``; or a parameter for Muon is not a matrix.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = EPS,
-        ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        store: TieredStore | None = None,
-        **options: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "use_muon": True,
-        }
-        if options.get("state_dtype", "float32") != "float32":
-            raise ValueError("TieredMuon keeps its moments in fp32: it has no state_dtype")
-        groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
-        # Over all groups, because a block of an offloaded layer may have parameters of several groups.
-        self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
-        self._shapes: set[Shape] = set()
-        self._on_gpu: DeviceMatrices | None = None
-        super().__init__(groups, defaults, store=store, **options)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; see ``TieredOptimizer``."""
-        param_group["params"] = _as_list(param_group["params"])
-        own = map(id, _parameters_of(param_group))
-        if _uses_muon(param_group):
-            self._matrices.update(own)
-        else:
-            param_group.setdefault("eps", 1e-8)
-            self._matrices.difference_update(own)
-        super().add_param_group(param_group)
-        matrices = [each for each in _parameters_of(param_group) if id(each) in self._matrices]
-        self._shapes |= {(len(matrix), matrix.shape[1]) for matrix in matrices}
-        if self._on_gpu is None and matrices and matrices[0].is_cuda:
-            self._on_gpu = DeviceMatrices(matrices[0].device)
-        if self._on_gpu is not None:
-            self._on_gpu.make_room(self._muon(self.defaults, lambda name, shape: True), self._shapes)
-
-    def release(self) -> None:
-        """Remove parameters and state from the store; see ``TieredOptimizer``."""
-        super().release()
-        self._on_gpu = None
-
-    def check_group(self, param_group: Mapping[str, Any]) -> None:
-        super().check_group(param_group)
-        momentum, ns_steps, adjust = (param_group[name] for name in ("momentum", "ns_steps", "adjust_lr_fn"))
-        if not 0 <= float(momentum) < 1:
-            raise ValueError(f"momentum={momentum}: it must be at least 0 and below 1")
-        if not 1 <= int(ns_steps) < 100:
-            raise ValueError(f"ns_steps={ns_steps}: from 1 to 99")
-        if len(param_group["ns_coefficients"]) != 3:
-            raise ValueError(f"ns_coefficients={param_group['ns_coefficients']}: give three numbers")
-        if adjust not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f'adjust_lr_fn="{adjust}": there are "original" and "match_rms_adamw"')
-        if not param_group["use_muon"]:
-            return
-        names = param_group.get("param_names") or [f"number {n}" for n in range(len(param_group["params"]))]
-        for name, parameter in zip(names, param_group["params"], strict=True):
-            if parameter.ndim != 2:
-                raise ValueError(
-                    f"Muon updates parameters of two dimensions, and parameter {name} of this group has the shape "
-                    f"{tuple(parameter.shape)}: put it into a group with use_muon=False, which AdamW updates"
-                )
-
-    def setting_names(self) -> tuple[str, ...]:
-        return (
-            "use_muon",
-            "momentum",
-            "nesterov",
-            "ns_coefficients",
-            "eps",
-            "ns_steps",
-            "adjust_lr_fn",
-            "betas",
-        )
-
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        uses_muon = bool(settings["use_muon"])
-        return self._muon(settings, lambda name, shape: uses_muon)
-
-    def _muon(self, settings: Mapping[str, Any], is_matrix: Callable[[str, Sequence[int]], bool]) -> Muon:
-        beta1, beta2 = settings["betas"]
-        a, b, c = settings["ns_coefficients"]
-        return Muon(
-            AdamW(float(beta1), float(beta2), float(settings["eps"]), threads=self.threads),
-            is_matrix,
-            momentum=float(settings["momentum"]),
-            nesterov=bool(settings["nesterov"]),
-            num_steps=int(settings["ns_steps"]),
-            adjust_lr=settings["adjust_lr_fn"] or "original",
-            coefficients=(float(a), float(b), float(c)),
-            eps=float(settings["eps"]),
-            matrices=self._on_gpu,
-        )
-
-    def kinds_of(
-        self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
-    ) -> Sequence[StateKind]:
-        matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
-        kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
-        # Here a rank has only its part of a sharded matrix, and nothing gathers the parts.
-        own = [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
-        return [*own, EMA] if self.ema_decay else own
-
-    def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        muon = self._muon(self.defaults, lambda name, shape: True)
-        matrices = [parameter for parameter in parameters if id(parameter) in self._matrices]
-        if self._on_gpu is not None or (matrices and matrices[0].is_cuda):
-            return host_bytes([(len(matrix), matrix.shape[1]) for matrix in matrices])
-        layout = build_layout("", ((str(number), matrix.shape) for number, matrix in enumerate(matrices)), True)
-        return max((muon.workspace_bytes(entry) for entry in layout.entries), default=0)
-
-    def torch_names(self) -> Mapping[str, str]:
-        return {"m": "momentum_buffer", "v": "exp_avg_sq"}
-
-    def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
-        if id(parameter) in self._matrices:
-            return {"m": "momentum_buffer"}
-        return {"m": "exp_avg", "v": "exp_avg_sq"}
-
-
-def _as_list(params: Any) -> list[Any]:
-    """Return the parameters of a group, which may be a single one, or an iterator that can only be read once."""
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _parameters_of(given: Any) -> list[Any]:
-    """Return the parameters in an argument of an optimizer: a group, a parameter, or a named parameter."""
-    found = given["params"] if isinstance(given, dict) else [given]
-    return [each[1] if isinstance(each, tuple) else each for each in found]
-
-
-def _check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for saved groups that do not match, and for variants without a kernel.
-
-    Raises:
-        ValueError: they do not match, or use such a variant.
-    """
-    now = [len(group["params"]) for group in own]
-    saved = [len(group["params"]) for group in groups]
-    if now != saved:
-        raise ValueError(f"the saved state has groups of {saved} parameters, this optimizer of {now}")
-    for name in (name for group in groups for name in _UNSUPPORTED if group.get(name)):
-        raise ValueError(f"the saved state is of an optimizer with {name}: the tiered optimizers have no such variant")
-
-
-def _uses_muon(group: Any) -> bool:
-    return bool(group.get("use_muon", True)) if isinstance(group, dict) else True
-
-
-def _check_settings(param_group: Mapping[str, Any]) -> None:
-    """Raise for settings of a group that are out of range, and for parameters without master weights.
-
-    Raises:
-        ValueError: a setting or parameter is invalid.
-    """
-    for name in _UNSUPPORTED:
-        if param_group.get(name):
-            raise ValueError(f"{name}={param_group[name]}: the tiered optimizers have no such variant")
-    for name in ("lr", "weight_decay", "eps", "momentum"):
-        if name in param_group and not float(param_group[name]) >= 0:
-            raise ValueError(f"{name}={param_group[name]}: it cannot be below 0")
-    for beta in param_group.get("betas", ()):
-        if not 0 <= float(beta) < 1:
-            raise ValueError(f"betas={tuple(param_group['betas'])}: each must be at least 0 and below 1")
-    for parameter in param_group["params"]:
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"a parameter is {parameter.dtype}; master weights exist for float32 and bfloat16")
-        if parameter.requires_grad and parameter.device.type == "meta":
-            raise ValueError("a parameter is on the meta device: load its weights first, or offload the module")
-
-
-def _check_sharded(
-    parameters: Sequence[nn.Parameter],
-    kinds: Sequence[StateKind],
-    optimizer: str,
-    *,
-    is_lost: bool,
-    offloads_gradients: bool,
-) -> None:
-    """Raise for settings and parameters that do not work with sharded parameters.
-
-    Args:
-        parameters: parameters that get state; ordinary ones are skipped.
-        optimizer: name of its class.
-        is_lost: whether there is state of parameters that are no longer in a group.
-        offloads_gradients: whether gradients move to the store when autograd computes them.
-
-    Raises:
-        ValueError: a setting or parameter does not work.
-    """
-    for parameter in parameters:
-        if not is_dtensor(parameter):
-            continue
-        if is_lost:
-            raise ValueError(
-                "the parameters of this optimizer were replaced by sharded ones (fully_shard, accelerate's "
-                "prepare): make the optimizer after that, from the model's parameters as they are then"
-            )
-        check_parameter(parameter)
-        shape = tuple(parameter.shape)
-        if any(kind.needs_whole for kind in kinds) and not is_whole(parameter):
-            raise ValueError(
-                f"{optimizer} needs whole matrices, and a parameter of shape {shape} is sharded: use "
-                "TieredAdamW, TieredLion or TieredSGD"
-            )
-        if offloads_gradients:
-            raise ValueError(
-                f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
-                "the gradients of all ranks, after autograd. Leave it out"
-            )
-
-
-def _ordinary_groups(
-    parameters: Sequence[nn.Parameter],
-    make: Callable[[str, UnitLayout, Mapping[str, nn.Parameter], Sequence[StateKind], Sequence[str]], OrdinaryGroup],
-    kinds: Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]],
-    homes: Sequence[str],
-    *,
-    store: TieredStore,
-    name: str,
-    first: int,
-    bytes_at_once: int,
-) -> Iterator[OrdinaryGroup]:
-    """Create groups of parameters that are in no block.
-
-    Args:
-        parameters: in the order of the optimizer's groups.
-        make: creates a group from the root of its keys, layout, parameters by name, kinds of state and homes.
-        kinds: returns the kinds of state, given whether the master is split and the parameters by name.
-        homes: allowed tiers of the state, preferred first.
-        name: prefix of all keys.
-        first: number of existing groups.
-        bytes_at_once: bytes per parameter that an update holds in RAM.
-
-    Raises:
-        ValueError: the store already has blocks with this prefix.
-    """
-    if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
-        raise ValueError(f'this store already has blocks of the name "{name}": give the optimizer name="..."')
-    shared = shared_state(store)
-    packs = list(_packed(parameters))
-    largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
-    shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
-    for number, together in enumerate(packs, first):
-        named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
-        root = f"{name}/{number:05d}"
-        layout = build_layout(root, ((each, local_of(p).shape) for each, p in named.items()), True)
-        yield make(root, layout, named, kinds(together[0].dtype.itemsize == 2, named), homes)
-
-
-def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group ordinary parameters of one dtype and device, limited by the size of this process's part of them."""
-    together: list[nn.Parameter] = []
-    fewest, most = _GROUP_ELEMENTS
-    values = [local_of(parameter) for parameter in parameters]
-    limit = max(fewest, min(most, max((value.numel() for value in values), default=0)))
-    kind, num_elements = None, 0
-    for parameter, value in zip(parameters, values, strict=True):
-        own_kind = (value.dtype, value.device)
-        if together and (own_kind != kind or num_elements + value.numel() > limit):
-            yield together
-            together, num_elements = [], 0
-        kind, num_elements = own_kind, num_elements + value.numel()
-        together.append(parameter)
-    if together:
-        yield together
-
-
-def _check_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Raise now instead of in the first step if RAM cannot hold the blocks of an update in addition to its homes."""
-    ram, room = store.tier("ram"), room_for_homes(store, "ram")
-    known = {spec.key: spec for spec in store.blocks()}
-    for group in groups:
-        specs = [known[key] for key in group.keys_at_once()]
-        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
-        if need > room:
-            raise CapacityError(
-                "ram",
-                need,
-                max(0, room),
-                detail=f"to update {group.layout.name} with its state and gradient. Give ram more room",
-            )
-
-
-def _check_state(
-    needed: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
-) -> None:
-    for group, _ in taken:
-        missing = needed - group.kinds.keys()
-        if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
-            raise ValueError(
-                f"no {', '.join(sorted(missing))} is kept of a parameter of this group: its settings were others when "
-                "its state was made. Give them to the constructor"
-            )
-
-
 def _comparable(value: Any) -> Any:
     """Return a setting as floats, which compare by value; text unchanged."""
     if value is None or isinstance(value, str):
         return value
     return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)
-
-
-class _UpdateRules:
-    """The update rules of an optimizer, one for all groups with equal settings."""
-
-    def __init__(self, optimizer: TieredOptimizer) -> None:
-        self._optimizer = optimizer
-        self._made: dict[tuple[Any, ...], Arithmetic] = {}
-
-    def of(self, settings: Mapping[str, Any]) -> Arithmetic:
-        """Return the rule for the settings of a group, with an average of the weights if the optimizer has averages."""
-        optimizer = self._optimizer
-        key = tuple(_comparable(settings[name]) for name in optimizer.setting_names())
-        if key not in self._made:
-            if len(self._made) >= _MAX_ARITHMETICS:  # e.g. a scheduler that changes betas in every step
-                self._made.clear()
-            made, decay = optimizer.make_arithmetic(settings), optimizer.ema_decay
-            self._made[key] = WeightAverage(made, decay, optimizer.threads) if decay else made
-        return self._made[key]
-
-
-class _StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """``optimizer.state``: appears empty, so that trainers do not move it; ``state[parameter]`` reads copies.
-
-    It cannot be set: load a ``state_dict`` instead. ``torch.distributed.checkpoint`` tests its truth value, and creates
-    missing state by a step with zero gradients. That step would change moments, which exist from the start.
-    """
-
-    def __init__(self, optimizer: TieredOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self._optimizer.state_of(parameter)
-
-    def __setitem__(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        raise TypeError("the state is in the store: use optimizer.load_state_dict")
-
-    def __delitem__(self, parameter: nn.Parameter) -> None:
-        raise TypeError("the state is in the store: it cannot be removed")
-
-    def __bool__(self) -> bool:
-        if not self._optimizer.saves_tensors:
-            raise TypeError(
-                "state_dict() of this optimizer names a generation of its store, from which "
-                "torch.distributed.checkpoint would save nothing. Make the optimizer with "
-                f'checkpoint="tensors" ({type(self._optimizer).__name__}), or save its state_dict() on each rank'
-            )
-        return True
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.base.layout import UnitLayout, build_layouts
-from megatrain.embed.weights import block_of
+from megatrain.embed.absent_parameters import holder_of
 from megatrain.engine.program import gradient_key, weight_key
 from megatrain.ranks.dtensors import is_dtensor
 
@@ -139,7 +139,7 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if block_of(parameter) is not None:
+    if holder_of(parameter) is not None:
         raise OffloadError(f"{name} is in a store already: megatrain.offload was called before")
     if is_dtensor(parameter):
         raise OffloadError(

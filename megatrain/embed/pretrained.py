@@ -10,18 +10,17 @@ import torch
 from torch import nn
 
 from megatrain.base.layout import build_layout, views
-from megatrain.embed.offload import offload, offloaded_module
+from megatrain.embed.offload import move_buffers, offload, offloaded_module
 from megatrain.embed.stores import compute_device
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import some
 from megatrain.models.hub import fetch_weights, locate
 from megatrain.models.load import WeightLoader
 from megatrain.models.skeleton import build_skeleton, resolve_config
+from tiered import TieredStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tiered import TieredStore
 
 __all__ = ["load_pretrained"]
 
@@ -84,10 +83,7 @@ def load_pretrained(
         block.filled()
     _load_left(model, weights, compute_device(store))
     weights.load_buffers()
-    for module in model.modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = buffer.to(compute_device(store))
+    move_buffers(model, compute_device(store))
     return model
 
 

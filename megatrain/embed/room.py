@@ -4,24 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.base.layout import UnitLayout
+from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
 from megatrain.embed.stores import Wanted, compute_tier, room_for_homes, shared_state
-from megatrain.embed.weights import GradientBlock, WeightLease
+from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
-
-if TYPE_CHECKING:
-    from tiered import Mode, TieredStore
 
 #: Bytes in RAM per trained parameter in an update: weights, gradient and the largest optimizer state.
 _STATE_BYTES = 4 + 4 + 8
 #: Bytes per trained parameter of an update and of the weights of the next unit.
 UPDATE_BYTES = _STATE_BYTES + 2 * 4
+
+
+class WeightLease(Protocol):
+    """A lease of a whole weight block, or a copy gathered from several ranks."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """Flat weights, one value per element of the layout."""
+
+    @property
+    def mode(self) -> str:
+        """Mode of the lease: "r", "rw", or "w" for a block that has no values yet."""
+
+    def release(self) -> None:
+        """End the lease; changes are kept."""
+
+    def abandon(self) -> None:
+        """End a lease of mode "w"; changes are dropped."""
 
 
 class WholeBlocks:
@@ -34,7 +50,7 @@ class WholeBlocks:
     def __init__(self, store: TieredStore) -> None:
         self.store, self.tier = store, compute_tier(store)
 
-    # -- leases (``ModuleBlocks``) -----------------------------------------------------------------------------
+    # -- leases -----------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the number of elements of a block that this process stores."""

@@ -6,30 +6,25 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.embed.groups import OffloadedGroup, OrdinaryGroup, StateGroup
+from megatrain.base.layout import TensorEntry
+from megatrain.embed.groups import OffloadedGroup, StateGroup
+from megatrain.embed.ordinary_groups import OrdinaryGroup
 from megatrain.embed.shared import SharedGroup
-from megatrain.embed.stores import num_ranks, shared_state, this_rank
-from megatrain.embed.weights import mapped_copy
+from megatrain.embed.stores import mapped_copy, num_ranks, shared_state, this_rank
 from megatrain.optim.average import EMA, begin_average
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
 from megatrain.ranks.dtensors import is_dtensor, is_whole, like_parameter, local_of
-from tiered import GenerationReader, list_generations, read_manifest
+from tiered import GenerationReader, TieredStore, list_generations, read_manifest
 from tiered.errors import GenerationError
 
-if TYPE_CHECKING:
-    from megatrain.base.layout import TensorEntry
-    from tiered import TieredStore
-
 _log = logging.getLogger(__name__)
-
-__all__ = ["SavedState"]
 
 #: Version of the store's entry from ``SavedState.record``.
 _FORMAT = 1
@@ -49,15 +44,19 @@ class _SavedOptimizer(Protocol):
 
     groups: list[StateGroup]
     steps: dict[nn.Parameter, int]
+    torch_names: Mapping[str, str]
 
     @property
     def store(self) -> TieredStore: ...
 
+    @property
+    def saves_tensors(self) -> bool: ...
+
     def parameters(self) -> list[nn.Parameter]: ...
 
-    def torch_names(self) -> Mapping[str, str]: ...
-
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]: ...
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
 
 
 class SavedState:
@@ -162,7 +161,7 @@ class SavedState:
             length = group.kinds[kind].length_of(entry)
             if kind not in ("weight", "low") and group.kinds[kind].granularity == 1 and length:
                 moment = self._moment(group, kind, entry)
-                if group.kinds[kind].elements_of is None or kind in self._optimizer.torch_names():
+                if group.kinds[kind].elements_of is None or kind in self._optimizer.torch_names:
                     moment = moment.view(entry.shape)
                     moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
                 found[self._optimizer.torch_names_of(parameter).get(kind, kind)] = moment
@@ -174,7 +173,7 @@ class SavedState:
     def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Load the state of torch's equivalent optimizer."""
         parameters = self._optimizer.parameters()
-        if state and not self._optimizer.torch_names():
+        if state and not self._optimizer.torch_names:
             raise ValueError(f"{type(self._optimizer).__name__} cannot take over the state of another optimizer")
         for number, values in state.items():
             for torch_name in (*self._optimizer.torch_names_of(parameters[number]).values(), EMA.name):
@@ -215,18 +214,12 @@ class SavedState:
                     return group, name
         raise KeyError("this parameter is frozen, or belongs to another optimizer")
 
-    @property
-    def _folder(self) -> str | None:
-        """Folder of state copies: the store's folder, if it exists."""
-        path = self._store.path
-        return path if path is not None and os.path.isdir(path) else None
-
     def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
         """Return a flat copy of the fp32 master of a bf16 parameter."""
         with self._store.acquire(group.keys["low"], "ram") as lease:
             upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
             joined = (upper << 16) + group.part("low", lease.tensor, entry)  # like the kernels: low is signed
-            return mapped_copy(joined.view(torch.float32), self._folder)
+            return mapped_copy(joined.view(torch.float32), self._store)
 
     def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
         """Return the flat fp32 master of a parameter."""
@@ -255,10 +248,10 @@ class SavedState:
         with self._store.acquire(group.keys[kind], "ram") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
-                return mapped_copy(part.float(), self._folder)
+                return mapped_copy(part.float(), self._store)
             with self._store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
                 own = group.part(f"{kind}_scale", scales.tensor, entry)
-                return mapped_copy(decode_moments(part, own, is_signed(kind)), self._folder)
+                return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
         """Replace a kind of state of one parameter, rounding to nearest. ``values`` is flat; None for zeros."""
@@ -390,3 +383,38 @@ def _fingerprint(store: TieredStore) -> str:
     """Return a checksum that identifies the durable blocks of a store by keys, shapes and dtypes."""
     specs = sorted((spec.key, tuple(spec.shape), str(spec.dtype)) for spec in store.blocks() if spec.durable)
     return hashlib.sha256(repr(specs).encode()).hexdigest()[:16]
+
+
+class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
+    """``optimizer.state``: appears empty, so that trainers do not move it; ``state[parameter]`` reads copies.
+
+    It cannot be set: load a ``state_dict`` instead. ``torch.distributed.checkpoint`` tests its truth value, and creates
+    missing state by a step with zero gradients. That step would change moments, which exist from the start.
+    """
+
+    def __init__(self, optimizer: _SavedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self._optimizer.state_of(parameter)
+
+    def __setitem__(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        raise TypeError("the state is in the store: use optimizer.load_state_dict")
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        raise TypeError("the state is in the store: it cannot be removed")
+
+    def __bool__(self) -> bool:
+        if not self._optimizer.saves_tensors:
+            raise TypeError(
+                "state_dict() of this optimizer names a generation of its store, from which "
+                "torch.distributed.checkpoint would save nothing. Make the optimizer with "
+                f'checkpoint="tensors" ({type(self._optimizer).__name__}), or save its state_dict() on each rank'
+            )
+        return True
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

@@ -20,26 +20,25 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
-from megatrain.base.layout import UnitLayout
+from megatrain.base.layout import TensorEntry, UnitLayout
+from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, Settings, StateGroup
 from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
-from megatrain.embed.room import UPDATE_BYTES, WholeBlocks
+from megatrain.embed.room import UPDATE_BYTES, WeightLease, WholeBlocks
 from megatrain.embed.stores import compute_device, room_for_homes, shared_state
-from megatrain.embed.weights import GradientBlock, WeightBlock, WeightInUseError, WeightLease
+from megatrain.embed.weights import WeightBlock, WeightInUseError
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.base import Segment, StateKind
 from megatrain.optim.clip import add_in_order, partial_squares
+from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
 from megatrain.ranks.lanes import lanes_of_rank, total
 from megatrain.ranks.shards import RankLanes, RankShards
+from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from megatrain.base.layout import TensorEntry
-    from megatrain.optim.threads import KernelThreads
-    from tiered import Mode, TieredStore
 
 _FP32_BYTES = 4
 

@@ -10,25 +10,23 @@ import atexit
 import logging
 import operator
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+from torch import Tensor
 
 from megatrain.base.drive_readme import write_readme
 from megatrain.base.sizes import Size as ConfigSize
 from megatrain.machine.machine import available_ram_bytes, total_ram_bytes
-from tiered import CopyState, GpuTier, NvmeTier, RamTier, TieredStore
+from tiered import CopyState, GpuTier, NvmeTier, RamTier, Tier, TieredStore
 from tiered.errors import CapacityError, LeaseError
 from tiered.units import GiB, KiB, MiB, format_size
-
-if TYPE_CHECKING:
-    from tiered import Tier
-
 
 #: Bytes, or text as in a config: "110GiB", "90%", "auto".
 Size = int | str
@@ -154,6 +152,27 @@ def release(store: TieredStore, tier: str) -> int:
     store.reserve(tier, free)  # evicts kept buffers
     store.reserve(tier, -free)
     return owner.usage().used_bytes
+
+
+def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
+    """Return a CPU copy whose memory is an unlinked file, freed with the tensor.
+
+    The file is in the store's folder if that exists, else in the temporary folder.
+
+    Raises:
+        OSError: the drive has no space.
+    """
+    if not tensor.numel():
+        return tensor.cpu().clone()
+    folder = store.path if store.path is not None and os.path.isdir(store.path) else None
+    descriptor, path = tempfile.mkstemp(prefix=".state-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # or a full drive is a bus error
+        copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    return copy.copy_(tensor)
 
 
 def check_store(store: object, call: str) -> None:

@@ -21,25 +21,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
-from megatrain.embed import activation_blocks, activations, weights
+from megatrain.embed import absent_parameters, activation_blocks, activations, weights
 from megatrain.engine.graph_keeping import version_probe
 
 
-class _Present(weights.PresentParameter, VirtualTensor):
+class _Present(absent_parameters.PresentParameter, VirtualTensor):
     pass
 
 
-class _Stored(weights.StoredParameter, VirtualTensor):
+class _Stored(absent_parameters.StoredParameter, VirtualTensor):
     pass
 
 
-class _Placeholder(weights.Placeholder, VirtualTensor):
+class _Placeholder(absent_parameters.Placeholder, VirtualTensor):
     pass
 
 
 def _make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        made: Any = weights.placeholder(parameter.shape, parameter.dtype, parameter.device)
+        made: Any = absent_parameters.placeholder(parameter.shape, parameter.dtype, parameter.device)
     made.__class__ = _Placeholder
     made.what, made.is_gradient = what, is_gradient
     result: Tensor = made

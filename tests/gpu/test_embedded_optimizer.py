@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megatrain
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_embed import embedded
-from megatrain.embed.groups import DeviceCopies
+from megatrain.embed.ordinary_groups import DeviceCopies
 from megatrain.engine.environment import deterministic_kernels
 
 STEPS = 4

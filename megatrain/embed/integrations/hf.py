@@ -10,23 +10,21 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain.embed.integrations.vllm import follow
 from megatrain.embed.offload import offloaded_module
-from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
+from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import shared_state
+from megatrain.embed.update_rules import TieredAdafactor, TieredAdamW, TieredLion, TieredSGD
 from megatrain.models.internals import check_internals
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from tiered import TieredStore
+from tiered import TieredStore
 
 __all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "offloaded"]
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
 
 try:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -32,12 +33,7 @@ from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import compute_device, open_store, shared_state
 from megatrain.embed.weights import block_of
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from tiered import TieredStore
-
+from tiered import TieredStore
 
 __all__ = ["TierStrategy"]
 

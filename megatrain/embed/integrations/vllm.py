@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from megatrain.embed.named import named_shapes, named_tensors
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import compute_tier, release
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from tiered import TieredStore
+from tiered import TieredStore
 
 
 def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:

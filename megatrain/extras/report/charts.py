@@ -1,7 +1,7 @@
 """The charts of a report: loss, tokens per second, and the memory of each tier against its budget.
 
 Computes only geometry, in the units of an SVG view box, for ``page.html.j2``. A chart has a fixed number of columns
-and averages the steps of a longer run, so the page does not grow with the run.
+and shows means of the steps of a longer run, so the page does not grow with the run.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def lay_out(chart: Chart) -> Drawing | None:
     )
 
 
-def average(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Point]:
+def column_means(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Point]:
     """Return at most ``num_columns`` points: adjacent points become the mean of their values at their last step."""
     if len(points) <= num_columns:
         return list(points)
@@ -182,14 +182,14 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _curve(steps: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    return average([(step["step"], step[key]) for step in steps if isinstance(step.get(key), int | float)])
+    return column_means([(step["step"], step[key]) for step in steps if isinstance(step.get(key), int | float)])
 
 
 def _losses(steps: Sequence[Mapping[str, Any]]) -> list[Curve]:
     raw = [(float(step["step"]), float(step["loss"])) for step in steps]
-    lines = [Curve("training", average(raw))]
+    lines = [Curve("training", column_means(raw))]
     if len(raw) >= _SMOOTHED_FROM:
-        lines = [Curve("each step", average(raw), style="faint"), Curve("smoothed", average(_smooth(raw)))]
+        lines = [Curve("each step", column_means(raw), style="faint"), Curve("smoothed", column_means(_smooth(raw)))]
     return lines
 
 
@@ -202,7 +202,7 @@ def _evaluation_losses(figures: Figures) -> list[Curve]:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Return exponential moving averages, corrected for their initial bias towards 0."""
+    """Return exponentially smoothed values, corrected for their initial bias towards 0."""
     memory = 1 - 1 / (1 + _SMOOTHED_OVER * len(points))
     mean, weight, smooth = 0.0, 0.0, []
     for step, value in points:
@@ -219,8 +219,8 @@ def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) 
     used, limits = curve("tier_used_bytes"), curve("tier_capacity_bytes")
     unit, name = binary_unit(max([nbytes for _, nbytes in (*used, *limits)], default=0))
     lines = [
-        Curve("in use after the step", average([(step, nbytes / unit) for step, nbytes in used]), 1),
-        Curve("capacity", average([(step, nbytes / unit) for step, nbytes in limits]), 6, "dashed"),
+        Curve("in use after the step", column_means([(step, nbytes / unit) for step, nbytes in used]), 1),
+        Curve("capacity", column_means([(step, nbytes / unit) for step, nbytes in limits]), 6, "dashed"),
     ]
     planned = figures.tiers[tier].planned
     if planned is not None and used:

@@ -203,7 +203,7 @@ def compute_figures(history: RunHistory) -> Figures:
     warm_s = sum(step.get("step_s", 0.0) for step in warm)
     rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
-    averaged = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run
+    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run
     return Figures(
         name=history.name,
         path=str(history.path),
@@ -213,9 +213,9 @@ def compute_figures(history: RunHistory) -> Figures:
         step=max([step["step"] for step in steps[-1:]], default=status.step if status is not None else 0),
         max_steps=max([step.get("max_steps", 0) for step in steps[-1:]], default=status.max_steps if status else 0),
         seconds=_total_seconds(history),
-        first_loss=_mean_loss(steps[:averaged]),
-        last_loss=_mean_loss(steps[-averaged:]),
-        num_averaged=averaged if steps else 0,
+        first_loss=_mean_loss(steps[:num_losses]),
+        last_loss=_mean_loss(steps[-num_losses:]),
+        num_averaged=num_losses if steps else 0,
         loss_name=_LOSS_NAMES.get(history.config.task, "") if history.config is not None else "",
         evaluations=_evaluations(history),
         judged=_judged(history),

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import megatrain
+from megatrain.embed.absent_parameters import AbsentWeightError
 from megatrain.embed.offload import offloaded_module
-from megatrain.embed.weights import AbsentWeightError
 from oracles.embedded import assert_same_gradients, pair_of, small_store
 from oracles.tiered_run import QUICKSTART
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megatrain
-from megatrain.embed import groups
+from megatrain.embed import updates_in_ram
 from megatrain.optim.average import WeightAverage
 from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import TieredStore
@@ -102,7 +102,7 @@ def test_small_parameters_share_a_kernel_call(tmp_path: Path) -> None:
         optimizer = megatrain.TieredAdamW(parameters, store=store)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        with mock.patch.object(groups, "share_out", wraps=groups.share_out) as share_out:
+        with mock.patch.object(updates_in_ram, "share_out", wraps=updates_in_ram.share_out) as share_out:
             optimizer.step()
     assert [call.args[0] for call in share_out.call_args_list] == [[15] * 20]
 

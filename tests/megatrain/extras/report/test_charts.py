@@ -17,7 +17,7 @@ from megatrain.extras.report.charts import (
     MAX_COLUMNS,
     Chart,
     Curve,
-    average,
+    column_means,
     lay_out,
     make_charts,
     nice_ticks,
@@ -71,7 +71,7 @@ def test_ticks_are_round() -> None:
 @given(st.integers(1, 5000))
 def test_averages_keep_the_last_step_and_the_mean(count: int) -> None:
     points = [(float(step), float(step)) for step in range(1, count + 1)]
-    found = average(points)
+    found = column_means(points)
     assert len(found) == min(count, MAX_COLUMNS) and found[-1][0] == count
     if count % MAX_COLUMNS == 0:
         assert sum(value for _, value in found) / len(found) == pytest.approx((count + 1) / 2)
@@ -79,8 +79,8 @@ def test_averages_keep_the_last_step_and_the_mean(count: int) -> None:
 
 def test_averages_skip_nonfinite_values() -> None:
     points = [(float(step), math.nan if step % 2 else 1.0) for step in range(1, 1001)]
-    assert all(value == 1.0 for _, value in average(points))
-    assert all(math.isnan(value) for _, value in average([(1.0, math.inf)] * 1000))
+    assert all(value == 1.0 for _, value in column_means(points))
+    assert all(math.isnan(value) for _, value in column_means([(1.0, math.inf)] * 1000))
 
 
 def test_constant_zero_curves_are_not_drawn() -> None:

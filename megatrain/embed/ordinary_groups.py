@@ -1,0 +1,364 @@
+"""Groups of ordinary parameters, which are in no block: only their state is in the store, several in one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from megatrain.base.layout import TensorEntry, UnitLayout, build_layout
+from megatrain.embed.gradient_block import GradientBlock
+from megatrain.embed.groups import DueUpdate, StateGroup
+from megatrain.embed.stores import num_ranks, room_for_homes, shared_state
+from megatrain.engine.program import gradient_key
+from megatrain.optim.average import EMA, begin_average, swap_average
+from megatrain.optim.base import GRADIENT_DTYPES, StateKind, Update
+from megatrain.optim.clip import squared_norm
+from megatrain.optim.threads import KernelThreads
+from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
+from tiered import TieredStore
+from tiered.errors import CapacityError
+from tiered.ext import HostSlab
+
+#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
+#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that a state can
+#: be loaded with other tiers.
+_GROUP_ELEMENTS = (1 << 19, 1 << 24)
+
+
+class DeviceCopies:
+    """Copies between RAM and parameters on CUDA devices.
+
+    They run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
+    gradients, and kernels that still read parameters.
+    Gradients are copied through one pinned buffer, as large as the largest gradient.
+
+    Used by one thread at a time. Touches no device before the first call.
+    """
+
+    def __init__(self) -> None:
+        self._slab: HostSlab | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    def mark(self, device: torch.device) -> None:
+        """Order all later copies of a device after the work queued so far on the calling thread's current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        self._stream(device).wait_event(event)
+
+    def to_ram(self, tensor: Tensor) -> Tensor:
+        """Return the dense, flat contents of a device tensor in RAM; valid until the next call."""
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._slab is None or self._slab.nbytes < nbytes:
+            if self._slab is not None:
+                self._slab.close()
+            self._slab = HostSlab(nbytes, pin=True)
+        here = self._slab.tensor[:nbytes].view(tensor.dtype)
+        self._copy(here, tensor, tensor.device)
+        return here
+
+    def to_device(self, parameter: Tensor, contents: Tensor) -> None:
+        """Fill a parameter from RAM; kernels that are queued later read the new values."""
+        self._copy(parameter, contents.view(parameter.shape), parameter.device)
+
+    def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
+        """Make the source dense and of the target's shape, copy it, and wait for the copy.
+
+        Everything runs on the copy stream. On the caller's stream, the conversion would be queued after the mark, and
+        the copy would read unwritten memory. The temporaries live until the host has waited.
+        """
+        stream = self._stream(device)
+        with torch.cuda.stream(stream):
+            dense = source if source.layout is torch.strided else source.to_dense()
+            if dense.shape != target.shape:
+                dense = dense.reshape(target.shape)
+            target.copy_(dense, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        event.synchronize()
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+
+class OrdinaryGroup(StateGroup):
+    """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
+
+    A parameter in RAM is the high half of its master, so nothing is stored twice. For a parameter on a device the
+    store has the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``) the layout has this
+    rank's part, which is updated without other ranks.
+
+    Args:
+        offload_gradients: whether gradients move to the store when autograd computes them.
+        copies: copies between devices and RAM.
+
+    Attributes:
+        dtensors: names of the parameters that are sharded.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        root: str,
+        layout: UnitLayout,
+        parameters: Mapping[str, nn.Parameter],
+        kinds: Sequence[StateKind],
+        homes: Sequence[str],
+        *,
+        offload_gradients: bool,
+        copies: DeviceCopies,
+    ) -> None:
+        if offload_gradients and num_ranks() > 1:
+            raise ValueError(
+                "offload_gradients=True with several ranks: gradients would leave before they are averaged"
+            )
+        self.dtensors = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
+        self._firsts = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
+        values = {name: local_of(parameter) for name, parameter in parameters.items()}
+        self._on_device = any(value.is_cuda for value in values.values())
+        self._copies = copies
+        self._places = {name: (value.dtype, value.device) for name, value in values.items()}
+        self._versions: dict[str, object] = {}  # of device parameters, at the time they equalled their masters
+        own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
+        super().__init__(store, root, layout, parameters, own, homes)
+        if offload_gradients:
+            self.gradients = GradientBlock(store, gradient_key(root, 0), layout, parameters, homes)
+        if self._on_device:
+            self.copy_masters()
+
+    def gradients_now(self) -> object:
+        if self.gradients is not None:
+            return super().gradients_now()
+        found = (parameter.grad for parameter in self.parameters.values())
+        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
+
+    def values(self, name: str) -> Tensor:
+        """Return this process's part of a parameter: the parameter itself unless it is sharded."""
+        parameter = self.parameters[name]
+        return local_of(parameter) if name in self.dtensors else parameter
+
+    def copy_masters(self) -> None:
+        """Copy device parameters into their masters."""
+        with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
+            lease.tensor.zero_()
+            for entry in self.layout.entries:
+                self.part("weight", lease.tensor, entry).copy_(self.values(entry.name).reshape(-1))
+                self._note_equal(entry.name)
+
+    def _note_equal(self, name: str) -> None:
+        """Record that a device parameter equals its master."""
+        self._versions[name] = version_of(self.parameters[name])
+
+    def invalidate_masters(self) -> None:
+        """Compare masters with their parameters before the next update, because both were loaded separately."""
+        self._versions.clear()
+
+    def take_gradients(self) -> Mapping[str, Tensor | None]:
+        for device in {device for _, device in self._places.values() if device.type == "cuda"}:
+            self._copies.mark(device)
+        if self.gradients is not None:
+            return super().take_gradients()
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name in found.keys() & self.dtensors:
+            parameter = self.parameters[name]
+            assert is_dtensor(parameter), name
+            check_gradient(found[name], parameter)
+            found[name] = local_of(found[name])
+        return found
+
+    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
+        if self.gradients is not None:
+            return super().squared_norms(threads)
+        return {
+            name: squared_norm(self._flat(gradient), threads)
+            for name, gradient in self.take_gradients().items()
+            if gradient is not None
+        }
+
+    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
+        for entry in self.entries(work.settings):
+            if self.gradients is not None:
+                gradient = self.gradients.view(tensors[self.gradients.key], entry)
+            else:
+                gradient = self._flat(work.gradients[entry.name])
+            settings = work.settings[entry.name]
+            now = Update(settings.step, settings.lr, work.grad_scale)
+            segment = self.segment(entry, settings, 0, first=self._firsts.get(entry.name, 0))
+            with self._master(entry, tensors) as blocks:
+                if self.has_averages and settings.step == 1:
+                    begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+                settings.arithmetic.update(blocks, gradient, [segment], now)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters when their state was made."""
+        return next(iter(self._places.values()))[0]
+
+    @property
+    def is_in_ram(self) -> bool:
+        """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
+        return not self._on_device and self.gradients is None and not self._elsewhere
+
+    def check_place(self, name: str) -> None:
+        """Raise if a parameter's dtype or device has changed since its state was created.
+
+        Raises:
+            RuntimeError: the parameter was moved or converted.
+        """
+        values, place = self.values(name), self._places[name]
+        if (values.dtype, values.device) != place:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(values.shape)} was {place[0]} on {place[1]} when its optimizer was "
+                f"made, and is {values.dtype} on {values.device} now: move and convert the module before"
+            )
+
+    def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """Initialize the averages of parameters in RAM, if there are any, before their first update.
+
+        Args:
+            tensors: contents of all blocks, by key.
+        """
+        if not self.has_averages or not names:
+            return
+        for entry in self.entries(names):
+            low, average = (
+                self.part(kind, tensors[self.keys[kind]], entry) if kind in self.keys else None
+                for kind in ("low", EMA.name)
+            )
+            assert average is not None, entry
+            begin_average(self.values(entry.name).detach().reshape(-1), low, average)
+
+    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        for device in {device for _, device in self._places.values() if device.type == "cuda"}:
+            self._copies.mark(device)  # after kernels that still read the parameters
+        for entry in self.entries(names):
+            with self._master(entry, tensors) as blocks:
+                swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+
+    @contextmanager
+    def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield the state tensors of a parameter, including its weight; copy the updated weight back on exit.
+
+        Args:
+            entry: position of the parameter.
+            tensors: contents of the blocks, by key.
+        """
+        parameter, values = self.parameters[entry.name], self.values(entry.name)
+        own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
+        blocks = {
+            kind: tensors[key] if kind in own_length else self.part(kind, tensors[key], entry)
+            for kind, key in self.keys.items()
+            if key in tensors
+        }
+        self.check_place(entry.name)
+        if not self._on_device:
+            blocks["weight"] = values.detach().reshape(-1)
+        elif self._versions.get(entry.name) != version_of(parameter):
+            _follow(blocks, values.detach().reshape(-1).cpu())
+        yield blocks
+        if values.is_cuda:
+            self._copies.to_device(values, blocks["weight"])
+            self._note_equal(entry.name)
+        elif blocks["weight"].data_ptr() != values.data_ptr():
+            values.copy_(blocks["weight"].view(entry.shape))
+            self._note_equal(entry.name)
+        else:
+            increment_version(values)  # the kernel wrote without autograd: a graph that saved the tensor must raise
+        if values is not parameter:
+            increment_version(parameter)  # a DTensor has a separate version counter
+            self._note_equal(entry.name)
+
+    def _flat(self, gradient: Tensor) -> Tensor:
+        """Return a flat gradient, fp32 or bf16, in RAM; a copy from a device is valid until the next call."""
+        gradient = gradient.detach()
+        if gradient.is_cuda:
+            flat = self._copies.to_ram(gradient)
+        else:
+            flat = (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
+        return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
+
+
+def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
+    """Copy a replaced parameter into its master; unchanged elements keep their low half."""
+    if "low" in blocks:
+        blocks["low"].masked_fill_(blocks["weight"] != values, 0)
+    blocks["weight"].copy_(values)
+
+
+def ordinary_groups(
+    store: TieredStore,
+    parameters: Sequence[nn.Parameter],
+    kinds: Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]],
+    homes: Sequence[str],
+    *,
+    name: str,
+    first: int,
+    bytes_at_once: int,
+    offload_gradients: bool,
+    copies: DeviceCopies,
+) -> Iterator[OrdinaryGroup]:
+    """Create groups of parameters that are in no block.
+
+    Args:
+        parameters: in the order of the optimizer's groups.
+        kinds: returns the kinds of state, given whether the master is split and the parameters by name.
+        homes: allowed tiers of the state, preferred first.
+        name: prefix of all keys.
+        first: number of existing groups.
+        bytes_at_once: bytes per parameter that an update holds in RAM.
+
+    Raises:
+        ValueError: the store already has blocks with this prefix.
+    """
+    if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
+        raise ValueError(f'this store already has blocks of the name "{name}": give the optimizer name="..."')
+    shared = shared_state(store)
+    packs = list(_packed(parameters))
+    largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
+    shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
+    for number, together in enumerate(packs, first):
+        named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
+        root = f"{name}/{number:05d}"
+        layout = build_layout(root, ((each, local_of(p).shape) for each, p in named.items()), True)
+        own = kinds(together[0].dtype.itemsize == 2, named)
+        yield OrdinaryGroup(store, root, layout, named, own, homes, offload_gradients=offload_gradients, copies=copies)
+
+
+def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Group ordinary parameters of one dtype and device, limited by the size of this process's part of them."""
+    together: list[nn.Parameter] = []
+    fewest, most = _GROUP_ELEMENTS
+    values = [local_of(parameter) for parameter in parameters]
+    limit = max(fewest, min(most, max((value.numel() for value in values), default=0)))
+    kind, num_elements = None, 0
+    for parameter, value in zip(parameters, values, strict=True):
+        own_kind = (value.dtype, value.device)
+        if together and (own_kind != kind or num_elements + value.numel() > limit):
+            yield together
+            together, num_elements = [], 0
+        kind, num_elements = own_kind, num_elements + value.numel()
+        together.append(parameter)
+    if together:
+        yield together
+
+
+def check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
+    """Raise now instead of in the first step if RAM cannot hold the blocks of an update in addition to its homes."""
+    ram, room = store.tier("ram"), room_for_homes(store, "ram")
+    known = {spec.key: spec for spec in store.blocks()}
+    for group in groups:
+        specs = [known[key] for key in group.keys_at_once()]
+        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
+        if need > room:
+            raise CapacityError(
+                "ram",
+                need,
+                max(0, room),
+                detail=f"to update {group.layout.name} with its state and gradient. Give ram more room",
+            )

@@ -1,0 +1,195 @@
+"""Updates and gradient norms of ordinary parameters in RAM: one kernel call for many small parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from megatrain.embed.groups import DueUpdate, Settings, StateGroup
+from megatrain.embed.ordinary_groups import OrdinaryGroup
+from megatrain.optim.average import WeightAverage
+from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
+from megatrain.optim.clip import squared_norms
+from megatrain.optim.elementwise import ElementwiseOptimizer
+from megatrain.optim.threads import KernelThreads, elements_per_call, share_out
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Parameters that one kernel call can update: the lists have one entry per parameter.
+
+    Attributes:
+        split_master: Whether masters have a low half.
+    """
+
+    settings: Settings
+    split_master: bool
+    gradient_dtype: torch.dtype
+    names: list[tuple[OrdinaryGroup, str]] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _KernelTable:
+    """Rows of a kernel call, valid while no tensor moves.
+
+    Attributes:
+        places: everything that the rows depend on.
+        rows: arguments of the kernel except the addresses of gradients.
+        of: index of each row's parameter.
+        offsets: first element of each row in its parameter.
+        calls: (first row, end row) of each call.
+    """
+
+    places: tuple[object, ...]
+    rows: npt.NDArray[np.int64]
+    of: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    calls: list[tuple[int, int]]
+
+
+class UpdatesInRam:
+    """Batches of updates that fetch nothing.
+
+    One kernel call updates many small parameters, so that they use all threads at little cost each. Addresses are
+    looked up again only after a tensor has moved. Results are bitwise equal to ``OrdinaryGroup.update``.
+    """
+
+    def __init__(self, threads: KernelThreads) -> None:
+        self._threads = threads
+        self._tables: dict[int, _KernelTable] = {}
+
+    def update(self, works: Mapping[StateGroup, DueUpdate]) -> dict[StateGroup, DueUpdate]:
+        """Apply the updates of groups that are in RAM; return the others."""
+        mine, alike = _sorted_by_kind(works)
+        if mine:
+            store, grad_scale = mine[0].store, works[mine[0]].grad_scale
+            requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.keys.values()]
+            with torch.no_grad(), store.acquire_many(requests) as leases:
+                tensors = {lease.key: lease.tensor for lease in leases}
+                addresses = {key: tensor.data_ptr() for key, tensor in tensors.items()}
+                calls = list(self._calls(alike, grad_scale, addresses))
+                for group in mine:
+                    settings = works[group].settings
+                    group.begin_averages({name: one for name, one in settings.items() if one.step == 1}, tensors)
+                self._threads.run(calls)
+            increment_version([parameter for each in alike for parameter in each.parameters])
+            increment_version([g.parameters[name] for g in mine for name in g.dtensors & works[g].settings.keys()])
+        return {group: work for group, work in works.items() if group not in mine}
+
+    def _calls(
+        self, alike: Sequence[_Batch], grad_scale: float, addresses: Mapping[str, int]
+    ) -> Iterator[Callable[[], None]]:
+        blocks = tuple(addresses.values())
+        for number, each in enumerate(alike):
+            settings, num_threads = each.settings, self._threads.num_threads
+            arithmetic = cast("ElementwiseOptimizer | WeightAverage", settings.arithmetic)
+            sizes = [parameter.numel() for parameter in each.parameters]
+            assert [gradient.numel() for gradient in each.gradients] == sizes
+            own = (each.names, [parameter.data_ptr() for parameter in each.parameters], sizes)
+            places = (each.split_master, arithmetic.rows_kinds, num_threads, *own, blocks)
+            table = self._tables.get(number)
+            if table is None or table.places != places:
+                table = self._tables[number] = _make_table(places, each, arithmetic, addresses, num_threads)
+            starts = np.array([gradient.data_ptr() for gradient in each.gradients], np.int64)
+            table.rows[:, -2] = starts[table.of] + table.offsets * each.gradient_dtype.itemsize
+            update = Update(settings.step, settings.lr, grad_scale)
+            segment = Segment(0, 0, settings.weight_decay)
+            call = arithmetic.rows_call(each.split_master, each.gradient_dtype, segment, update)
+            for first, last in table.calls:
+                yield partial(call, table.rows[first:last])
+
+
+def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
+    """Return the sums of squares of gradients that kernels can read in place, in a few calls.
+
+    Groups with any other gradient are skipped.
+    """
+    found: dict[nn.Parameter, Tensor] = {}
+    for group in groups:
+        if group.gradients is not None:
+            continue
+        own = {group.parameters[name]: gradient for name, gradient in group.take_gradients().items()}
+        flat = {parameter: gradient for parameter, gradient in own.items() if gradient is not None}
+        if all(map(_is_flat, flat.values())):
+            found.update(flat)
+    return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
+
+
+def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
+    """Return the groups whose tensors the kernels can use in place, and their parameters in batches of equal kind."""
+    groups: list[OrdinaryGroup] = []
+    alike: dict[tuple[object, ...], _Batch] = {}
+    for group, work in works.items():
+        if not isinstance(group, OrdinaryGroup) or not group.is_in_ram:
+            continue
+        dtype, split_master = group.dtype, "low" in group.kinds
+        entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []
+        for name, settings in work.settings.items():
+            parameter, gradient = group.values(name), work.gradients[name]
+            arithmetic = settings.arithmetic
+            has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.has_rows
+            if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
+                break
+            entries.append(((id(settings), dtype, gradient.dtype), name, settings, parameter, gradient))
+        else:
+            groups.append(group)
+            for kind, name, settings, parameter, gradient in entries:
+                each = alike.get(kind)
+                if each is None:
+                    each = alike[kind] = _Batch(settings, split_master, gradient.dtype)
+                each.names.append((group, name))
+                each.parameters.append(parameter)
+                each.gradients.append(gradient)
+    return groups, list(alike.values())
+
+
+def _make_table(
+    places: tuple[object, ...],
+    each: _Batch,
+    arithmetic: ElementwiseOptimizer | WeightAverage,
+    addresses: Mapping[str, int],
+    num_threads: int,
+) -> _KernelTable:
+    at_once = elements_per_call(sum(parameter.numel() for parameter in each.parameters), num_threads)
+    kinds = arithmetic.rows_kinds
+    rows: list[list[int]] = []
+    of: list[int] = []
+    offsets: list[int] = []
+    for number, ((group, name), parameter) in enumerate(zip(each.names, each.parameters, strict=True)):
+        group.check_place(name)
+        begins = [_place(group, kind, name, parameter, addresses) for kind in kinds]
+        for start in range(0, parameter.numel(), at_once):
+            size = min(at_once, parameter.numel() - start)
+            rows.append([*(address + start * itemsize for address, itemsize in begins), 0, size])
+            of.append(number)
+            offsets.append(start)
+    shaped = np.array(rows, np.int64).reshape(len(rows), len(kinds) + 2)
+    calls = share_out([row[-1] for row in rows], at_once)
+    return _KernelTable(places, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
+
+
+def _place(
+    group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
+) -> tuple[int, int]:
+    """Return (address, element size) of a parameter's state of a kind; zeros if the kind is not stored."""
+    if kind == "weight":
+        return parameter.data_ptr(), parameter.dtype.itemsize
+    if kind not in group.keys:
+        return 0, 0
+    itemsize = group.kinds[kind].dtype.itemsize
+    return addresses[group.keys[kind]] + group.starts[kind][name] * itemsize, itemsize
+
+
+def _is_flat(gradient: Tensor) -> bool:
+    is_strided = gradient.layout is torch.strided and gradient.is_contiguous()
+    return is_strided and not gradient.is_cuda and gradient.dtype in GRADIENT_DTYPES

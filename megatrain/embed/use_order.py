@@ -1,0 +1,38 @@
+"""The order in which a host trainer uses blocks, learned while it runs, to prefetch them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from tiered import TieredStore
+
+_EVENTS_AHEAD = 3
+
+
+class UseOrder:
+    """Learned access order: an event (a unit's forward, backward or update) is expected to have the same successor.
+
+    The engine compiles its order into a tape. A host trainer may add micro-batches, evaluate in between or skip
+    modules. A wrong guess costs a fetch, never an error. Used by one thread at a time.
+    """
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._next: dict[Hashable, Hashable] = {}
+        self._requests: dict[Hashable, tuple[tuple[str, str], ...]] = {}
+        self._last: Hashable = None
+
+    def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
+        """Record an event and the ``(key, tier)`` pairs that it uses; prefetch for the next expected events."""
+        self._requests[event] = tuple(requests)
+        if self._last is not None:
+            self._next[self._last] = event
+        self._last = event
+        for _ in range(_EVENTS_AHEAD):
+            following = self._next.get(event)
+            if following is None or following == self._last:
+                return
+            event = following
+            for key, tier in self._requests[event]:
+                if self._store.prefetch(key, tier).skipped:
+                    return
