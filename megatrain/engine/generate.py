@@ -179,13 +179,13 @@ class GenerationRunner:
         routed.note_calls(calls)
         with routed.leased() as weights, bound.bound(self._usable(bound.unit, weights)):
             bound.look_up(calls)
-            turn = 0
+            call_index = 0
             for forward, cache in zip(forwards, kept, strict=True):
                 # Lease for ended forwards also, because the traffic of a pass must not depend on the tokens.
                 with self._access.cache_room(visit, forward.micro_batch) as room:
                     if forward.call is None:
                         continue
-                    bound.rows.turn, turn = turn, turn + 1
+                    bound.rows.call_index, call_index = call_index, call_index + 1
                     with cache.inside(visit, room), forward.modes.applied():
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)

@@ -29,12 +29,12 @@ class RowLookUps:
     """Rows of passing weights that the runs of a unit need.
 
     Attributes:
-        turn: Position of the current run's call in the look-up.
+        call_index: Position of the current run's call in the look-up.
     """
 
     def __init__(self) -> None:
         self._weights: list[PartedWeight] = []
-        self.turn = 0
+        self.call_index = 0
 
     @contextmanager
     def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
@@ -138,8 +138,8 @@ def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int 
     if weight.parts.passes:
         if not weight._found:
             raise _RowsWanted(weight, indexes)
-        turn = weight._look_ups.turn
-        rows, weight._found[turn] = weight._found[turn], None  # the model can change the rows in place
+        call_index = weight._look_ups.call_index
+        rows, weight._found[call_index] = weight._found[call_index], None  # the model can change the rows in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
     else:
         (rows,) = _rows_in_parts(weight, [indexes])

@@ -31,7 +31,7 @@ class UnitRun:
     """Run of a unit for one micro-batch, with all data needed to repeat it.
 
     Attributes:
-        turn: Position of the call among the calls of the visit.
+        call_index: Position of the call among the calls of the visit.
         random_state: State of the micro-batch's random stream at the start of the run.
         modes: Grad mode and autocast of the model's code that called the unit.
         requires_grad: Whether each activation among the arguments needs a gradient.
@@ -39,7 +39,7 @@ class UnitRun:
 
     bound: BoundUnit
     micro_batch: int
-    turn: int
+    call_index: int
     captured: CapturedArguments
     record_keys: tuple[str, ...]
     random_state: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class UnitRun:
     requires_grad: tuple[bool, ...]
 
     @classmethod
-    def of_call(cls, bound: BoundUnit, forward: SuspendedForward, turn: int) -> UnitRun:
+    def of_call(cls, bound: BoundUnit, forward: SuspendedForward, call_index: int) -> UnitRun:
         """Capture the unit call that a forward waits for."""
         call = forward.call
         assert call is not None
@@ -56,7 +56,9 @@ class UnitRun:
         keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         streams = [captured.tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
-        return cls(bound, forward.micro_batch, turn, captured, keys, forward.random_state, forward.modes, requires_grad)
+        return cls(
+            bound, forward.micro_batch, call_index, captured, keys, forward.random_state, forward.modes, requires_grad
+        )
 
     @property
     def is_differentiable(self) -> bool:
@@ -98,7 +100,7 @@ class UnitRun:
         """
         with self.modes.applied(cache_enabled=cache_enabled):
             random.set(self.random_state)
-            self.bound.rows.turn = self.turn
+            self.bound.rows.call_index = self.call_index
             return self.bound.run(self.captured, tensors, self.record_keys, keep_graph=keep_graph)
 
 

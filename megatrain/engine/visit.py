@@ -78,10 +78,10 @@ class UnitVisit:
         with self._weights.leased() as weights, self.bound.bound(weights) as leaves:
             self._wanted = self.bound.look_up(calls)
             # ... run the unit and save, for each micro-batch, what its backward needs ...
-            for turn, forward in enumerate(forwards):
+            for call_index, forward in enumerate(forwards):
                 self._activity.micro_batch = forward.micro_batch + 1
                 self._absent.put(before=forward.micro_batch)
-                runs.append(self._forward_one(UnitRun.of_call(self.bound, forward, turn), forward, leaves))
+                runs.append(self._forward_one(UnitRun.of_call(self.bound, forward, call_index), forward, leaves))
             self._absent.put()
         # ... and release them. The unit is now one node of the outer graph.
         inputs = [tensor for run in runs for tensor in run.inputs]

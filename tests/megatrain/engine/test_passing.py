@@ -57,7 +57,7 @@ class Embedding:
             wanted = self.bound.look_up(calls)
             assert [[list(each.shape) for each in of_weight] for of_weight in wanted] == [[list(i.shape) for i in ids]]
             found = []
-            for self.bound.rows.turn, call in enumerate(calls):
+            for self.bound.rows.call_index, call in enumerate(calls):
                 found.append(self.bound.call(call))
         return found
 
@@ -79,7 +79,7 @@ def test_rows_are_looked_up_again_for_second_runs() -> None:
     embedding, ids = Embedding(), ids_of((2, 8), (1, 5))
     with embedding.bound.bound(embedding.weights), torch.no_grad():
         embedding.bound.rows.look_up_again([ids])
-        embedding.bound.rows.turn = 1
+        embedding.bound.rows.call_index = 1
         assert torch.equal(embedding.bound.call(UnitCall(0, (ids[1],), {}, None)), embedding.matrix[ids[1]])
     assert embedding.parts.leased == [0, 1, 2]
 
