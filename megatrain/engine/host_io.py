@@ -1,7 +1,7 @@
 """Copies of scalars and inputs between host and compute device, with one host sync at the end of a step.
 
-`Staging` copies inputs to the device through pinned memory. `read_numbers` reads all scalars of a step at once. If a
-model reads values of its integer inputs (does the mask have padding?), `HostMirror` answers from host copies.
+`Staging` copies inputs to the device through pinned memory. `read_numbers` reads all scalars of a step at once. If
+model code reads values of its integer inputs (does the mask have padding?), `HostMirror` answers from host copies.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ALIGNMENT_BYTES = 64
 
 
 class MicroBatches:
-    """Copies the micro-batches of a pass to the compute device.
+    """Transfer of the micro-batches of a pass to the compute device.
 
     Attributes:
-        mirror: Host mirror of the copied tensors; None if reads from the device do not synchronize the host.
+        mirror: Host mirror of the transferred tensors; None if reads from the device do not synchronize the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,15 +52,15 @@ class MicroBatches:
         labelled: Mapping[int, LabelledRows],
         read_by_loss: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
     ) -> tuple[dict[int, dict[str, Any]], dict[int, LabelledRows], dict[int, dict[str, Tensor]]]:
-        """Return micro-batches, their labelled rows, and the inputs of the loss, on the compute device. No host sync.
+        """Copy micro-batches, labelled rows and inputs of the loss to the compute device, without a host sync.
 
         Args:
-            micro_batches: Host tensors of all micro-batches, by number. A second call waits for the first's copies.
+            micro_batches: Host tensors of all micro-batches, by number. A second call waits for earlier copies.
             labelled: Positions with a label and their labels, by number.
             read_by_loss: Results of ``Loss.read``, by number; empty without inputs of the loss.
 
         Returns:
-            The same by number, on the device. Micro-batches have only the inputs of the model.
+            Device tensors of the arguments, by number. Micro-batches have only the inputs of the model.
         """
         host = {
             (number, key): value
@@ -89,13 +89,13 @@ class MicroBatches:
 
 
 class Staging:
-    """Pinned memory through which the micro-batches of a step are copied to the device. Used by one thread.
+    """Pinned memory for copies of the micro-batches of a step to the device. Used by one thread.
 
-    It grows to the largest step, to a power of two of at least 1 MiB, so that rows of changing length seldom allocate.
-    It takes a few bytes per token, outside of the RAM tier, like the micro-batches themselves.
+    The memory grows to the largest step, rounded up to a power of two of at least 1 MiB, so that rows of varying length
+    rarely allocate. It has a few bytes per token and, like the micro-batches, is not part of the RAM tier.
 
     Args:
-        make_slab: Returns pinned memory of at least this many bytes.
+        make_slab: Function from a number of bytes to pinned memory of at least that size.
     """
 
     def __init__(self, device: torch.device, make_slab: Callable[[int], HostSlab] | None = None) -> None:
@@ -103,15 +103,15 @@ class Staging:
         self._is_staged = device.type == "cuda"
         self._make_slab = make_slab or (lambda nbytes: HostSlab(nbytes, pin=True))
         self._slab: HostSlab | None = None
-        self._copied: Any = None  # event after the copies out of the slab
+        self._copied: Any = None  # event that follows the copies from the slab
 
     def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Return the tensors on the compute device, valid for work queued on the current stream. No host sync.
+        """Return copies on the compute device, valid for work queued on the current stream, without a host sync.
 
-        The next call reuses the slab and first waits for these copies. Usually the end of a step has synced with them.
+        The next call waits for these copies before it reuses the slab. Usually the end of a step has synced with them.
 
         Args:
-            tensors: Host tensors, not referenced afterwards.
+            tensors: Host tensors. No reference to them remains.
         """
         if not self._is_staged:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
@@ -130,7 +130,7 @@ class Staging:
 
     def _room(self, need_bytes: int) -> HostSlab:
         if self._copied is not None:
-            # The device may still read the slab: an interrupted step did not sync at its end.
+            # An interrupted step did not sync at its end, so the device may still read the slab.
             self._copied.synchronize()
         if self._slab is None or self._slab.nbytes < need_bytes:
             if self._slab is not None:
@@ -149,17 +149,17 @@ def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
 
 
 def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
-    """Return a host copy of a device tensor, and the event that marks its arrival. No host sync."""
+    """Queue a copy of a device tensor to the host. Return the copy and an event that marks its arrival."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
+    # With a blocking event, the host sleeps instead of spinning, and does not wait for work queued after the copy.
     arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     arrived.record()
     return host, arrived
 
 
 class ArrivingNumbers:
-    """Double-precision scalars on their way to the host. Device scalars share one copy. No host sync yet.
+    """Double-precision scalars in transfer to the host, without a host sync. All device scalars share one copy.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
@@ -177,7 +177,7 @@ class ArrivingNumbers:
             self._stacked, self._arrived = sent_to_host(self._stacked)
 
     def read(self) -> list[float]:
-        """Wait for the numbers and return them: the only host sync if a tensor is on a device."""
+        """Wait for the numbers and return them. This is the only host sync."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found = iter(() if self._stacked is None else self._stacked.tolist())
@@ -185,7 +185,7 @@ class ArrivingNumbers:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars in double precision. Device scalars take one copy and one host sync.
+    """Return scalars in double precision. All device scalars share one copy and one host sync.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
@@ -193,8 +193,8 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     return ArrivingNumbers(values).read()
 
 
-#: Operations that the mirror repeats on the host: functions of their arguments alone, exact on integers. Results of
-#: other operations are not mirrored, and reading them syncs.
+#: Operations that the mirror repeats on the host. They depend only on their arguments, and are exact on integers.
+#: Results of other operations are not mirrored, so reading them syncs.
 _EXACT_NAMES = """
     __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
     __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
@@ -210,16 +210,16 @@ _NOT_MIRRORED = object()
 
 
 class HostMirror(TorchFunctionMode):
-    """Host mirror of integer tensors, which avoids host syncs if a model's own code reads their values.
+    """Host mirror of integer tensors, which avoids host syncs when model code reads their values.
 
-    While the mirror is active, torch functions of mirrored tensors also run on their host copies, and reads return
-    values of these copies. Results larger than the largest input (masks of [B, 1, S, S]) are not mirrored, nor are
-    tensors changed in place. Reads of other tensors sync with the device. The values are the same either way.
+    While the mirror is active, torch functions of mirrored tensors also run on the host copies, and reads return values
+    of these copies. Results larger than the largest input (masks of [B, 1, S, S]) and tensors changed in place are not
+    mirrored. Reads of unmirrored tensors sync with the device and return the same values.
 
-    Used by one thread. Entered and left at every switch between a model's forward and the engine.
+    Used by one thread, which enters and exits it at every switch between a model's forward and the engine.
 
     Attributes:
-        num_answers: Number of reads that were answered from the host.
+        num_answers: Number of reads that host copies answered.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class HostMirror(TorchFunctionMode):
         self.num_answers = 0
         self._max_elements = 0
         self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
-        self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # on the device
+        self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # device copies of index lists
 
     def know(self, tensor: Tensor, host: Tensor) -> None:
         """Mirror a device tensor by a host tensor with the same contents, which must not change afterwards."""
@@ -266,7 +266,7 @@ class HostMirror(TorchFunctionMode):
         if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
             return
         if any(result is arg for arg in args):
-            return  # a no-op, such as a `to` that changes nothing
+            return  # the operation changed nothing, such as `to`
         if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_of(arg) for arg in args]
@@ -279,7 +279,7 @@ class HostMirror(TorchFunctionMode):
             self._known[result] = (func(*host_args, **host_kwargs), result._version)
 
     def _with_lists_on(self, device: torch.device, index: Any) -> Any:
-        """Return an index with its lists as cached device tensors: torch would copy each list, and sync."""
+        """Replace the lists in an index by cached device tensors, because torch would copy each list and sync."""
         if not isinstance(index, tuple):
             return index
         return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
@@ -292,7 +292,7 @@ class HostMirror(TorchFunctionMode):
         return self._lists[key]
 
     def _host_of(self, value: Any) -> Any:
-        """Return an argument for the host's run of an operation, or `_NOT_MIRRORED`."""
+        """Return the host counterpart of an operation's argument, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
             if value not in self._known:
                 return _NOT_MIRRORED
@@ -303,7 +303,7 @@ class HostMirror(TorchFunctionMode):
         if isinstance(value, tuple | list):
             return self._host_of_items(value)
         if isinstance(value, str):
-            return "cpu"  # strings in these operations are always names of devices
+            return "cpu"  # strings in these operations are device names
         if isinstance(value, slice) and any(isinstance(part, Tensor) for part in (value.start, value.stop, value.step)):
             return _NOT_MIRRORED
         return value
@@ -327,13 +327,13 @@ def _is_exact(tensor: Tensor) -> bool:
 
 
 def _read(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
-    """Return the result of `func` on the host tensor. It reads through numpy, so that tests can count tensor reads."""
+    """Return the result of a read on the host tensor. Reads go through numpy, so that tests can count tensor reads."""
     values = host.numpy()
     if name == "tolist":
         return values.tolist()
     if name == "__contains__":
         return bool((values == rest[0]).any())
     if values.size != 1:
-        return func(host, *rest)  # raises, as on the device
+        return func(host, *rest)  # raises the same error as on the device
     value = values.item()
     return value if name == "item" else bool(value) if name == "__bool__" else int(value)

@@ -13,17 +13,17 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 
 __all__ = ["LabelledRows", "count_labels", "labelled_rows", "shifted_labels", "without_labels"]
 
-#: Positions with a label among the rows of a micro-batch, and their labels.
+#: Positions in a micro-batch that have a label, and the labels.
 LabelledRows = tuple[Tensor, Tensor]
 
 
 def shifted_labels(labels: Tensor) -> Tensor:
-    """Return for every position the label of the next token, -100 at the end, as transformers shifts them."""
+    """Return the label of the next token for every position, and -100 for the last, as in transformers."""
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
 
 
 def count_labels(shifted: Tensor) -> int:
-    """Return the number of positions with a label, on the host: `numpy` does not accept device tensors."""
+    """Return the number of positions with a label. Requires a host tensor."""
     return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
 
 

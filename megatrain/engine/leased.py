@@ -1,4 +1,4 @@
-"""Hooks of the executor, and their variant for one process: weights are views of leased blocks, gradients sums."""
+"""Hooks of the executor, and their implementation for a single process, where weights are views of leased blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CountedTotal", "OneProcess", "ShardingHooks", "WeightPlace"]
 
-#: Name, total and count of a part of a mean. A total on a device is not read yet.
+#: Name, total and count of a contribution to a mean. The total can be an unread device scalar.
 CountedTotal = tuple[str, torch.Tensor | float, int]
 
 
@@ -33,23 +33,23 @@ class WeightPlace(Protocol):
     def of_visit(
         self, layouts: Sequence[UnitLayout], visit: int, /
     ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of some layouts by full name, while the visit runs."""
+        """Yield the parameters of some layouts by full name, for the duration of the visit."""
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
-        """Skip weights, in place of ``of_visit``, because no token is routed to the unit."""
+        """Skip weights, because no token is routed to the unit. Call it instead of ``of_visit``."""
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
-        """Announce which visits, from the present one on, will skip their weights."""
+        """Announce which visits, from the current one on, will skip their weights."""
 
     def skip_unlikely(self, num_tokens: int, /) -> None:
-        """Start a step of ``num_tokens`` tokens: do not prefetch experts that probably get no token."""
+        """Start a step of ``num_tokens`` tokens, without prefetch for experts that will probably get no token."""
 
 
 class ShardingHooks:
-    """Hooks between the blocks of this process and the running model, at every place where several ranks differ.
+    """Hooks between blocks and the running model, for all behavior that depends on the number of ranks.
 
     Attributes:
-        gradients: Memory in which gradients are summed.
+        gradients: Provider of the memory in which gradients are summed.
     """
 
     weights: WeightPlace
@@ -57,17 +57,17 @@ class ShardingHooks:
 
     @property
     def window_bytes(self) -> int:
-        """Peak bytes of full copies of weights, sums of gradients and received data together."""
+        """Peak total bytes of full copies of weights, gradient sums and received data."""
         return 0
 
     def start_step(self) -> None:
-        """Drop the state of a previous step, which may have failed."""
+        """Drop the state of a previous step that may have failed."""
 
     def before_visit(self, op: Op) -> None:
-        """Prepare a visit, whose op has begun."""
+        """Prepare a visit. Its op has begun."""
 
     def after_visit(self) -> None:
-        """Drop the tensors of the present op's visit. The next op has not begun."""
+        """Drop the tensors of the current op's visit. The next op has not begun."""
 
     def end_visits(self) -> None:
         """Drop the tensors of the last visit. Exchanges and updates may follow."""
@@ -76,31 +76,31 @@ class ShardingHooks:
         """Drop all remaining tensors after the last op."""
 
     def run(self, op: Op) -> None:
-        """Run an op that serves a visit."""
-        raise AssertionError(f"a process alone has no {op}")
+        """Run a gather or an exchange."""
+        raise AssertionError(f"a single process has no {op}")
 
     def before_update(self, layout: UnitLayout) -> None:
-        """Share the input of an update in the backward: the norm of its layout, and the parameters with a gradient."""
+        """Share a layout's norm and parameters with a gradient among ranks, before its update in the backward."""
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Send the results of a step to the host, of all ranks.
+        """Queue the transfer of a step's results, over all ranks, to the host.
 
         Args:
-            layouts: Layouts with complete gradients. Reading the results turns their norms into numbers.
+            layouts: Layouts with complete gradients. The returned function turns their norms into floats.
             terms: Scalars whose sum is the loss of this process.
-            figures: Totals of preferences of this process.
+            figures: Contributions of this process to the metrics of preferences.
 
         Returns:
-            A function, to be called once, that waits for the results. It returns the terms, and the figures with totals
-            as numbers, in the order of micro-batches.
+            A function, to be called once, that waits for the results. It returns the terms, and the figures with their
+                totals as floats, in the order of micro-batches.
         """
         raise NotImplementedError
 
 
 class OneProcess(ShardingHooks):
-    """Hooks of a single process, which holds everything: no communication, and leases end by themselves."""
+    """Hooks of a single process, which needs no communication."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._step_gradients = gradients
@@ -114,7 +114,7 @@ class OneProcess(ShardingHooks):
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Send the results of a step to the host, to be read with one host sync; see ``ShardingHooks``."""
+        """Queue the transfer of a step's results to the host. Reading them needs one sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
         squares = [squared_norms[layout.name] for layout in layouts]
         arriving = ArrivingNumbers([*terms, *(total for _, total, _ in figures), *squares])
@@ -130,7 +130,7 @@ class OneProcess(ShardingHooks):
 
 
 class LeasedWeights:
-    """Weights as views of leased blocks, or decoded from leased blocks; a ``WeightPlace``."""
+    """``WeightPlace`` whose weights are views of leased blocks, or decoded from leased blocks."""
 
     def __init__(self, execution: TapeExecution) -> None:
         self._execution = execution
@@ -154,7 +154,7 @@ class LeasedWeights:
         program, lease = self._program, self._execution.lease
         passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
         held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
-        # Decoded inside of the leases: decode memory is a stack, and decoding must end before a block may be evicted.
+        # Decode within the leases: decode memory is a stack, and decoding must end before a block can be evicted.
         with lease(held) as blocks, ExitStack() as decoded:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
@@ -172,7 +172,7 @@ class LeasedWeights:
     def _decoded_weights(
         self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of a layout with encoded blocks.
+        """Yield the parameters of a layout whose blocks are encoded.
 
         Args:
             blocks: Leased blocks by key: all blocks of the layout, or none.
@@ -198,7 +198,7 @@ class LeasedWeights:
 
     @contextmanager
     def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Decode some leased blocks of a layout. Yield their weights one after the other in one flat tensor."""
+        """Decode leased blocks of a layout. Yield their weights, concatenated in one flat tensor."""
         program, encoding = self._program, self._program.encodings[layout.name]
         lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
         device, stop = next(iter(leased.values())).device, 0
@@ -214,21 +214,21 @@ class LeasedWeights:
         self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Fetch no weights for idle visits, unless other visits need these weights."""
+        """Cancel the prefetch of weights that only idle visits need."""
         now = self._execution.present.tick
         unused: list[tuple[int, str]] = []
         used: list[tuple[int, str]] = []
         for visit in visits:
             for phase in ("forward", "backward"):
                 ticks = self._ticks_of.get((phase, visit), ())
-                tick = next((tick for tick in ticks if tick >= now), None)  # of this group of micro-batches
+                tick = next((tick for tick in ticks if tick >= now), None)  # next tick, in this group
                 if tick is not None:
                     found = unused if visit in idle else used
                     found += [(tick, key) for key in self._keys_of(visit)]
         self._execution.skip_prefetch(unused, but_not=used)
 
     def skip_unlikely(self, num_tokens: int) -> None:
-        """Prefetch no weights, before their layer is reached, of experts that probably get no token."""
+        """Cancel the early prefetch of weights whose experts will probably get no token."""
         if not self._chances:
             return
         unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
@@ -249,12 +249,12 @@ class LeasedWeights:
 
 
 class LeasedGradients:
-    """Gradients summed in their blocks, or in fp32 copies if blocks are not fp32; a ``GradientPlace``."""
+    """``GradientPlace`` that sums gradients in their blocks, or in fp32 copies if blocks are not fp32."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._execution, self._gradients = execution, gradients
         self._graph, self._program = execution.model.graph, execution.model.program
-        self._pieces: dict[str, Sequence[Sequence[Piece]]] = {}  # by layout
+        self._pieces: dict[str, Sequence[Sequence[Piece]]] = {}  # layout -> pieces of its parts
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
@@ -279,8 +279,8 @@ class LeasedGradients:
             accumulator = LaneAccumulator(self._gradients.lanes, first, room)
             yield accumulator
             accumulator.close()
-            del accumulator, first  # frees the sums outside of blocks
-            # This is inside the leases, because it writes the blocks, and the norm reads them.
+            del accumulator, first  # frees sums outside of blocks
+            # Close within the leases, because closing writes the blocks and the norm reads them.
             for layout in layouts:
                 keys = own[layout.name]
                 self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
@@ -290,7 +290,7 @@ class LeasedGradients:
         targets: dict[str, torch.Tensor | InPieces] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
-            if name not in self._pieces:  # the same in each step
+            if name not in self._pieces:  # does not change between steps
                 self._pieces[name] = pieces_of_parts(self._program.parts_of(layout), layout)
             targets.update(views_of_pieces(parts, self._pieces[name], layout))
         return targets
@@ -304,7 +304,7 @@ class LeasedGradients:
         keys: Sequence[str],
         added: set[str],
     ) -> None:
-        """Copy the sums of a use site into their blocks. The use site that runs last adds up all sums."""
+        """Copy the sums of a use site into their blocks. The last use site to run adds up the sums of all sites."""
         name = layout.name
         self._gradients.note_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
         if self._execution.use(keys[0]).mode == "w":  # the blocks were leased without contents
@@ -318,12 +318,12 @@ class LeasedGradients:
             self._sum_uses(layout, blocks)
 
     def _sum_uses(self, layout: UnitLayout, blocks: Sequence[torch.Tensor]) -> None:
-        """Add the other use sites' gradients, in forward order, and take the norm of the sum."""
+        """Add the other use sites' gradients, in forward order, and record the norm of the sum."""
         name = layout.name
         uses = self._gradients.uses[name]
         others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
         if others and not self._execution.uses(others[0][0]):
-            return  # micro-batches run one at a time, and this is not the last one
+            return  # micro-batches run one at a time, and more follow
         if not others:
             self._gradients.add_all_to_norm(name, blocks)
         for part, block in enumerate(blocks if others else ()):
@@ -332,7 +332,7 @@ class LeasedGradients:
         self._gradients.complete(name, uses[0])
 
     def _sum_part(self, name: str, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Add the other use sites' part of a gradient to the first one's, and take its norm."""
+        """Add a part of the other use sites' gradients to the first use site's part, and add the result to the norm."""
         self._gradients.add_uses(block, others)
         self._gradients.add_to_norm(name, part, block)
 
@@ -355,5 +355,5 @@ class LeasedGradients:
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield an allocator of sums, which the plan counts; see ``GradientPlace``."""
+        """Yield an allocator of partial sums. The plan counts them; see ``GradientPlace``."""
         yield torch.empty_like

@@ -1,14 +1,14 @@
-"""Interface of losses: the quantity that a step minimises, as the head computes it.
+"""Interface of losses, the quantities that steps minimise.
 
-A head never has all logits of a step at once. It runs over pieces of the rows with a label, and over parts of the
-vocabulary (`head.py`). So a loss consists of three classes:
+A head never has all logits of a step at once. It iterates over pieces of the labelled rows and over parts of the
+vocabulary (`head.py`). A loss therefore consists of three classes:
 
-- `Loss`, a value in the run's plan: the tensors of a micro-batch that it reads, and its data about the whole step.
-- `MicroBatchLoss`, made from these tensors on the compute device: the loss of each piece of rows, or, if rows are
-  compared with each other, of all rows together.
-- `RowsLoss`: receives the logits of some rows part by part, then returns their loss and its gradient by each logit.
+- `Loss` is part of the plan. It extracts the tensors that it needs from a micro-batch, and data about the whole step.
+- `MicroBatchLoss` is created from these tensors on the compute device. It computes the loss of each piece of rows or,
+  if the loss compares rows with each other, of all rows together.
+- `RowsLoss` receives the logits of some rows part by part, then returns their loss and the gradients of the logits.
 
-`cross_entropy.py` has the built-in loss. Tasks (`megatrain/tasks`) pass in other losses; nothing here depends on them.
+`cross_entropy.py` defines the built-in loss. Tasks (`megatrain/tasks`) define other losses, unknown to the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Loss", "PartialMean", "MicroBatchLoss", "RowsLoss", "mean_figures"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialMean:
-    """Share of a reported mean of a step: ``total`` over ``count`` examples.
+    """Contribution to a reported mean of a step: a sum over some examples.
 
     Attributes:
         total: Scalar, on the compute device or on the host.
@@ -42,19 +42,19 @@ class PartialMean:
 
 
 class RowsLoss(Protocol):
-    """Loss of some rows, whose logits come in parts of the vocabulary.
+    """Loss of some rows whose logits are computed in parts of the vocabulary.
 
-    All parts are added in order. Then the loss is available, and the gradients of parts in any order.
+    The caller adds all parts in order. Then it reads the loss, and the gradients of the parts in any order.
     """
 
     def add(self, logits: Tensor, start: int) -> None:
         """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
 
     def loss(self) -> Tensor:
-        """Return the rows' share of the step's loss, a scalar on the compute device."""
+        """Return the contribution of these rows to the loss of the step, a scalar on the compute device."""
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the gradient of the loss by a part's logits, in their dtype. Called once per part."""
+        """Return the gradient of a part's logits, in their dtype. Called once per part."""
 
 
 class MicroBatchLoss(Protocol):
@@ -64,99 +64,99 @@ class MicroBatchLoss(Protocol):
     def compares_rows(self) -> bool:
         """Whether the gradient of a row depends on other rows.
 
-        If so, all rows of a micro-batch are added before any gradient is computed, and logits are not kept in between.
+        If True, all rows of a micro-batch are added before any gradient is computed, and no logits are kept.
         """
         return False
 
     def of_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows; None if the model's own loss function computes it from their whole logits.
+        """Return the loss of some rows; None if the model's own loss function computes it from whole logits.
 
         Args:
             labels: Vocabulary indexes of the labels, [rows].
-            first: Number of the first row among the micro-batch's rows with a label.
-            num_items: Rows with a label in the whole step, the divisor of a mean over them.
-            in_parts: Whether logits come in parts, which the model's own loss function cannot process.
+            first: Position of the first row among the micro-batch's rows with a label.
+            num_items: Number of rows with a label in the whole step, by which means divide.
+            in_parts: Whether logits come in parts, so that the model's own loss function cannot compute the loss.
         """
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
-        """Return the loss and its figures after all rows were added. Only called if rows are compared.
+        """Return the loss and its metrics after all rows were added. Only called if ``compares_rows``.
 
-        Afterwards ``rows`` return the gradients of this loss.
+        After this call, ``rows`` return the gradients of this loss.
 
         Args:
             rows: Results of ``of_rows`` for the pieces of the micro-batch, in order.
         """
-        raise AssertionError(f"{type(self).__name__} compares no rows")
+        raise AssertionError(f"{type(self).__name__} does not compare rows")
 
 
 class Loss(Protocol):
-    """Quantity that a step minimises. A value: equal losses have equal plans. Evaluations use plain cross entropy."""
+    """Quantity that a step minimises. Equal losses have equal plans. Evaluations use plain cross entropy."""
 
     @property
     def refusal(self) -> str:
-        """End of the error "it has its own loss function, ..." for such a model; "" to accept the model."""
+        """End of the error "it has its own loss function, ..." for a model with one; "" to accept these models."""
         return ""
 
     @property
     def compares_rows(self) -> bool:
-        """Whether micro-batches of its data compare rows; see ``MicroBatchLoss``."""
+        """Whether the loss of a micro-batch compares rows; see ``MicroBatchLoss``."""
         return False
 
     @property
     def needs_reference(self) -> bool:
-        """Whether its data contains scores of the model that the run starts from."""
+        """Whether the data contains scores of the initial model of the run."""
         return False
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes that a micro-batch holds for the loss per token."""
+        """Bytes per token that a micro-batch holds for the loss."""
         return 0
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes kept on the compute device per row with a label until all rows of a micro-batch are added."""
+        """Bytes per labelled row on the compute device, kept until all rows of a micro-batch were added."""
         return 0
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Change the model for training steps inside of the ``with`` block."""
+        """Change the model for training steps within the context."""
         return nullcontext()
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> Mapping[str, Tensor]:
-        """Return the tensors of a micro-batch that the loss reads, in their form for the compute device.
+        """Return the tensors of a micro-batch that the loss needs on the compute device.
 
         Args:
-            batch: The micro-batch on the host, with keys that only losses read (``base.batch_keys.LOSS_KEYS``).
-            shifted: Labels of the next tokens, [B * S].
+            batch: Micro-batch on the host, including the keys that only losses read (``base.batch_keys.LOSS_KEYS``).
+            shifted: Next-token labels, [B * S].
             positions: Positions in ``shifted`` with a label.
         """
         return {}
 
     def synthetic_inputs(self, num_rows: int, device: torch.device) -> Mapping[str, Tensor]:
-        """Return invented results of ``read`` for ``num_rows`` rows with a label, which a plan traces."""
+        """Return placeholder results of ``read`` for ``num_rows`` labelled rows, which a trace uses."""
         return {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> object:
-        """Return data about all micro-batches of a step, on all ranks, that each micro-batch's loss needs."""
+        """Return data about all micro-batches of a step, of all ranks, for the loss of each micro-batch."""
         return None
 
     def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         """Return the loss of a micro-batch of a step.
 
         Args:
-            host: Result of ``read``; empty if a plan traces the loss.
-            placed: The same on the compute device; result of ``synthetic_inputs`` if a plan traces the loss.
-            size: Result of ``size_of_step``; None if a plan traces the loss.
+            host: Result of ``read``; empty in a trace.
+            placed: ``host`` on the compute device; result of ``synthetic_inputs`` in a trace.
+            size: Result of ``size_of_step``; None in a trace.
         """
 
     def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the reported figures of a step, given the means of its figures by name."""
+        """Return the metrics to report for a step, given the means of its metrics by name."""
         return means
 
 
 def mean_figures(figures: Iterable[PartialMean], numbers: Sequence[float]) -> dict[str, float]:
-    """Return the means of a step by name, given the totals of its figures as numbers."""
+    """Return the means of a step's metrics by name, given their totals as numbers."""
     totals: dict[str, list[float]] = {}
     counts: dict[str, int] = {}
     for figure, number in zip(figures, numbers, strict=True):

@@ -1,4 +1,4 @@
-"""Training objective: a loss, and noise on the embeddings."""
+"""Training objective: a loss and, optionally, noise on the embeddings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Objective"]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Loss of training steps, and noise on their inputs. Evaluations use plain cross entropy.
+    """Loss of training steps, and noise on the input embeddings. Evaluations use plain cross entropy.
 
     Attributes:
-        loss: Minimised loss. All losses except plain cross entropy need a chunked head.
-        neftune_noise_alpha: Uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a row
-            x width); 0 for no noise. The micro-batch's random stream generates it, as for dropout.
+        loss: Loss to minimise. All losses except plain cross entropy need a chunked head.
+        neftune_noise_alpha: Alpha of uniform noise on the output of the input embedding; 0 for no noise. The noise is
+            at most alpha / sqrt(tokens in a row x width). The micro-batch's random stream generates it, like dropout.
     """
 
     loss: Loss = PLAIN
@@ -35,7 +35,7 @@ class Objective:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
-        """Make the model's own forward compute this objective inside the ``with`` block."""
+        """Make the model's own forward compute this objective within the context."""
         with self.loss.applied(model):
             if not self.neftune_noise_alpha:
                 yield
@@ -48,7 +48,7 @@ class Objective:
 
 
 def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Return a forward hook that adds noise. A recompute draws the same noise, from the same random state."""
+    """Return a forward hook that adds noise. A recompute draws the same noise, because its random state is the same."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))  # as transformers

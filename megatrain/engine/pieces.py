@@ -1,7 +1,7 @@
-"""Weights and gradients as pieces: a matrix whose blocks are leased one after the other, or all at once.
+"""Weights and gradients in pieces, for matrices whose blocks are leased one at a time or all at once.
 
-A weight is bound as one tensor if its only block is leased. Otherwise it is ``LeasedParts``, which lease a part on
-request. Its gradient goes to ``UseSiteGradients``: to a sum that the visit holds, or to the sum of the leased part
+A weight with one block is bound as one tensor. A weight with several blocks is a ``LeasedParts``, which leases a part
+on request. ``UseSiteGradients`` adds the gradient to a sum that the visit holds, or to the sum of the leased part
 (``PassingGradient``). The hooks of `leased.py` convert between blocks and pieces.
 """
 
@@ -34,32 +34,32 @@ __all__ = [
 
 
 class GradientPlace(Protocol):
-    """Memory in which gradients of a visit are summed. The sums are blocks, or are sent to other ranks."""
+    """Memory provider for a visit's gradient sums, which are blocks, or are sent to other ranks."""
 
     def held(self, layouts: Sequence[UnitLayout], visit: int, /) -> AbstractContextManager[LaneAccumulator]:
-        """Yield the sums of some layouts at a use site. On exit they are stored or sent."""
+        """Yield the sums of some layouts at a use site. On exit, the sums are stored or sent."""
 
     def part(
         self, layout: UnitLayout, visit: int, number: int, key: str, /
     ) -> AbstractContextManager[list[torch.Tensor]]:
-        """Yield memory for the fp32 sums of one part of a gradient. On exit the block has the sum of all use sites.
+        """Yield memory for the fp32 sums of one part of a gradient. On exit, the block holds the sum of all use sites.
 
-        There is one sum for each node of the tree of lanes that this process keeps; one sum if it has all lanes. The
-        first sum is zeroed, or continued. The others are zeroed.
+        There is one sum per node of the tree of lanes that this process keeps, so one sum if it has all lanes. The
+        first sum contains zeros or a sum to continue. All other sums contain zeros.
         """
 
     def open_sums(self) -> AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield an allocator of partial sums, each shaped like a given tensor."""
+        """Yield an allocator of partial sums, which returns memory with the shape of a given tensor."""
 
 
 class DecodedWeights:
-    """Memory in which a visit decodes weights from their blocks. Used by one thread.
+    """Memory in which visits decode weights. Used by one thread.
 
-    It is one buffer for a whole step. Otherwise a device's allocator would get requests of large, varying sizes between
-    small ones, and take more memory than planned.
+    One buffer serves a whole step. With separate allocations of large, varying sizes between small ones, a device's
+    allocator would use more memory than planned.
 
     Args:
-        nbytes: Memory of the visit that decodes most.
+        nbytes: Maximum bytes that one visit decodes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -68,7 +68,7 @@ class DecodedWeights:
 
     @contextmanager
     def room(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Yield memory for weights, uint8 [nbytes]. Last in, first out."""
+        """Yield memory for weights, uint8 [nbytes]. Contexts must exit in reverse order."""
         if self._buffer is None:
             self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         before, self._taken = self._taken, self._taken + nbytes
@@ -85,11 +85,11 @@ class DecodedWeights:
 
 
 class LeasedParts:
-    """Cut weight; a ``MatrixParts``.
+    """``MatrixParts`` of a cut weight.
 
     Args:
-        held: Leased blocks by key: of all parts, or empty.
-        lease: Leases blocks by their keys, if ``held`` is empty.
+        held: Leased blocks of all parts, by key; empty if parts are leased on request.
+        lease: Function that leases blocks by key, used if ``held`` is empty.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LeasedParts:
 
     @contextmanager
     def part(self, number: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of a part."""
+        """Yield the rows of part ``number``."""
         key, shape = self._keys[number], (len(self.rows[number]), self.shape[1])
         if not self.passes:
             yield _matrix(self._held[key], shape)
@@ -115,7 +115,7 @@ class LeasedParts:
 
 
 def rows_of_parts(layout: UnitLayout) -> list[range]:
-    """Return the rows of each part of a layout of one matrix."""
+    """Return the rows of each part of a layout that has one matrix."""
     first = layout.first_rows
     stops = (*first[1:], layout.entries[0].shape[0])
     return [range(start, stop) for start, stop in zip(first, stops, strict=True)]
@@ -127,7 +127,7 @@ def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 class PassingGradient:
-    """Gradient of one matrix at one use site, whose parts are leased one after the other."""
+    """Gradient of one matrix at one use site, whose parts are leased one at a time."""
 
     def __init__(
         self, place: GradientPlace, gradients: StepGradients, layout: UnitLayout, visit: int, keys: Sequence[str]
@@ -138,7 +138,7 @@ class PassingGradient:
         self.rows = rows_of_parts(layout)
         self._micro_batch = 0
         self._recorded: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
-        # Rows of the leased part, and the memory of its sums: the first is zeroed or continued, the others are zeroed.
+        # Rows of the leased part and the memory of its sums. The first sum can be nonzero; all others are zero.
         self._part: tuple[range, list[torch.Tensor]] | None = None
         self._open: LaneAccumulator | None = None
         self._num_closed = 0
@@ -150,12 +150,12 @@ class PassingGradient:
             self._open.at(micro_batch)
 
     def record(self, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None) -> None:
-        """Keep rows, to be added when their parts are leased."""
+        """Store rows. They are added when their parts are leased."""
         self._recorded.append((self._micro_batch, indexes, rows, ignored))
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
-        """Lease a part, to which gradients are added inside the context."""
+        """Lease a part. Gradients are added to it within the context."""
         rows = self.rows[number]
         with self._place.part(self._layout, self._visit, number, self._keys[number]) as sums:
             self._part = rows, [_matrix(each, (len(rows), self._entry.shape[-1])) for each in sums]
@@ -168,7 +168,7 @@ class PassingGradient:
 
     @contextmanager
     def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
-        """Sum gradients of some rows of the leased part, for all micro-batches."""
+        """Sum the gradients of all micro-batches for some rows of the leased part, within the context."""
         assert self._part is not None, f"no part of {self._entry.name} is leased"
         held, matrices = self._part
         places = [matrix[start - held.start : stop - held.start] for matrix in matrices]
@@ -181,7 +181,7 @@ class PassingGradient:
         with self._place.open_sums() as make:
 
             def room() -> GradientAccumulator:
-                # Open sums are numbered: the final ones come first.
+                # The final sums come first among the open sums.
                 place = next(left, None)
                 return sums(make(places[0]) if place is None else place, set())
 
@@ -193,7 +193,7 @@ class PassingGradient:
                 self._open = None
         for place, (_, own) in zip(places, found, strict=True):
             if own is not None and not own.added:
-                place.zero_()  # it held the sum of other lanes, which was added to a previous sum
+                place.zero_()  # held the sum of lanes that were added to a previous sum
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
         """Accumulate a product in rows of the leased part."""
@@ -202,7 +202,7 @@ class PassingGradient:
         self._gradients.note_filled(self._layout.name, self._visit, [self._entry.name])
 
     def close(self) -> None:
-        """Lease the remaining parts, add the recorded rows to them, and take the norm."""
+        """Lease the parts if none was leased, add the recorded rows to them, and record the norm."""
         if not self._num_closed:
             for number, held in enumerate(self.rows):
                 with self.part(number), self.some_rows(held.start, held.stop) as sums:
@@ -216,11 +216,11 @@ class PassingGradient:
 
 
 class UseSiteGradients:
-    """Gradients of a use site, held or passing part by part; the ``GradientSink`` of a visit.
+    """``GradientSink`` of a visit: gradients that the visit holds, and gradients whose parts pass.
 
     Args:
-        held: Sums that are leased for the whole visit; None if all gradients pass.
-        passing: Parameter -> its gradient, part by part; usually empty.
+        held: Sums leased for the whole visit; None if all gradients pass.
+        passing: Parameter -> gradient whose parts pass; usually empty.
     """
 
     def __init__(self, held: LaneAccumulator | None, passing: Mapping[str, PassingGradient]) -> None:
@@ -238,7 +238,7 @@ class UseSiteGradients:
         return self._passing[name].rows if name in self._passing else ()
 
     def part(self, name: str, number: int) -> AbstractContextManager[None]:
-        """Lease a part."""
+        """Lease a part of a passing gradient."""
         return self._passing[name].part(number)
 
     @contextmanager
@@ -249,12 +249,12 @@ class UseSiteGradients:
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Accumulate a whole gradient."""
-        assert name not in self._passing, f"the gradient of {name} was planned to come part by part"
+        assert name not in self._passing, f"the plan expects the gradient of {name} part by part"
         assert self._held is not None, name
         self._held.add(name, gradient)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
-        """Accumulate a product, in the leased part if parts pass."""
+        """Accumulate a product in a held sum, or in the leased part if parts pass."""
         if name in self._passing:
             self._passing[name].add_product(left, right, first_row)
         else:
@@ -262,7 +262,7 @@ class UseSiteGradients:
             self._held.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
-        """Accumulate rows, or keep them until their parts are leased."""
+        """Accumulate rows in a held sum, or store them until their parts are leased."""
         if name in self._passing:
             self._passing[name].record(indexes, rows, ignored)
         else:
@@ -270,26 +270,26 @@ class UseSiteGradients:
             self._held.add_rows(name, indexes, rows, ignored)
 
     def close(self) -> None:
-        """Fill the remaining parts."""
+        """Close the passing gradients."""
         for gradient in self._passing.values():
             gradient.close()
 
 
 def fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """Return the fp32 tensor in which a use site's gradients are summed: the block itself if it is fp32."""
+    """Return the tensor in which a use site's gradients are summed: the block itself, or a new fp32 tensor."""
     if gradient.dtype == torch.float32:
         return gradient
-    assert mode == "w", "a sum that was rounded cannot be continued"
+    assert mode == "w", "a rounded sum cannot be continued"
     return fp32_like(gradient)
 
 
 def fp32_like(gradient: torch.Tensor) -> torch.Tensor:
-    """Return memory for an fp32 sum of a gradient, which the plan counts as workspace."""
+    """Return memory for an fp32 sum of a gradient. The plan counts it as workspace."""
     return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
 
 
 def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: UnitLayout, filled: set[str]) -> None:
-    """Zero elements without a gradient: padding between entries, and entries without a gradient."""
+    """Zero all elements without a gradient: the padding between entries, and entries missing in ``filled``."""
     position = 0
     ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
     for start, stop in (*ends, (layout.num_elements, layout.num_elements)):

@@ -1,18 +1,18 @@
-"""Step on several ranks: every rank owns a shard of each block, and computes some of the micro-batches.
+"""Step on several ranks. Every rank owns a shard of each block and computes some of the micro-batches.
 
-`Ranks` has the hooks of the executor (`leased.ShardingHooks`) for a process with shards of blocks. The running model
-gets full copies of weights, gathered from the shards of all ranks. Its gradients are summed in separate memory. An
-exchange cuts the sums into shards and adds them in the order of lanes (`ranks/lanes.py`). Leases, updates and traffic
-of shards are the same as for whole blocks. Copies and sums are not blocks: they are workspace, which
+`Ranks` implements the hooks of the executor (`leased.ShardingHooks`) for a process with shards of blocks. The running
+model gets full copies of weights, gathered from the shards of all ranks. Its gradients are summed in separate memory.
+An exchange splits the sums into shards and adds them in the order of lanes (`ranks/lanes.py`). Shards are leased,
+updated and moved like whole blocks. Copies and sums are not blocks but workspace, which
 `workspace.collective_transients` plans.
 
-Ticks of the program issue all collectives. Requests of the model never do, because they depend on the data. Parts of
-the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick in which they pass.
-Each part has its turn there, even if the model does not request it (`PartTurns`).
+Ticks of the program issue all collectives. Requests of the model issue none, because they depend on the data. Parts of
+the vocabulary that pass are gathered, and their gradients exchanged, within the tick in which they pass. Each part has
+a turn in this tick, even if the model does not request the part (`PartTurns`).
 
-If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they
-have a separate stream, and the streams wait for each other on the device, without blocking the host. The count of
-copies and sums is exact there, because memory is freed only after both streams are done with it.
+If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they use
+a separate stream, and the streams wait for each other on the device, without blocking the host. The counted bytes of
+copies and sums are exact, because memory is freed only after both streams have finished with it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Ranks", "parts_of_program"]
 
 
 class Ranks(ShardingHooks):
-    """Hooks of a process that has shards of blocks, and computes with full copies.
+    """Hooks of a process that owns shards of blocks and computes with full copies.
 
     Used by one thread, which runs the step.
     """
@@ -69,11 +69,11 @@ class Ranks(ShardingHooks):
 
     @property
     def window_bytes(self) -> int:
-        """Peak bytes of full copies, sums and received data together."""
+        """Peak total bytes of full copies, sums and received data."""
         return self.window.most_bytes
 
     def start_step(self) -> None:
-        """Drop the state of a previous step, which may have failed."""
+        """Drop the state of a previous step that may have failed."""
         self.window.start_step()
         self.weights.start_step()
         self._turns.clear()
@@ -84,11 +84,11 @@ class Ranks(ShardingHooks):
         self._turns.begin(self._parts_in_turn(op))
 
     def after_visit(self) -> None:
-        """Drop the full copies of the finished visit, and the sums that were exchanged concurrently."""
+        """Drop the full copies of the finished visit, and the sums that an exchange sent during the visit."""
         op = self._execution.op
         if op is None:
             return
-        # Remaining turns come first: they use this op's blocks, and all ranks pass them at this point.
+        # Finish the remaining turns first: they use blocks of this op, and all ranks finish them at this point.
         self._turns.pass_all(op)
         self.gradients.drop_leaving()
         self.weights.drop(op)
@@ -110,30 +110,30 @@ class Ranks(ShardingHooks):
             self.gradients.exchange(op)
 
     def before_update(self, layout: UnitLayout) -> None:
-        """Settle a layer's norm and parameters with a gradient, with the results of all ranks."""
+        """Combine a layer's norm and parameters with a gradient over all ranks."""
         self._agree_now([layout], (), ())
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Read the results of all ranks now, because each rank needs the others' results; see ``ShardingHooks``."""
+        """Exchange and read the results of all ranks immediately; see ``ShardingHooks``."""
         found = self._agree_now(layouts, terms, figures)
         return lambda: found
 
     def _agree_now(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Share the results of complete gradients, so that norms and parameters with a gradient cover all lanes.
+        """Share the results of complete gradients among ranks, so that they cover all lanes.
 
-        Waits for all ranks, and for the device.
+        Waits for all ranks and for the device.
 
         Args:
-            layouts: Layouts with complete gradients, the same on all ranks. Layouts with a known norm are skipped.
+            layouts: Layouts with complete gradients, equal on all ranks. Layouts whose norm is known are skipped.
             terms: Scalars whose sum is this rank's loss.
-            figures: Totals of this rank's preferences.
+            figures: Contributions of this rank to the metrics of preferences.
 
         Returns:
-            The terms and figures of all ranks, in the order of their micro-batches.
+            Terms and figures of all ranks, in the order of their micro-batches.
         """
         self.window.wait_for_collectives()
         known, shards = self._step_gradients.squared_norms, self._program.sharding.shards
@@ -147,7 +147,7 @@ class Ranks(ShardingHooks):
         positions = [count + len(of_rank) for count, of_rank, _, _ in records]
         for layout in layouts:
             squares: list[Tensor] = []
-            # Part by part and rank by rank: in the order of elements, so that the sum has the bits of one process.
+            # Iterate by part, then by rank: in the order of elements, so that the sum is bit-identical to one process.
             for part in self._program.parts_of(layout):
                 for rank, of_rank in enumerate(found):
                     count = -(-len(shards.owned(part, rank)) // SHARD_BLOCK_ELEMENTS)
@@ -164,7 +164,7 @@ class Ranks(ShardingHooks):
         return all_terms, all_figures
 
     def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
-        """Yield the parts to gather and exchange while an op of the model runs, by group."""
+        """Yield, by group, the keys of the parts to gather or exchange while an op of the model runs."""
         for group in op.passing:
             keys = zip(group, self._execution.own_keys(op, group), strict=True)
             found = deque(
@@ -179,12 +179,12 @@ class Ranks(ShardingHooks):
 
 
 class RankWindow:
-    """Memory and stream between shards and the running model.
+    """Memory counter and side stream of the collectives.
 
     Attributes:
-        device: Device of leased shards, known after the first gather.
+        device: Device of the leased shards, known after the first gather.
         side: Stream of collectives that run concurrently with the layers on a GPU; otherwise None.
-        held_bytes: Present bytes of full copies, sums and received data.
+        held_bytes: Current total bytes of full copies, sums and received data.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -194,36 +194,36 @@ class RankWindow:
         self.held_bytes = self.most_bytes = 0
 
     def start_step(self) -> None:
-        """Reset the counter, and make the streams wait for each other: a failed step may have left work on them."""
+        """Reset the counter and let the streams wait for each other: a failed step may have left work queued."""
         self.held_bytes = 0
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
             torch.cuda.current_stream().wait_stream(self.side)
 
     def find_device(self, device: torch.device) -> None:
-        """Record the device of leased shards."""
+        """Record the device of the leased shards."""
         self.device = device
         if device.type == "cuda" and self._gathers_ahead and self.side is None:
             self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def note(self, nbytes: int) -> None:
-        """Count allocated bytes; negative numbers for freed bytes."""
+        """Count allocated bytes. Pass a negative number for freed bytes."""
         self.held_bytes += nbytes
         self.most_bytes = max(self.most_bytes, self.held_bytes)
 
     def wait_for_model(self) -> None:
-        """Make collectives wait, on the device, for the work that the model has queued."""
+        """Let collectives wait on the device for the work that the model has queued."""
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
 
     def wait_for_collectives(self) -> None:
-        """Make the model wait, on the device, for queued collectives."""
+        """Let the model wait on the device for queued collectives."""
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Queue the work inside on the stream of collectives, after the collectives queued before."""
+        """Queue the work in this context on the stream of collectives, after earlier collectives."""
         if self.side is None:
             yield
             return
@@ -232,43 +232,43 @@ class RankWindow:
 
     @contextmanager
     def within_tick(self) -> Iterator[None]:
-        """Queue collectives between the model's queued work and its next work."""
-        # All collectives share one stream, so that they have the same order on the device as on the tape.
+        """Queue the collectives in this context after the model's queued work and before its next work."""
+        # All collectives share one stream, so that the device runs them in the order of the tape.
         self.wait_for_model()
         with self.on_side_stream():
             yield
         self.wait_for_collectives()
 
     def event(self) -> Any:
-        """Return an event after the present work on the stream of collectives."""
+        """Return an event that follows the work queued so far on the stream of collectives."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.side)
         return event
 
 
 class PartTurns:
-    """Order in which parts that pass within a tick are gathered, and their gradients exchanged.
+    """Order in which passing parts are gathered, and their gradients exchanged, within a tick.
 
-    The order does not depend on data: a part has its turn even if a rank has no row for it, or no gradient.
+    The order does not depend on data: a part has a turn even if a rank has no rows or no gradient for it.
 
     Args:
-        pass_unused: Gathers or exchanges a part, by its key, that the model has not requested.
+        pass_unused: Function that gathers or exchanges a part, given its key, that the model has not requested.
     """
 
     def __init__(self, pass_unused: Callable[[str], None]) -> None:
         self._pass_unused = pass_unused
-        self._groups: deque[deque[str]] = deque()  # still to be gathered or exchanged in the present tick
+        self._groups: deque[deque[str]] = deque()  # remaining turns of the current tick
 
     def clear(self) -> None:
         """Drop the remaining parts of a failed step."""
         self._groups.clear()
 
     def begin(self, groups: Iterator[deque[str]]) -> None:
-        """Record the parts of a new tick, by group."""
+        """Record the keys of a new tick's parts, by group."""
         self._groups.extend(groups)
 
     def advance_to(self, key: str, op: Op) -> None:
-        """Advance to a part's turn: gather and exchange the parts before it that were not requested."""
+        """Advance to a part's turn. Gather or exchange the parts before it that the model did not request."""
         self.advance_to_group_of(key, op)
         group = self._groups[0]
         while (turn := group.popleft()) != key:
@@ -277,12 +277,12 @@ class PartTurns:
             self._groups.popleft()
 
     def advance_to_group_of(self, key: str, op: Op) -> None:
-        """Pass the groups before a part's group."""
+        """Gather or exchange the remaining parts of the groups before a part's group."""
         self._pass_groups(key)
         assert self._groups, f"{key} has no turn in {op}"
 
     def pass_all(self, op: Op) -> None:
-        """Pass all remaining groups in the tick of an op."""
+        """Gather or exchange all remaining parts of an op's tick."""
         self._pass_groups(None)
 
     def _pass_groups(self, before: str | None) -> None:
@@ -296,8 +296,8 @@ class _CopiesOfTick:
     """Full copies of the weights of one tick.
 
     Attributes:
-        works: Operations on the host that fill them; None for finished ones.
-        event: Event after the operations that fill them, on a GPU.
+        works: Asynchronous operations that fill the copies; None for a finished operation.
+        event: On a GPU, event after the operations that fill the copies.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -305,7 +305,7 @@ class _CopiesOfTick:
     event: Any = None
 
     def wait(self) -> None:
-        """Wait for the copies: the host for gloo, the current stream for NCCL."""
+        """Wait for the copies. With gloo, the host waits; with NCCL, the current stream waits."""
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -316,14 +316,14 @@ class _CopiesOfTick:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """Sums of gradients that are being sent."""
+    """Gradient sums that an exchange is sending."""
 
     sums: list[Tensor]
     event: Any
 
 
 class FullCopies:
-    """Weights as full copies, gathered from the shards of all ranks; a ``WeightPlace``."""
+    """``WeightPlace`` whose weights are full copies, gathered from the shards of all ranks."""
 
     def __init__(
         self, collectives: Collectives, execution: TapeExecution, window: RankWindow, turns: PartTurns
@@ -334,7 +334,7 @@ class FullCopies:
         for layout in self._graph.layouts.values():
             for part, key in enumerate(self._program.weight_keys(layout)):
                 self._places[key] = layout.name, part
-        self._full: dict[tuple[Phase, int], deque[_CopiesOfTick]] = {}  # by the ticks that need them, in order
+        self._full: dict[tuple[Phase, int], deque[_CopiesOfTick]] = {}  # tick that needs them -> copies, in order
 
     def start_step(self) -> None:
         """Drop the copies of a failed step."""
@@ -345,7 +345,7 @@ class FullCopies:
         return key in self._places
 
     def gather(self, op: Op) -> None:
-        """Gather full copies of weights for the tick that an op serves."""
+        """Gather full copies of weights for the tick that a gather op serves."""
         assert op.serves is not None, op
         program, keys = self._program, self._execution.own_keys(op, op.held)
         names = dict.fromkeys(self._places[key][0] for key in keys)
@@ -365,10 +365,10 @@ class FullCopies:
         self._full.setdefault((op.serves, op.visit), deque()).append(full)
 
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
-        """Gather the parts of a layout. Return the last part's operation if it continues asynchronously.
+        """Gather the parts of a layout. Return the asynchronous operation of the last part, if any.
 
-        Parts are gathered in order, because a part's padding may reach into the next part, which overwrites it. A shard
-        is first copied, which rounds an average, and then gathered in place: its lease need not wait for other ranks.
+        Parts are gathered in order, because the padding of a part may extend into the next part, which overwrites it.
+        Each shard is first copied, which rounds an average, then gathered. Its lease need not wait for other ranks.
         """
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
@@ -378,7 +378,7 @@ class FullCopies:
         return work
 
     def _gather_part(self, place: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
-        """Gather a part into its place. Return the operation if it continues asynchronously."""
+        """Gather a part into its place. Return the operation if it is asynchronous."""
         shards = self._program.sharding.shards
         mine = place.view(shards.size, -1)[shards.rank]
         mine.copy_(shard)
@@ -394,7 +394,7 @@ class FullCopies:
 
     @contextmanager
     def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield parameters: views of the full copies, and passing parts; see ``WeightPlace``."""
+        """Yield parameters as views of full copies or as passing parts; see ``WeightPlace``."""
         op = self._execution.present
         tensors: dict[str, Tensor | MatrixParts] = {}
         for layout in layouts:
@@ -408,7 +408,7 @@ class FullCopies:
         yield tensors
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Take the weights nevertheless, because all ranks gather together, and other ranks may need them."""
+        """Lease and release the weights, because other ranks may need them and all ranks gather together."""
         with self.of_visit(layouts, visit):
             pass
 
@@ -420,7 +420,7 @@ class FullCopies:
 
     @contextmanager
     def _part_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Gather a part of a weight in its turn."""
+        """Gather a part of a weight when its turn comes."""
         (key,) = keys
         self._turns.advance_to(key, self._execution.present)
         with self.part(key) as copy:
@@ -428,7 +428,7 @@ class FullCopies:
 
     @contextmanager
     def part(self, key: str) -> Iterator[Tensor]:
-        """Gather a part of a weight whose turn has come."""
+        """Gather a part of a weight. Requires its turn."""
         name, number = self._places[key]
         part = self._program.weight_parts_of(self._graph.layouts[name])[number]
         with self._window.within_tick(), self._execution.lease([key]) as shards:
@@ -443,9 +443,9 @@ class FullCopies:
 
 
 class ExchangedGradients:
-    """Gradients that are summed in separate memory, then exchanged: each rank adds up the shards that it owns.
+    """``GradientPlace`` that sums gradients in separate memory, then exchanges the sums between ranks.
 
-    A ``GradientPlace``.
+    Each rank adds up the sums of the shards that it owns.
     """
 
     def __init__(
@@ -464,9 +464,9 @@ class ExchangedGradients:
             for use in range(len(gradients.uses[layout.name])):
                 for part, key in enumerate(self._program.gradient_keys(layout, use)):
                     self._places[key] = layout.name, use, part
-        self._leaving: list[_Leaving] = []  # sums that a previous exchange still sends
-        self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
-        self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of this rank's shard
+        self._leaving: list[_Leaving] = []  # sums that an exchange is sending
+        self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> one sum per range of lanes
+        self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> partial sums of squares
 
     def start_step(self) -> None:
         """Drop the sums of a failed step."""
@@ -479,20 +479,20 @@ class ExchangedGradients:
         return key in self._places
 
     def take_partials(self, layout: UnitLayout) -> list[Tensor]:
-        """Return the partial sums of squares of this rank's shards of a complete gradient, part by part."""
+        """Remove and return the partial sums of squares of this rank's shards of a gradient, by part."""
         return [self._partials.pop((layout.name, part)) for part in range(len(self._program.parts_of(layout)))]
 
     def drop_leaving(self) -> None:
-        """Drop the sums that a previous exchange has sent."""
+        """Drop the sums that earlier exchanges sent."""
         for leaving in self._leaving:
-            torch.cuda.current_stream().wait_event(leaving.event)  # the next sums reuse the memory
+            torch.cuda.current_stream().wait_event(leaving.event)  # because the next sums reuse the memory
             self._window.note(-sum(each.nbytes for each in leaving.sums))
         self._leaving.clear()
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Yield fp32 sums over the micro-batches of this rank, to be exchanged later; see ``GradientPlace``."""
-        made: list[dict[str, Tensor]] = []  # for each open sum of lanes: memory by layout
+        """Yield fp32 sums over this rank's micro-batches. A later op exchanges them; see ``GradientPlace``."""
+        made: list[dict[str, Tensor]] = []  # memory by layout, for each open sum of lanes
 
         def room() -> GradientAccumulator:
             memory = {
@@ -505,7 +505,7 @@ class ExchangedGradients:
             made.append(memory)
             targets: dict[str, Tensor | InPieces] = {}
             for layout in layouts:
-                # In the pieces of a single process, because products of other shapes might have other bits.
+                # Use the pieces of a single process, because products of different shapes can round differently.
                 parts = self._program.parts_of(layout)
                 targets.update(views_of_parts([_within(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
@@ -513,7 +513,7 @@ class ExchangedGradients:
         accumulator = LaneAccumulator(self._gradients.lanes, room(), room)
         yield accumulator
         left = [None if each is None else each.added for _, each in accumulator.close()]
-        while len(made) < len(left):  # no micro-batch is in these lanes
+        while len(made) < len(left):  # these lanes have no micro-batch
             room()
         for memory in made[len(left) :]:
             self._window.note(-sum(each.nbytes for each in memory.values()))
@@ -527,7 +527,7 @@ class ExchangedGradients:
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def exchange(self, op: Op) -> None:
-        """Add up the sums of all ranks. Each rank adds its own shards, and stores them in its blocks."""
+        """Add up the sums of all ranks. Each rank adds and stores its own shards."""
         self._window.wait_for_model()  # the model computes the sums
         sent: list[Tensor] = []
         with self._window.on_side_stream():
@@ -547,18 +547,18 @@ class ExchangedGradients:
                 self._leaving.append(_Leaving(sent, self._window.event()))
 
     def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor], sums: Sequence[Tensor]) -> None:
-        """Fill the gradient of a part at one use site.
+        """Store the gradient of a part at one use site, summed over all ranks.
 
         Args:
-            keys: Key of the gradient, and keys of other use sites' gradients to be added to it.
-            sums: Sum of each of this rank's ranges of lanes: the shards of all ranks, one after the other.
+            keys: Key of the gradient, followed by keys of other use sites' gradients to add to it.
+            sums: One sum per range of this rank's lanes, with the concatenated shards of all ranks.
         """
         name, use, part = self._places[keys[0]]
         elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
         owned = len(self._program.sharding.shards.owned(elements))
         block.copy_(self._added(sums))
-        block[owned:].zero_()  # padding, in which the sums have elements of the next part
+        block[owned:].zero_()  # padding, where the sums contain elements of the next part
         if use > 0:
             return
         # The backward reaches the first use site last, so the sums of all sites are now complete.
@@ -569,7 +569,7 @@ class ExchangedGradients:
         """Return the sum over all lanes of this rank's shard of a part.
 
         Args:
-            sums: [ranks * N] for each range of lanes of this rank: the shards of all ranks, one after the other.
+            sums: One sum [ranks * N] per range of this rank's lanes, with the concatenated shards of all ranks.
         """
         lanes = self._program.sharding.lanes
         of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
@@ -592,7 +592,7 @@ class ExchangedGradients:
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
-        """Yield memory for the sums of one part of a gradient, in its turn; see ``GradientPlace``."""
+        """Yield memory for the sums of one part of a gradient when its turn comes; see ``GradientPlace``."""
         op = self._execution.present
         self._turns.advance_to_group_of(key, op)
         with self.summed_part(key, before=lambda: self._turns.advance_to(key, op)) as sums:
@@ -600,10 +600,10 @@ class ExchangedGradients:
 
     @contextmanager
     def summed_part(self, key: str, before: Callable[[], None] = lambda: None) -> Iterator[list[Tensor]]:
-        """Yield zeroed partial sums, which are exchanged on exit.
+        """Yield zeroed partial sums. Exchange them on exit.
 
         Args:
-            before: Runs before the exchange, after the sums are complete.
+            before: Function that runs when the sums are complete, before the exchange.
         """
         name, use, number = self._places[key]
         layout = self._graph.layouts[name]
@@ -621,7 +621,7 @@ class ExchangedGradients:
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield an allocator of open sums, which are counted until exit; see ``GradientPlace``."""
+        """Yield an allocator of open sums. Their memory counts until exit; see ``GradientPlace``."""
         made = 0
 
         def make(like: Tensor) -> Tensor:
@@ -636,7 +636,7 @@ class ExchangedGradients:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Tensor:
-    """Return double-precision numbers on the host, in order. Device numbers take one copy and one host sync."""
+    """Return double-precision numbers on the host, in order. Device numbers need one copy and one host sync."""
     if not tensors:
         return torch.empty(0, dtype=torch.float64)
     numbers = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
@@ -652,9 +652,9 @@ def _within(tensor: Tensor, elements: range) -> Tensor:
 
 
 def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
-    """Return, by name, the properties that all ranks must share so that a step ends, with the bits of one process.
+    """Return, by name, the properties that all ranks must share so that a step completes like on one process.
 
-    The homes of blocks may differ, because they do not change the order. The number of a rank's micro-batches may also.
+    Homes of blocks and numbers of micro-batches can differ between ranks, because they do not affect the order.
     """
     lanes, updates = program.sharding.lanes, program.updates
     parts = {
@@ -663,7 +663,7 @@ def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, 
         "updates": "after the norm of a whole step" if updates.are_deferred else "in the backward",
     }
     for number, tick in enumerate(program.ticks):
-        # Deferred updates issue no collective, and their position depends on the memory of each rank.
+        # Skip deferred updates: they issue no collectives, and their position depends on the memory of each rank.
         if tick.phase != "update" or not updates.are_deferred:
             blocks = [program.contents(number, key) for key, _ in tick.uses]
             sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]

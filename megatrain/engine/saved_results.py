@@ -1,14 +1,13 @@
-"""Results of attention and of products, saved in a forward for the recompute, which reads them and computes the rest.
+"""Results of attention and products that a forward saves, so that its recompute need not compute them.
 
-A recompute repeats its forward exactly, so a kernel would give the same results for the same inputs. A forward saves
-the results of kernels: for attention, the output, the logarithms of sums that its backward needs, and its random state;
-for a product with a bound weight, the product. Other operations run again. Gradients come from the backward of
-the kernel or product.
+A recompute repeats its forward exactly, so a kernel would compute the same results again. A forward can therefore save
+results of kernels. For attention these are the output, the logsumexp that the backward needs, and the random state. For
+a product with a bound weight, it is the product. Other operations run again. Gradients come from the usual backward.
 
-Calls are matched by their order and arguments. A call that differs, or was not saved, is computed. Only kernels that
-keep their scores out of memory are saved. All others are recomputed: eager attention, the math kernel, and any dropout,
-whose draws a recompute must repeat. docs/decisions/0027-saving-attention-alone.md,
-docs/decisions/0081-results-of-products.md
+The recompute matches calls by order and arguments. It computes calls that differ or were not saved. Only fused kernels,
+which store no scores, are saved. Eager attention, the math kernel and attention with dropout run again.
+
+docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from tiered.units import round_up
 
 __all__ = ["NOT_SAVABLE", "ResultSizes", "Savable", "SavedResults"]
 
-#: Results start at multiples of this, like new tensors, because kernels choose by alignment.
+#: Results are aligned like new tensors, because kernels select code by alignment.
 _ALIGNMENT_BYTES = 512
-#: A kernel may return random states on a GPU where its fake kernel returns them on another device: two scalars.
+#: On a GPU, a kernel may return two random state scalars that its fake kernel returns on another device.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Savable:
-    """Results of a visit's calls that may be saved for its recompute.
+    """Results of a visit's calls that can be saved for its recompute.
 
     Attributes:
-        nbytes: Size of the block of a micro-batch.
+        nbytes: Size of the block per micro-batch.
     """
 
     nbytes: int = 0
@@ -51,7 +50,7 @@ class Savable:
 
     @property
     def copying(self) -> Work:
-        """Work of copying the results into the block."""
+        """Work of copying the results to the block."""
         return Work(moved_nbytes=2 * self.nbytes)
 
 
@@ -60,7 +59,7 @@ NOT_SAVABLE = Savable()
 
 @dataclass(frozen=True, slots=True)
 class _ResultView:
-    """Place of a result in a block, and its layout there."""
+    """Place and layout of a result in a block."""
 
     start: int
     nbytes: int
@@ -75,7 +74,7 @@ class _ResultView:
 
 @dataclass(frozen=True, slots=True)
 class _SavedCall:
-    """Call of an operator: its arguments without contents, and its results or their places."""
+    """Call of an operator: the signature of its arguments, and its results or their places in the block."""
 
     signature: Any
     results: tuple[Any, ...]
@@ -83,14 +82,14 @@ class _SavedCall:
 
 
 class SavedResults:
-    """Results of the calls in one run of a unit, saved in the bytes of one block.
+    """Results of the calls in one run of a unit, saved in one block.
 
-    Calls of attention are saved until the block is full: their number and lengths may depend on the data. Used by one
+    Attention calls are saved until the block is full, because their number and lengths can depend on data. Used by one
     thread.
 
     Args:
-        attention_nbytes: Bytes at the start of the block for attention's results; None for the whole block.
-        with_products: Whether to save results of products also, in the other bytes.
+        attention_nbytes: Bytes at the start of the block for results of attention; None for the whole block.
+        with_products: Whether to save results of products in the remaining bytes.
     """
 
     def __init__(self, attention_nbytes: int | None = None, *, with_products: bool = False) -> None:
@@ -102,7 +101,7 @@ class SavedResults:
 
         Args:
             room: Bytes on the compute device, uint8 [N].
-            owners: Id of each bound weight whose products may be saved -> its owner's name.
+            owners: Id of each bound weight whose products can be saved -> owner's name.
         """
         self._calls = []
         stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
@@ -133,13 +132,13 @@ class SavedResults:
 
 
 class _Room:
-    """Bytes of a block, from ``start`` to ``stop``, filled with results one after the other."""
+    """Bytes of a block, from ``start`` to ``stop``, filled with results in order."""
 
     def __init__(self, room: Tensor, start: int, stop: int) -> None:
         self._room, self._used_bytes, self._stop = room, start, stop
 
     def save(self, signature: Any, result: Any) -> _SavedCall | None:
-        """Copy the results of a call into the room; return None if they do not fit, or their layout has gaps."""
+        """Save the results of a call; return None if they do not fit, or if their layout has gaps."""
         results = (result,) if isinstance(result, Tensor) else result
         room, at, found = self._room, self._used_bytes, list[Any]()
         for item in results:
@@ -159,10 +158,10 @@ class _Room:
 
 
 class ResultSizes:
-    """Sizes of the results that a run of a unit could save, measured in a trace.
+    """Sizes of the results that a run of a unit can save, measured in a trace.
 
     Args:
-        flops_of: FLOPs of a call of an operator, given the operator, its arguments and its result.
+        flops_of: Function from an operator, its arguments and its result to the FLOPs of the call.
     """
 
     def __init__(
@@ -172,10 +171,10 @@ class ResultSizes:
     ) -> None:
         self._owners, self._flops_of = owners, flops_of
         self.attention = NOT_SAVABLE
-        self._products: dict[str, Savable] = {}  # by owner's name of the weight
+        self._products: dict[str, Savable] = {}  # weight's owner -> its products
 
     def measuring(self) -> AbstractContextManager[Any]:
-        """Return the context of the run."""
+        """Return the context of the measured run."""
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
@@ -200,7 +199,7 @@ class ResultSizes:
         return _calls(call, self._owners, product)
 
     def results(self, unneeded: Container[str]) -> Savable:
-        """Return the results of attention and of all products except those with unneeded weights."""
+        """Return the results of attention and of all products whose weight is not in ``unneeded``."""
         found = self.attention
         for owner, product in self._products.items():
             if owner not in unneeded:
@@ -221,7 +220,7 @@ _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @contextmanager
 def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
-    """Pass attention's kernels that run inside to ``call``; products with weights also, or to ``product``."""
+    """Pass attention kernels to ``call``, and products with weights to ``product`` (default ``call``)."""
 
     def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return call(func, args, kwargs)
@@ -235,10 +234,10 @@ def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None
 
 
 class _AttentionKernelMode(TorchFunctionMode):
-    """Mode that passes the attention kernels inside to ``call``.
+    """Mode that passes attention kernels to ``call``.
 
-    It dispatches operators through Python only inside of attention. If all operators of a layer did, some of torch's
-    would take other code paths, and every one would cost time.
+    It dispatches operators through Python only within attention. Dispatching all operators of a layer would cost time
+    for each, and would make torch use other code paths for some operators.
     """
 
     def __init__(self, call: _Call) -> None:
@@ -271,12 +270,12 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _takes_room(item: Any, device: torch.device) -> bool:
-    """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are kept as they are."""
+    """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are not."""
     return isinstance(item, Tensor) and item.numel() > 0 and item.device == device
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor are contiguous in memory, in any order."""
+    """Return whether the elements of a tensor fill a contiguous range of memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size == 1:
@@ -288,7 +287,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _signature(value: Any) -> Any:
-    """Return the arguments of a call without the contents of tensors."""
+    """Return the arguments of a call, with shapes, strides, dtypes and devices instead of tensors."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,9 +1,9 @@
-"""Buffer aliasing of gradients: gradients with disjoint lifetimes share a block.
+"""Buffer aliasing: gradients with disjoint lifetimes share a block.
 
 A gradient lives from its first contribution to its update. If each update follows the backward that completes its
-gradient (``GroupUpdates.are_deferred`` is False), the gradient is dead when the next layer but one begins. Then a model
-needs memory for the gradients of a layer or two. If updates wait for the norm of all gradients, gradients live from one
-step into the next and share nothing.
+gradient (``GroupUpdates.are_deferred`` is False), the gradient is dead two layers later. A step then needs memory for
+the gradients of one or two layers. If updates wait for the norm of all gradients, all gradients live until the next
+step, so none can share a block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sharing_gradients"]
 
-#: A gradient only shares a block of which it fills this fraction, because blocks move whole.
+#: Minimum fraction of a shared block that a gradient must fill, because blocks move as a whole.
 LEAST_FILLED = 0.75
 
 
@@ -37,16 +37,16 @@ class _AliasedBlock:
     """Block that gradients share. Its first gradient is the largest."""
 
     def __init__(self, first: _Lifetime) -> None:
-        self.lifetimes = [first]  # by time
+        self.lifetimes = [first]  # in order
         self._largest = first.gradient
 
     def admits(self, lifetime: _Lifetime) -> bool:
-        """Return whether a gradient fits here: it is nearly as large, and no other gradient lives here at its time."""
+        """Return whether a gradient is nearly as large as the block, and no other gradient is live at the same time."""
         gradient = lifetime.gradient
         if gradient.dtype != self._largest.dtype or gradient.num_elements < LEAST_FILLED * self._largest.num_elements:
             return False
         after = self._position(lifetime)
-        # Both ends count: a tick leases its blocks together, so a lifetime cannot begin in the tick that ends another.
+        # Lifetimes include both ends, because a tick leases all of its blocks together.
         is_after = after == 0 or self.lifetimes[after - 1].stop < lifetime.start
         return is_after and (after == len(self.lifetimes) or lifetime.stop < self.lifetimes[after].start)
 
@@ -55,11 +55,11 @@ class _AliasedBlock:
 
     @property
     def pattern(self) -> tuple[tuple[int, str], ...]:
-        """Key that is equal for blocks with the same use: blocks of the parts of the same layouts."""
+        """Key that is equal for blocks that hold parts of the same layouts at the same times."""
         return tuple((lifetime.start, lifetime.gradient.whole) for lifetime in self.lifetimes)
 
     def block(self, number: int, first_alike: int) -> BlockPlan:
-        """Return the block. A gradient that shares with no other keeps its block."""
+        """Return the shared block, or the gradient's own block if it is the only one."""
         if len(self.lifetimes) == 1:
             return self._largest
         whole = f"gradients/grad.{first_alike}"
@@ -70,17 +70,17 @@ class _AliasedBlock:
 
 
 def sharing_gradients(program: StepProgram) -> StepProgram:
-    """Return the program in which gradients share blocks; ``occupants`` has the gradient of each block and tick.
+    """Return a copy of the program in which gradients share blocks. ``occupants`` maps block and tick to the gradient.
 
-    The same contributions are added in the same order, so the results of the run do not depend on it.
+    Results stay bit-identical, because the same contributions are added in the same order.
 
     Args:
         program: Program with a separate block for every gradient.
     """
     rooms: list[_AliasedBlock] = []
-    # Equal sizes are sorted by their starts, so that first fit needs no more blocks than simultaneous lives.
+    # Sort equal sizes by start, so that first fit needs no more blocks than gradients that are live at once.
     for lifetime in sorted(_lifetimes(program), key=lambda lifetime: (-lifetime.gradient.num_elements, lifetime.start)):
-        room = next((room for room in reversed(rooms) if room.admits(lifetime)), None)  # the smallest that fits
+        room = next((room for room in reversed(rooms) if room.admits(lifetime)), None)  # smallest that fits
         if room is None:
             rooms.append(_AliasedBlock(lifetime))
         else:
@@ -105,7 +105,7 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
 
 
 def _lifetimes(program: StepProgram) -> list[_Lifetime]:
-    """Return the lifetime of every gradient that begins and ends within a step."""
+    """Return the lifetimes of all gradients that begin and end within a step."""
     uses: dict[str, list[tuple[int, Mode, bool]]] = {}
     for number, tick in enumerate(program.ticks):
         for key, mode in tick.uses:

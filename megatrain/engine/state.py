@@ -1,7 +1,7 @@
-"""Global state of torch that belongs to one micro-batch: RNG, grad mode, autocast.
+"""Global state of torch that is saved per micro-batch: random state, grad mode, autocast.
 
-A recompute has the bits of its forward only under the forward's own state. So code that runs twice (a unit, a tiled
-MLP, a head in pieces) saves this state in its first run and restores it for the second.
+A recompute is bit-identical to its forward only with the same global state. Code that runs twice (a unit, a tiled MLP,
+a head in pieces) therefore saves the state in its first run and restores it for the second run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RandomStates", "ThreadModes", "micro_batch_seed", "without_saved_ten
 
 
 def micro_batch_seed(seed: int, micro_batch: int) -> int:
-    """Return the seed of one micro-batch's random stream; different for every pair, the same on every machine."""
+    """Return the seed of one micro-batch's random stream, which depends only on this pair of numbers."""
     mixed = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
     mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
     return (mixed ^ (mixed >> 29)) % 2**63
@@ -30,16 +30,16 @@ def _is_fake() -> bool:
 
 
 class RandomStates:
-    """Access to the random state of the CPU and of one compute device.
+    """Random states of the CPU and of one compute device.
 
-    On fake tensors (a trace) nothing is drawn, so all methods do nothing and access no device.
+    With fake tensors (in a trace), all methods do nothing, because no random numbers are drawn.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def seed(self, seed: int) -> None:
-        """Start a stream."""
+        """Start a random stream."""
         if not _is_fake():
             torch.default_generator.manual_seed(seed)
             if self._device.type != "cpu":
@@ -63,7 +63,7 @@ class RandomStates:
 
     @contextmanager
     def continued_from(self, states: tuple[Tensor, ...]) -> Iterator[None]:
-        """Continue another stream inside, and the current one afterwards."""
+        """Continue another stream within the context, and the current stream afterwards."""
         outer = self.get()
         self.set(states)
         try:
@@ -82,7 +82,7 @@ class ThreadModes:
 
     @classmethod
     def current(cls, device_type: str) -> ThreadModes:
-        """Return the present modes of the CPU and one device type."""
+        """Return the current modes of the CPU and of one device type."""
         kinds = dict.fromkeys(("cpu", device_type))
         autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
@@ -97,7 +97,7 @@ class ThreadModes:
 
     @contextmanager
     def applied(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Run under these modes, and restore the previous modes afterwards.
+        """Set these modes within the context, and restore the previous modes on exit.
 
         Args:
             cache_enabled: Whether autocast caches cast weights; None for the setting in these modes.
@@ -113,10 +113,10 @@ class ThreadModes:
 
 
 def without_saved_tensors() -> AbstractContextManager[None]:
-    """Save nothing for the backward of the code inside, which is recomputed there.
+    """Return the context in which autograd saves no tensors, for code that the backward recomputes.
 
-    Not `no_grad`: attention picks its kernel by `requires_grad`. A different kernel than the recompute's could round
-    differently and flip a router's choice.
+    `no_grad` is no alternative, because attention selects its kernel by `requires_grad`. If the recompute used a
+    different kernel, results could round differently and change a router's choice.
     """
     hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped)
     return hooks
@@ -127,4 +127,4 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _unpack_dropped(_: object) -> Tensor:
-    raise AssertionError("the graph of a first run was used; only its recompute has one")
+    raise AssertionError("a first run saves no tensors; use the graph of its recompute")

@@ -1,13 +1,13 @@
 """One optimizer step over the blocks of a store.
 
-`StepEngine.step` runs the model's forward and backward (`forward.py`). If the running model needs weights, an
-activation block or a gradient accumulator, it calls `StoreAccess`. This takes the next op from the tape, leases the
-op's blocks from the store, and afterwards treats each copy as the tape says. Nothing is decided here. The tape,
-compiled before the step, has all leases, fetches, pins and evictions.
+`StepEngine.step` runs the model's forward and backward (`forward.py`). The running model requests weights, activation
+blocks and gradient accumulators from `StoreAccess`. `StoreAccess` takes the next op from the tape, leases the op's
+blocks from the store, and then pins, evicts or discards each copy as the tape says. The tape is compiled before the
+step and lists all leases, fetches, pins and evictions, so the engine makes no decisions.
 
-Gradients are clipped exactly. The global norm is known only after the whole backward, so the next step makes the
-update, one block group after the other, each just before the forward that reads its weights. Without a global norm,
-each group is updated during the backward that completes its gradient, and `LayerScales` decides about it.
+Gradients are clipped exactly. The global norm is known only after the whole backward, so the next step runs the
+updates, each just before the forward that reads the updated weights. Without a global norm, the backward that completes
+a gradient also runs its update, with a factor from `LayerScales`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class StepResult:
 
     Attributes:
         loss: Token-weighted mean over the step, before the update.
-        grad_norm: Global norm before clipping.
-        skipped: Whether the gradient was not finite and is not used.
-        left_out: Layers whose own gradients were not finite and are not used.
+        grad_norm: Global gradient norm before clipping.
+        skipped: Whether no gradient is used, because it was not finite.
+        left_out: Layers whose gradients are not used, because they were not finite.
         figures: Metrics of the loss in this step, by name.
     """
 
@@ -67,15 +67,15 @@ class StepResult:
 class StepEngine:
     """Engine of optimizer steps on blocks of a store. Used by one thread.
 
-    All ranks call the same methods in the same order, with all micro-batches of a step, and each computes its own
-    micro-batches. Losses, norms and decisions are the same on all ranks.
+    All ranks call the same methods in the same order, with all micro-batches of a step. Each rank computes its own
+    micro-batches. Losses, norms and decisions are equal on all ranks.
 
     Args:
-        store: Store with every block of the model's program, with contents for weights and optimizer state.
-        threads: Threads of gradient sums and norms; None for torch's number of threads.
+        store: Store with all blocks of the program. The blocks of weights and optimizer state have contents.
+        threads: Threads for gradient sums and norms; None for torch's number of threads.
 
     Attributes:
-        num_updates: Steps whose gradient was used. The optimizer counts these; skipped steps do not count.
+        num_updates: Number of steps whose gradient was used, which is the optimizer's step count.
     """
 
     def __init__(
@@ -113,20 +113,20 @@ class StepEngine:
             activity=activity,
         )
         self._defers = program.updates.are_deferred
-        self._pending: PendingUpdate | None = None  # update of the last step, to be made by the next step
-        self._spoiled = ""  # why weights and state belong to no step
+        self._pending: PendingUpdate | None = None  # update of the last step, run by the next step
+        self._spoiled = ""  # error, if updates of a step are incomplete
         self.num_updates = 0
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
 
-        The next step makes its update, or ``finish_updates`` makes it now. Until then nothing else may read weights or
-        optimizer state. If all blocks are in the memory of a device, this step queues its update itself.
+        The next step, or an earlier call of ``finish_updates``, runs the update. Do not read weights or optimizer state
+        before it. If all blocks are in device memory, this step queues the update itself.
 
         Raises:
-            NonFiniteGradientError: If the gradient is not finite. Weights and state are as before the step. But if
-                updates are not deferred and other layers were already updated, weights and state belong to no step, and
-                every further call raises this error.
+            NonFiniteGradientError: If the gradient is not finite. Weights and state are then unchanged. But if updates
+                are not deferred and other layers are updated already, the weights and state are unusable, and every
+                later call raises this error.
             NoTrainedTokensError: If no position of the step has a label.
         """
         self._refuse_if_spoiled()
@@ -140,10 +140,10 @@ class StepEngine:
                 self._access.start_step(number, immediate=update, scales=scales, num_tokens=num_tokens)
             queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
-            self._pending = None  # its last group is now updated
+            self._pending = None  # all of its groups are updated
             arriving = self._send(queued)
             if self._access.updates_ahead:
-                # This precedes the host's wait: the device updates while the host begins the next step.
+                # Queue updates before the host waits, so that the device updates while the host begins the next step.
                 self._access.update_ahead(PendingUpdate(number, self._undecided(lr), self._access.with_gradient))
         result = self._read(queued, arriving)
         loss, norm = result.loss, result.grad_norm
@@ -164,7 +164,7 @@ class StepEngine:
         return result
 
     def _judged(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
-        """Return the result of a step whose layers were updated, or not, in its backward."""
+        """Return the result of a step whose backward updated the layers with finite gradients."""
         if not scales.left_out:
             return result
         if not scales.num_used:
@@ -174,7 +174,7 @@ class StepEngine:
         what = "nothing was updated in this step"
         if scales.num_used:
             what = (
-                f"{scales.num_used} layers, the nearest to the loss, were already updated in this step, so the run "
+                f"{scales.num_used} layers closest to the loss were already updated in this step, so the run "
                 "must resume from its last checkpoint"
             )
         text = f"step {number + 1}: the gradient of {scales.left_out[0]} is not finite (loss {result.loss}); {what}"
@@ -186,7 +186,7 @@ class StepEngine:
             raise NonFiniteGradientError(self._spoiled)
 
     def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
-        """Queue forward and backward of this rank's micro-batches of a step."""
+        """Queue forward and backward of this rank's micro-batches."""
         own = self._program.sharding.lanes.micro_batches_of_rank(self._program.sharding.shards.rank, len(micro_batches))
         if len(own) == len(micro_batches):
             return self._runner.queue(micro_batches, seed=seed)
@@ -202,7 +202,7 @@ class StepEngine:
         return replace(queued, num_trained_tokens=sum(counts))
 
     def _send(self, queued: QueuedLoss) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Send loss, norms and figures to the host. Return the function that waits for them."""
+        """Queue the transfer of loss, norms and figures to the host. Return the function that waits for them."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
         return self._access.agree(layouts, queued.terms, own)
@@ -222,10 +222,10 @@ class StepEngine:
         )
 
     def _undecided(self, lr: float) -> Update:
-        """Return the update of the finished step, whose factor only the device knows. The factor may cancel it."""
+        """Return the update of the finished step. Its factor is computed on the device, and can cancel the update."""
         norms = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
         squares = [norm for norm in norms if isinstance(norm, torch.Tensor)]
-        assert len(squares) == len(norms), "a norm on the host"
+        assert len(squares) == len(norms), "a norm is on the host"
         decision = decide_on_device(squares, self._recipe.max_grad_norm, self._recipe.nonfinite)
         return Update(self.num_updates + 1, lr, decision=decision)
 
@@ -235,7 +235,7 @@ class StepEngine:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Bytes per link outside of blocks: Muon's matrices between RAM and device, and traffic between ranks."""
+        """Bytes moved outside of blocks, by link: Muon's matrices between RAM and device, and traffic between ranks."""
         if not isinstance(self._updater.matrices, DeviceMatrices):
             return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes
@@ -243,24 +243,24 @@ class StepEngine:
 
     @property
     def window_bytes(self) -> int:
-        """Peak bytes of full copies of weights, sums of gradients and received data together."""
+        """Peak total bytes of full copies of weights, gradient sums and received data."""
         return self._access.window_bytes
 
     @property
     def moving_s(self) -> Mapping[str, float]:
-        """Seconds in which directions of matrices were in transfer, by link."""
+        """Seconds spent transferring directions of matrices, by link."""
         if not isinstance(matrices := self._updater.matrices, DeviceMatrices):
             return {}
         tier = self._program.compute_tier
         return {f"ram->{tier}": matrices.sent_s, f"{tier}->ram": matrices.fetched_s}
 
     def finish_updates(self) -> None:
-        """Make the pending update. Afterwards weights and state are complete for the last step.
+        """Run the pending update, if any. Weights and state then include the last step.
 
-        Call it before anything else reads them: checkpoint, export, evaluation. Does nothing without a pending update.
+        Call it before a checkpoint, an export or an evaluation reads them.
 
         Raises:
-            NonFiniteGradientError: If weights and state belong to no step, see ``step``.
+            NonFiniteGradientError: If weights and state are unusable after an earlier error; see ``step``.
         """
         self._refuse_if_spoiled()
         if self._pending is not None:
@@ -270,7 +270,7 @@ class StepEngine:
 
 
 class EvaluationEngine:
-    """Forwards on blocks of a store, between steps without a pending update. Used by the thread that trains."""
+    """Engine of forwards on blocks of a store. Used by the training thread between steps, after ``finish_updates``."""
 
     def __init__(
         self,
@@ -301,13 +301,13 @@ class EvaluationEngine:
         *,
         number: int,
     ) -> _Result:
-        """Run pass ``number`` (from 0) of the passes in the store's schedule.
+        """Run pass ``number`` (from 0) of the store's schedule.
 
         Args:
-            head: Runs the layers on the micro-batches, once, and returns its results: a method of ``LayerRunner``.
+            head: Method of ``LayerRunner`` that runs one forward of the micro-batches and returns its results.
 
         Raises:
-            VisitOrderError: If in eval mode the model calls its units in a different order.
+            VisitOrderError: If the model calls its units in a different order in eval mode.
         """
         self._access.start_step(number, num_tokens=_num_tokens(micro_batches))
         found = head(self._runner, micro_batches)
@@ -315,7 +315,7 @@ class EvaluationEngine:
         return found
 
     def finish(self) -> None:
-        """Evict the copies that stayed for another pass."""
+        """Evict the copies that are pinned for another pass."""
         self._access.finish()
 
 

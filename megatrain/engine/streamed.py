@@ -1,4 +1,4 @@
-"""Arguments of an engine in addition to a store: a model whose weights are blocks, and the recipe of its steps."""
+"""Arguments of the engines: a model whose weights are blocks of a store, and the recipe of its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StreamedModel:
     """Model that runs on a device while its weights are blocks of a store. A plan creates it.
 
     Attributes:
-        stays: Copies that stay in the compute tier from one use to the next. All other copies are fetched for each use.
+        stays: Copies that stay in the compute tier between two uses. All other copies are fetched for each use.
     """
 
     graph: ModelGraph
@@ -38,17 +38,16 @@ class StreamedModel:
 
 @dataclass(frozen=True, slots=True)
 class StepRecipe:
-    """Computation of the steps of a model.
+    """Recipe of a model's optimizer steps.
 
     Attributes:
-        segments: Returns the updated segments of a layout, with learning rate and decay.
+        segments: Function from a layout to the segments to update, with their learning rates and decays.
         max_grad_norm: Limit of the global norm, or of each layer's norm if updates are not deferred; 0 for no clipping.
-        device_optimizer: Updates blocks in the compute tier, if the program has such updates.
+        device_optimizer: Optimizer for updates in the compute tier; None if the program has none.
         nonfinite: Treatment of a gradient that is NaN or infinite: ``stop`` raises, ``skip`` skips its update,
-            ``ignore`` uses it. If updates are not deferred, each layer's gradient is judged alone.
+            ``ignore`` uses it. If updates are not deferred, this applies to each layer separately.
         seed: Seed of the random numbers for dropout and noise.
-        order: "layer" for all micro-batches of a unit before the next unit; "micro_batch" for one micro-batch at a
-            time.
+        order: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one at a time.
     """
 
     optimizer: Optimizer

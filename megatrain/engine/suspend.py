@@ -1,11 +1,11 @@
-"""Forwards of unmodified models that stop at every unit call.
+"""Forwards of unmodified models that are suspended at every unit call.
 
-Each micro-batch's forward runs in its own greenlet. The units' `forward` are stubs, which `forward.py` installs. A stub
-switches to the engine with the call's arguments and sleeps. The engine runs the unit, with its weights bound, and
-switches back with the result. The model's code sees one ordinary call. So all micro-batches can wait at the same unit
-while its weights are in memory once.
+Each micro-batch's forward runs in a separate greenlet. `forward.py` replaces the `forward` of each unit by a stub. The
+stub passes the arguments of the call to the engine and suspends the greenlet. The engine binds the weights, runs the
+unit and resumes the greenlet with the result. For model code this is an ordinary call. All micro-batches can thus wait
+at the same unit, whose weights are in memory once.
 
-Greenlets switch stacks, not threads. So each switch explicitly swaps grad mode, autocast and random state.
+All greenlets share one thread, so each switch explicitly swaps grad mode, autocast and random state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnitCall:
     """Unit call that a suspended forward waits for.
 
     Attributes:
-        collector: The forward's active output recorders (key -> list), if any.
+        collector: Active output recorders of the forward (key -> list), if any.
     """
 
     unit_index: int
@@ -41,18 +41,18 @@ class UnitCall:
 
 
 class SuspendedForward:
-    """One micro-batch's forward.
+    """Forward of one micro-batch, suspended at unit calls.
 
     Args:
-        function: Runs the forward, given this object. Every unit call inside reaches `suspend`.
-        random: Random state of the compute device, swapped at every switch.
-        mirror: Mode that is active while the model's code runs, and not while the engine runs; None for no mirror.
+        function: Function that runs the forward, given this object. Its unit calls reach `suspend`.
+        random: Random states of the CPU and the compute device, swapped at every switch.
+        mirror: Mode that is active only while model code runs; None for no mirror.
 
     Attributes:
-        call: Unit call that it waits for; None after the end.
-        result: Return value of the function, after the end.
+        call: Unit call that the forward waits for; None after the end.
+        result: Return value of the function; None before the end.
         modes: Grad mode and autocast at the point of suspension.
-        random_state: State of its stream at the point of suspension. The engine advances it when it runs the unit.
+        random_state: State of the random stream at the point of suspension. A run of the unit advances it.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class SuspendedForward:
         self._switch(lambda: self._greenlet.switch(self))
 
     def resume(self, result: Callable[[], Any]) -> None:
-        """Return the result of the pending call and run to the next one.
+        """Return the result from the pending call, and run to the next call.
 
         Args:
-            result: Makes the result; called inside the forward, under its modes and its random state.
+            result: Function that builds the result. It runs in the forward, with its modes and random state.
         """
         self.call = None
         self._switch(lambda: self._greenlet.switch(result))
@@ -96,18 +96,18 @@ class SuspendedForward:
             self._switch(self._greenlet.throw)
 
     def note_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
-        """Record the visit's input, (visit, index), that has a copy of a tensor."""
+        """Record the (visit, index) of the saved input that is a copy of a tensor."""
         self._places[id(tensor)] = weakref.ref(tensor), tensor._version, place
 
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the recorded place of a tensor that has not changed since; None for other tensors."""
+        """Return the recorded place of a tensor, if the tensor has not changed since then."""
         found = self._places.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
         return found[2]
 
     def bind(self, target: dict[str, Any], key: str, value: Any) -> None:
-        """Put `value` into `target` while this forward runs, and only then. Called inside the forward."""
+        """Set ``target[key]`` to ``value`` whenever this forward runs, but not while it is suspended."""
         self._bindings.append((target, key, value, target[key]))
         target[key] = value
 
@@ -127,7 +127,7 @@ class SuspendedForward:
                 target[key] = original
             self.modes = ThreadModes.current(self._device_type)
             self.random_state = self._random.get()
-            outer.restore()  # last, because the code before reads the forward's modes
+            outer.restore()  # last, because the lines above read the forward's modes
         if self._greenlet.dead:
             self.result = given
         else:
@@ -137,22 +137,22 @@ class SuspendedForward:
     def _leave_mirror(self) -> None:
         if self._mirror is None:
             return
-        # A forward that reads a weight waits inside of a function that the mirror handles. Torch has removed the mirror
-        # during this function, and restores it when the function returns, in the forward.
+        # A forward that reads a weight is suspended within a function that the mirror handles. torch has deactivated
+        # the mirror during the function, and reactivates it when the function returns.
         self._enters_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
         if self._enters_mirror:
             self._mirror.__exit__(None, None, None)
 
 
 def suspend(call: UnitCall) -> Any:
-    """Switch to the engine with a unit call, and return its result. Called inside a `SuspendedForward`."""
+    """Pass a unit call to the engine and return its result. Called within a `SuspendedForward`."""
     parent = greenlet.getcurrent().parent
     assert parent is not None, "a unit was called outside of a suspended forward"
     result: Callable[[], Any] = parent.switch(call)
-    del call  # frees the tensors of the arguments before the result is made
+    del call  # frees the arguments before the result is built
     return result()
 
 
 def is_suspendable() -> bool:
-    """Return whether the code runs inside a `SuspendedForward`."""
+    """Return whether the calling code runs within a `SuspendedForward`."""
     return greenlet.getcurrent().parent is not None

@@ -1,4 +1,4 @@
-"""[precision], [training]: number formats, the loss, size and number of steps."""
+"""Config tables [precision] and [training]: number formats, the loss, size and number of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatrain.base.table import HF, Table, all_alter, is_not, key
 
 LaneCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1, le=1024)],
-    is_not("is no number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
+    is_not("is not a number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
 ]
 
 
@@ -20,8 +20,8 @@ _LAST_LAYERS = r"(selective|none):[1-9][0-9]{0,3}"
 RecomputeText = Annotated[
     RecomputeMode | Annotated[str, Field(pattern=rf"^{_LAST_LAYERS}$", examples=["selective:4"])],
     is_not(
-        "is no way to recompute",
-        'Write "auto", "full", "selective" or "none"; "selective:4" and "none:4" are for the last 4 layers alone',
+        "is not a recompute mode",
+        'Write "auto", "full", "selective" or "none"; "selective:4" and "none:4" apply only to the last 4 layers',
     ),
 ]
 
@@ -31,10 +31,10 @@ class RecomputeChoice:
     """Choice of the layers and operations that the backward recomputes.
 
     Attributes:
-        mode: ``full``: every layer. ``selective``: operations between products and attention, whose results are saved.
-            ``none``: nothing in layers whose weights stay in place, because their graphs are kept; ``selective`` in
-            others. ``auto``: the plan's choice by memory and time.
-        num_layers: Number of last layers with this mode; other layers are recomputed in full. None for all layers.
+        mode: ``full`` recomputes every layer. ``selective`` saves results of products and attention and recomputes all
+            other operations. ``none`` keeps the graphs of layers whose weights stay in place, and is ``selective`` for
+            other layers. ``auto`` lets the plan choose by memory and time.
+        num_layers: Number of layers at the end that use this mode. Other layers use ``full``. None for all layers.
     """
 
     mode: RecomputeMode = "auto"
@@ -51,10 +51,10 @@ class PrecisionConfig(Table, json_schema_extra=all_alter("yes")):
     """``[precision]``: number formats."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "Data type of the layers; auto: bfloat16 with CUDA, float32 on the CPU.", "auto"
+        "Data type that layers compute in; auto: bfloat16 with CUDA, float32 on the CPU.", "auto"
     )
     grad_dtype: Literal["float32", "bfloat16"] = key(
-        "Data type of gradients until the update. Sums always use float32; bfloat16 halves the bytes and rounds "
+        "Data type of stored gradients. Sums always use float32; bfloat16 halves the bytes and rounds "
         "each sum once, to 8 bits of mantissa.",
         "float32",
     )
@@ -66,7 +66,7 @@ class TrainingConfig(Table):
     train_batch_tokens: int | None = key(
         "Tokens per optimizer step, a multiple of data.max_length. Replaces the next two keys. A micro-batch then"
         " has at most 8,192 tokens on a GPU and 2,048 on a CPU, in rows that divide the step, with one "
-        "micro-batch per gradient lane if there are enough rows. Checkpoints record the cut, and a resumed run "
+        "micro-batch per gradient lane if there are enough rows. Checkpoints record this split, and a resumed run "
         "keeps it.",
         None,
         ge=2,
@@ -78,8 +78,8 @@ class TrainingConfig(Table):
     gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=HF)
     gradient_lanes: LaneCount = key(
         "Number of lanes of a step. Micro-batches are summed in order within a lane, and a fixed tree adds the "
-        "lanes. Any number of processes up to this number gives the same bits. auto: the number of processes at "
-        "the first start, which checkpoints record. 1: one ordered sum, as in plain PyTorch.",
+        "lanes. Results are bit-identical for any number of processes up to this number. auto: the number of "
+        "processes at the first start, recorded in checkpoints. 1: one ordered sum, as in plain PyTorch.",
         "auto",
         alters="yes",
     )
@@ -94,7 +94,7 @@ class TrainingConfig(Table):
     )
     num_train_epochs: float = key("Passes over the data.", 1.0, gt=0, alters="yes", same_name=HF)
     max_steps: int = key(
-        "Optimizer steps; overrides num_train_epochs. -1: not set.", -1, ge=-1, alters="yes", same_name=HF
+        "Number of optimizer steps; overrides num_train_epochs. -1: not set.", -1, ge=-1, alters="yes", same_name=HF
     )
     label_smoothing_factor: float = key(
         "Share of each target that is spread evenly over the vocabulary. Not used in evaluations.",

@@ -1,10 +1,10 @@
-"""Triton kernels of a step: rows of a matrix, and cross entropy. Importing this file imports triton.
+"""Triton kernels of a step: operations on rows of a matrix, and cross entropy. Importing this file imports triton.
 
-Kernels are compiled at their first launch, once for each dtype. The code does not depend on addresses or sizes.
-Otherwise a different placement could select different code, and with it a different order of a sum.
+Kernels are compiled at their first launch, once per dtype. The code does not depend on addresses or sizes. Otherwise a
+different placement could select different code, which could add numbers in a different order.
 
-Three kernels take `unit`: rows begin at multiples of `unit` elements, and `num_columns` is a multiple of it. If `unit`
-has 16 bytes or more, a thread loads and stores 16 bytes at once. 1 promises nothing.
+Three kernels have the parameter `unit`. Rows begin at multiples of `unit` elements, and `num_columns` is a multiple of
+`unit`. If `unit` elements have 16 bytes or more, a thread loads and stores 16 bytes at once. 1 always works.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["LAUNCH_OPTIONS", "add_rows", "copy_rows", "gradient_of_logits", "gro
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
-# Reductions of `tl.sum` and `tl.max`. Those functions themselves run in the interpreter only if all of Triton does.
+# Reductions of `tl.sum` and `tl.max`. These functions work in the interpreter only if all of Triton is interpreted.
 _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
 
 
 @triton.jit
 def _row(start: tl.tensor, row: tl.tensor, row_stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
-    """Return the address of a row. The compiler learns that it is a multiple of 16 bytes, if `unit` promises it."""
+    """Return the address of a row. If `unit` is not 1, the compiler can assume a multiple of 16 bytes."""
     begin = start + row.to(tl.int64) * row_stride
     return begin if unit == 1 else tl.multiple_of(begin, 16)
 
@@ -35,13 +35,13 @@ def group_rows(
     block_rows: tl.constexpr,
     block_others: tl.constexpr,
 ) -> None:
-    """Order rows by their indexes, with a stable sort.
+    """Sort rows by index, stably.
 
-    A row's place is the number of rows before it. Each row is compared with all others. That needs no memory, and for
-    65,536 rows it takes less time than the launches of a sort.
+    The place of a row is the number of rows that precede it, so each row is compared with all other rows. This needs no
+    memory. For 65,536 rows, it takes less time than the kernel launches of a sort.
 
-    `groups` is [3, num_rows] int32: the row at each place of the order; its index; and, at the first row of an index,
-    the number of rows with that index, else 0.
+    `groups` is [3, num_rows] int32. For each place in the order it has the row, the row's index, and the number of rows
+    with this index (0 except at the first row of an index).
     """
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     is_row = row < num_rows
@@ -92,9 +92,9 @@ def add_rows(
     ignored: tl.tensor,
     block_columns: tl.constexpr,
 ) -> None:
-    """Add rows to `place`, which is rows `first` to `stop` of a matrix, in fp32. `groups`: see `group_rows`.
+    """Add rows to `place`, which holds rows `first` to `stop` of an fp32 matrix. `group_rows` returns `groups`.
 
-    A program handles some columns of all rows with one index. It adds them in order, like `index_add_` on the host.
+    Each program adds some columns of all rows with one index, in order, like `index_add_` on the host.
     """
     at = tl.program_id(0)
     count = tl.load(groups + 2 * num_rows + at)
@@ -123,7 +123,7 @@ def copy_rows(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Look up rows whose index is from `first` to `stop`, in these rows of a matrix. Other rows do not change."""
+    """Copy rows `first` to `stop` of a matrix to the places in `found` that need them. Other places do not change."""
     at = tl.program_id(0).to(tl.int64)
     index = tl.load(indexes + at).to(tl.int64)
     if (index >= first) & (index < stop):
@@ -159,10 +159,11 @@ def take_in_logits(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Add the logits of the vocabulary from `start` on to a cross entropy. A program handles a row.
+    """Add the logits of the vocabulary from `start` on to the sums of a cross entropy. Each program handles one row.
 
-    Running values of each row, in fp32: `largest`, the largest logit; `exponentials`, the sum of exp(logit - largest);
-    `of_label`, the logit of the row's label, after its part; `totals`, the sum of all logits, or None.
+    The sums have one fp32 value per row. `largest` is the largest logit, `exponentials` the sum of exp(logit -
+    largest), `of_label` the logit of the label (after its part was added), and `totals` (or None) the sum of all
+    logits.
     """
     row = tl.program_id(0)
     own = _row(logits, row, row_stride, unit)
@@ -174,7 +175,7 @@ def take_in_logits(
         inside = column < num_columns // unit * unit
         value = tl.load(own + column, mask=inside, other=float("-inf")).to(tl.float32)
         more = tl.maximum(most, tl.reduce(value, 0, _MAX))
-        shift = tl.where(more == float("-inf"), 0.0, more)  # while all logits are masked, the sum is 0 instead of NaN
+        shift = tl.where(more == float("-inf"), 0.0, more)  # if all logits are -inf, the sum is 0, not NaN
         found = found * tl.exp(most - shift) + tl.reduce(tl.exp(value - shift), 0, _SUM)
         most = more
         if totals is not None:
@@ -216,10 +217,10 @@ def gradient_of_logits(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Write the gradient of the loss by a part of the logits, `gradient` [rows, num_columns] in any float dtype.
+    """Write the gradient of a part of the logits to `gradient` [rows, num_columns], of any float dtype.
 
-    It is probability x (1 + `z_factor` x log_sum) - `share`, and also - `at_label` for the label. This is multiplied by
-    the row's weight, or divided by `divisor` if there are no weights.
+    It is probability x (1 + `z_factor` x log_sum) - `share`, minus `at_label` at the label. The result is multiplied by
+    the row's weight, or divided by `divisor` if `weights` is None.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)

@@ -1,14 +1,15 @@
 """Products that the recompute of a unit skips, because no gradient needs their values.
 
-A unit runs again in its backward to restore autograd's saved tensors. The result of a layer's last product is seldom
-one of them: it is added to the residual stream, the gradient of this sum needs no values, and the next unit has its own
-copy. If a norm follows, the result is needed. So the graph decides, not the model family.
+A unit runs again in its backward to restore the tensors that autograd saves. The result of a layer's last product is
+rarely one of these tensors. It is added to the residual stream, the gradient of the addition needs no values, and the
+next unit has saved a copy of the sum. If a norm follows, the result is needed. So the graph decides, not the family.
 
 The trace finds these products. `ProductUses` follows the result of each product with a bound weight through a run on
 fake tensors, storage by storage. A product is needed if autograd saves a tensor that depends on it. It is also needed
-if such a tensor outlives the run, changes an earlier tensor, draws random numbers or is read on the host.
-`without_values` runs a unit with NaN in place of the other products: a mistake would show in every gradient and stop
-the run, not change it a little.
+if a dependent tensor outlives the run, changes an earlier tensor, influences random draws or is read on the host.
+`without_values` runs a unit with NaN instead of the unneeded products. A mistake would then show in every gradient and
+stop the run, instead of changing results slightly.
+
 docs/decisions/0080-products-that-nobody-needs.md
 """
 
@@ -42,7 +43,7 @@ __all__ = [
 _ATEN = torch.ops.aten
 _WITH_SUMMAND = frozenset({_ATEN.addmm.default, _ATEN.baddbmm.default})
 _PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default}) | _WITH_SUMMAND
-#: Operators that read the shape of their input, not its values.
+#: Operators that read only the shape of their input.
 _SHAPE_ALONE = frozenset(
     {
         _ATEN.empty_like,
@@ -65,7 +66,7 @@ class Unneeded:
 
     Attributes:
         weights: Owner's names of the weights whose products are not computed.
-        work: Saved work: these products, minus the fill of their results.
+        work: Work that the recompute saves: these products, minus the fills that replace them.
     """
 
     weights: frozenset[str] = frozenset()
@@ -74,12 +75,12 @@ class Unneeded:
 
 NOTHING_UNNEEDED = Unneeded()
 
-#: Function that gets the owner's name of the weight and the call of the operator, and returns its result.
+#: Function from the weight's owner's name and the call of an operator to the result of the call.
 Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-    """Return the context of a run that skips products with some weights. Their results are NaN.
+    """Return the context of a run that skips products with some weights. The results of skipped products are NaN.
 
     Args:
         owners: Id of a bound weight -> its owner's name.
@@ -94,11 +95,11 @@ def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
 
 
 class ProductUses:
-    """Uses of products with weights, followed through one run of a unit on fake tensors.
+    """Tracker of the uses of products with weights through one run of a unit on fake tensors.
 
     Args:
         owners: Id of a bound weight -> its owner's name.
-        flops_of: FLOPs of a call of an operator, given the operator, its arguments and its result.
+        flops_of: Function from an operator, its arguments and its result to the FLOPs of the call.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ProductUses:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the code that runs inside."""
+        """Track the code that runs within the context."""
         with _Following(self._follow), WeightProducts(self._owners, self._product):
             yield
 
@@ -124,17 +125,17 @@ class ProductUses:
         self._saved.add(_storage(tensor))
 
     def note_launch(self, tensors: Iterable[Tensor]) -> None:
-        """Record a launch that is not an operator. It may write any of its tensors, so any may depend on all."""
+        """Record a kernel launch outside of operators. It can write any of its tensors, so each may depend on all."""
         keys = [_storage(tensor) for tensor in tensors]
         owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))
         for key in keys if owners else ():
             self._depends.setdefault(key, set()).update(owners)
 
     def unneeded(self, results: Iterable[Tensor]) -> Unneeded:
-        """Return the products that nothing needs.
+        """Return the products that no gradient, and no code after the run, needs.
 
         Args:
-            results: Results of the run. The rest of the model has its own copies of them.
+            results: Results of the run. The rest of the model has separate copies of them.
         """
         returned = {_storage(tensor) for tensor in results} - self._saved
         needed = self._needed.union(*(owners for key, owners in self._depends.items() if key not in returned))
@@ -143,7 +144,7 @@ class ProductUses:
 
     def _product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(*args, **kwargs)
-        # A fill replaces it, so the number of launches stays the same.
+        # A fill replaces the product, so the number of launches does not change.
         filled_nbytes = result.numel() * result.element_size()
         work = Work(product_flops=self._flops_of(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
         self._work[owner] = self._work.get(owner, NO_WORK) + work
@@ -176,9 +177,9 @@ class ProductUses:
 
 
 class WeightProducts(TorchFunctionMode):
-    """Mode that passes the matrix products of functions called with a weight to ``answer``.
+    """Mode that passes matrix products in functions called with a weight to ``answer``.
 
-    It dispatches operators through Python only inside of such functions, because each dispatch costs time.
+    It dispatches operators through Python only within these functions, because each dispatch costs time.
     """
 
     def __init__(self, owners: Mapping[int, str], answer: Answer) -> None:
@@ -196,7 +197,7 @@ class WeightProducts(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _owner_of(self, item: Any) -> str | None:
-        """Return the owner's name of a weight or of its view; None for vectors, which are added, not multiplied."""
+        """Return the owner's name of a matrix or its view; None for vectors, which are only added."""
         if not isinstance(item, Tensor):
             return None
         name = self._owners.get(id(item)) or self._owners.get(id(item._base))
@@ -204,7 +205,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that passes products of matrices to ``answer``."""
+    """Mode that passes matrix products to ``answer``."""
 
     def __init__(self, answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

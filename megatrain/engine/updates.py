@@ -1,4 +1,4 @@
-"""Updates of weights: their inputs and outputs, the factor on the gradient, and their kernels."""
+"""Weight updates: inputs and outputs, the factor on the gradient, and the calls of the optimizer."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["LayerScales", "PendingUpdate", "UpdateOps", "Updater", "weight_is_sp
 
 
 def weight_is_split(graph: ModelGraph) -> bool:
-    """Return whether weights are the bf16 high halves of fp32 masters, with the low halves in a ``low`` block."""
+    """Return whether weights are the bf16 high halves of fp32 masters, whose low halves are in ``low`` blocks."""
     return graph.dtype.itemsize == 2
 
 
 class LayerScales:
-    """Factors on the layers' gradients in one step, each by the layer's own norm: for updates without a global norm.
+    """Factors on the layers' gradients in a step without a global norm. Each layer's own norm determines its factor.
 
     Args:
         max_grad_norm: Limit of each layer's norm; 0 for no clipping.
-        nonfinite: ``stop`` skips the first layer whose gradient is not finite, and all later ones. ``skip`` skips every
-            such layer. ``ignore`` skips no layer.
+        nonfinite: Treatment of layers whose gradient is not finite. ``stop`` skips the first of them and all later
+            layers. ``skip`` skips each of them. ``ignore`` skips none.
 
     Attributes:
         num_used: Number of layers whose gradient is used.
-        left_out: Names of the layers whose gradient was not finite and is not used, in the order of the backward.
+        left_out: Names of the layers whose gradient was not finite and is not used, in order of the backward.
     """
 
     def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
@@ -54,12 +54,12 @@ class LayerScales:
         self.left_out: list[str] = []
 
     def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
-        """Record a complete gradient's squared norm. A number on a device starts on its way to the host."""
+        """Record a complete gradient's squared norm. Queue a device scalar for transfer to the host."""
         if self._checks_norm:
             self._arriving[layout] = ArrivingNumbers([squared])
 
     def scale(self, layout: str) -> float | None:
-        """Return the factor on a layer's gradient; None if it must not be used. Waits for its norm."""
+        """Return the factor on a layer's gradient; None if the gradient must not be used. Waits for the norm."""
         scale: float | None = 1.0
         if self._checks_norm:
             norm = global_norm(self._arriving.pop(layout).read())
@@ -74,13 +74,13 @@ class LayerScales:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """Update of a step, made by the next step or, if it is not deferred, during its own backward.
+    """Update of a step. The next step runs it or, if it is not deferred, the backward of the same step.
 
     Attributes:
-        step: Number of the step that computed its gradients.
-        update: Step count, learning rate, scale of the gradient.
+        step: Number of the step that computes the gradients.
+        update: Step count, learning rate and factor on the gradient.
         with_gradient: Layout -> parameters with a gradient.
-        scales: Factors on the layers' gradients, each by its own norm; None if ``update`` has one factor for all.
+        scales: Separate factors for each layer; None if the factor of ``update`` applies to all layers.
     """
 
     step: int
@@ -89,7 +89,7 @@ class PendingUpdate:
     scales: LayerScales | None = None
 
     def of_layout(self, name: str) -> Update | None:
-        """Return the update of one layout; None if its gradient is not used."""
+        """Return the update of a layout; None if its gradient is not used. Can wait for the norm of the layout."""
         if self.scales is None:
             return self.update
         scale = self.scales.scale(name)
@@ -101,9 +101,9 @@ class _UpdatedPart:
     """Inputs and outputs of an update of one part of a layout.
 
     Attributes:
-        states: Kinds of state, each with the key of its block.
-        within: Range of the weight's block; None for the whole block.
-        segments: Segments to update in the part, each with its parameter's name.
+        states: (kind of state, key of its block) pairs.
+        within: Range of elements in the weight's block; None for the whole block.
+        segments: (parameter, segment to update in the part) pairs.
     """
 
     states: Sequence[tuple[str, str]]
@@ -114,13 +114,13 @@ class _UpdatedPart:
 
 
 class Updater:
-    """Updates of the block group of a layout, in the tier on the tape.
+    """Updater of the block group of a layout, in the tier that the tape specifies.
 
     Attributes:
-        trained: Index of a layout -> the layout and its segments.
-        optimizers: Tier of an update -> optimizer there.
-        by_tables: Subset of ``optimizers`` that update many parts in one launch.
-        matrices: Device that makes matrices orthogonal for updates in RAM; None if the optimizer does that itself.
+        trained: Index of a layout -> layout and its segments.
+        optimizers: Tier -> optimizer of the updates in this tier.
+        by_tables: Subset of ``optimizers`` that can update many parts in one launch.
+        matrices: Device that orthogonalizes matrices for updates in RAM; None if the optimizer does so itself.
     """
 
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
@@ -136,7 +136,7 @@ class Updater:
         self._program, self.optimizers = program, optimizers
         self._parts: dict[tuple[int, int], _UpdatedPart] = {}
         self.by_tables = {name: each for name, each in optimizers.items() if isinstance(each, TableOptimizer)}
-        #: Index of a layout -> addresses of its blocks, parameters with a gradient, and the tables for these.
+        #: Index of a layout -> addresses of its blocks, parameters with a gradient, and the tables built for them.
         self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
@@ -161,7 +161,7 @@ class Updater:
         """Update one part of a layout.
 
         Args:
-            tensors: The layout's weight, and the part's state and gradient, by block key.
+            tensors: Weight of the layout, and state and gradient of the part, by block key.
             update: Step count and learning rate, with the factor on this gradient.
         """
         optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
@@ -179,7 +179,7 @@ class Updater:
         update: Update,
         filled: Container[str],
     ) -> None:
-        """Update all parts of a layout, whose blocks are all leased, by tables if the optimizer has them.
+        """Update all parts of a layout at once, by tables if the optimizer has them. Requires leases of all blocks.
 
         Args:
             update: Step count and learning rate, with the factor on this gradient.
@@ -202,19 +202,19 @@ class Updater:
     def of_part(
         self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
-        """Return the blocks by kind, the gradient and the segments of one part of a layout; see ``update``."""
+        """Return the blocks by kind, the gradient and the segments of one part of a layout."""
         own = self._parts.get((index, part))
         if own is None:
             own = self._parts[index, part] = self._updated_part(index, part)
         blocks = {state: tensors[key] for state, key in own.states}
         weight = tensors[own.weight]
         blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
-        # As in torch, a parameter without a gradient in this step does not change: no decay, no moments.
+        # As in torch, a parameter without a gradient does not change: neither decay nor moments apply.
         chosen = [segment for parameter, segment in own.segments if parameter in filled]
         return blocks, tensors[own.gradient], chosen
 
     def _updated_part(self, index: int, part: int) -> _UpdatedPart:
-        """Return the inputs and outputs of an update of a part."""
+        """Return the inputs and outputs of the update of a part."""
         layout, segments = self.trained[index]
         inside = self._program.owned_parts_of(layout)[part]
         weights = self._program.weight_keys(layout)
@@ -234,14 +234,14 @@ class Updater:
 
 
 class UpdateOps:
-    """Updates of a tape. Used by the thread that runs the step."""
+    """Executor of a tape's updates. Used by the thread that runs the step."""
 
     def __init__(self, execution: TapeExecution, updater: Updater) -> None:
         self._execution, self._updater = execution, updater
         self._program, self._homes = execution.model.program, execution.model.homes
 
     def are_all_on_device(self) -> bool:
-        """Return whether a device makes all deferred updates, of blocks in its memory, and can decide about them."""
+        """Return whether all updates are deferred, and a device can run them on its own blocks with its own factor."""
         program, updater = self._program, self._updater
         if not program.updates.are_deferred or program.compute_tier == "ram":
             return False
@@ -251,13 +251,13 @@ class UpdateOps:
         )
 
     def layout_of(self, op: Op) -> UnitLayout:
-        """Return the layout that an op updates."""
+        """Return the layout that an update op updates."""
         return self._updater.trained[op.visit][0]
 
     def run(self, op: Op, pending: PendingUpdate) -> None:
-        """Run the present op, an update of a layout, part by part."""
+        """Run the current op, which updates a layout, part by part."""
         layout = self.layout_of(op)
-        # With separate factors, this waits for the layer's norm, and may be called only once.
+        # With separate factors, this call waits for the layer's norm and is allowed only once per layer.
         update, filled = pending.of_layout(layout.name), pending.with_gradient[layout.name]
         parts = self._program.parts_of(layout)
         if update is not None and self._overlaps_device(op):
@@ -266,7 +266,7 @@ class UpdateOps:
         if op.tier == "ram":
             # The plan has scratch memory for one update on the host at a time.
             self._execution.background.wait()
-        # Also leased if the gradient is not used, because the traffic of a step does not depend on the data.
+        # Lease the blocks even if the gradient is not used, because traffic must not depend on data.
         with self._execution.lease(self._execution.own_keys(op, op.held)) as held:
             if not op.passing and update is not None:
                 self._updater.update_layout(op.visit, len(parts), op.tier, held, update, filled)
@@ -276,19 +276,19 @@ class UpdateOps:
                         self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
 
     def _overlaps_device(self, op: Op) -> bool:
-        """Return whether an update on the host may run while a device computes the layers that follow it.
+        """Return whether a host update can run while a device computes the next layers.
 
-        Only if all its blocks are at home in RAM: then longer leases take no memory from other blocks. Products of
-        matrices on the device are queued on streams of this thread, which excludes them.
+        All its blocks must be at home in RAM, so that longer leases take no memory from other blocks. The update must
+        not use matrix products on the device, because this thread's streams queue them.
         """
         is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
         return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
 
     def _run_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
-        """Start an update that waits for no memory.
+        """Start an update that needs no additional memory.
 
-        Its blocks are leased here, at its position in the tape: from now on only the update can fetch or change them.
-        The update ends the leases itself, so that the weights can leave for the device at once.
+        This method leases the blocks, at the position of the update in the tape, so that only the update can fetch or
+        change them. The update ends the leases itself, so that the weights can immediately be copied to the device.
         """
         updater, leases = self._updater, ExitStack()
         assert not op.passing, op

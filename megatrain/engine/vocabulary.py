@@ -1,8 +1,8 @@
-"""Parts of the vocabulary and their logits, so that the memory of a head does not depend on the vocabulary.
+"""Parts of the vocabulary, which make the memory of a head independent of the vocabulary size.
 
-The model's own forward makes a part of the logits. A `PartWeight` replaces the weight that makes the logits. Its
-`F.linear` multiplies only by the rows of the part. The model's operations on logits (scales, soft caps) run on the
-part. `head_plan.py` checks that this gives the same result, because they are elementwise over the vocabulary.
+The model's own forward computes a part of the logits. A `PartWeight` replaces the weight that computes the logits, and
+`F.linear` with it multiplies only by the rows of the part. The model's operations on logits (scales, soft caps) then
+run on the part. `head_plan.py` checks that these operations are elementwise over the vocabulary, so results are equal.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
 
 
 def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Return the parts of a vocabulary, `(start, stop)`: the smallest number with at most ``columns`` columns each.
+    """Return the fewest parts of a vocabulary, `(start, stop)`, that have at most ``columns`` columns each.
 
-    Between two borders they have equal sizes.
+    Parts between two borders have equal sizes.
 
     Args:
-        columns: Most columns of a part.
-        borders: Columns that must begin a part, because blocks of the weight begin there.
+        columns: Maximum columns of a part.
+        borders: Columns at which a part must begin, because a block of the weight begins there.
     """
     found: list[tuple[int, int]] = []
     for first, last in zip((0, *borders), (*borders, vocab_size), strict=True):
@@ -45,10 +45,10 @@ def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyPart:
-    """Rows of the weight that make a range of the logits.
+    """Rows of the weight that compute a range of the logits.
 
     Attributes:
-        weight: [stop - start, hidden]; a leaf with a target (``weight_leaf``) if it is trained.
+        weight: Rows of the weight, [stop - start, hidden]; a leaf with a target (``weight_leaf``) if it is trained.
     """
 
     start: int
@@ -57,7 +57,7 @@ class VocabularyPart:
 
 
 class PartWeight(AbsentWeight):
-    """Placeholder with the shape of the weight that makes the logits. Its `F.linear` makes the logits of one part."""
+    """Placeholder for the weight that computes the logits. `F.linear` with it computes the logits of one part."""
 
     _part: VocabularyPart | None
 
@@ -71,7 +71,7 @@ class PartWeight(AbsentWeight):
 
     @contextmanager
     def at(self, part: VocabularyPart) -> Iterator[None]:
-        """Make the logits of a part of the vocabulary."""
+        """Compute only the logits of a part of the vocabulary within the context."""
         self._part = part
         try:
             yield
@@ -94,4 +94,4 @@ def _linear_of_part(rows: Tensor, weight: PartWeight, bias: Tensor | None = None
     if not part.weight.requires_grad or not torch.is_grad_enabled():
         return functional.linear(rows, part.weight, own_bias)
     out = linear(rows, part.weight, own_bias)
-    return functional.linear(rows, part.weight, own_bias) if out is None else out  # under autocast: by autograd
+    return functional.linear(rows, part.weight, own_bias) if out is None else out  # autograd, e.g. under autocast

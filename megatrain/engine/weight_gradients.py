@@ -1,10 +1,10 @@
-"""Gradients of weights that are added to their fp32 accumulators where they are computed.
+"""Weight gradients that are added to their fp32 accumulators as soon as they are computed.
 
-Autograd makes the gradient of a weight as a separate tensor, as large as the weight, in the weight's dtype. For an
-embedding this has all rows, though a step needs few. Here the leaves bound to a unit's matrices handle `F.linear`,
-`F.embedding` and `torch.addmm` themselves. The backward of such a call adds a product, or the rows of the present
-tokens, to the accumulator, and autograd sees no gradient of that weight. So there is no full-size temporary, and
-products of half precision are summed in fp32 inside the GEMM if the device supports that.
+Autograd returns the gradient of a weight as a separate tensor with the shape and dtype of the weight. For an embedding
+it has all rows, although a step needs few of them. Here, the leaves bound to a unit's matrices intercept `F.linear`,
+`F.embedding` and `torch.addmm`. The backward of these calls adds a product, or the rows of the tokens in the batch, to
+the accumulator, and autograd gets no gradient for the weight. This avoids a full-size temporary tensor. If the device
+supports it, half-precision products are summed in fp32 within the GEMM.
 
 All other operations on a weight (slices, transposes, casts, stacked experts) use autograd as usual.
 """
@@ -41,17 +41,18 @@ __all__ = [
     "weight_leaf",
 ]
 
-#: Most temporary bytes of a product that cannot be added in its GEMM, and of a cast of rows.
+#: Maximum temporary bytes of a product that its GEMM cannot add to the sum, and of a cast of rows.
 _TEMPORARY_NBYTES = 16 << 20
 
 
 class GradientAccumulator(GradientSink):
-    """fp32 accumulators of one use site during one visit: a parameter's first gradient is copied, others are added.
+    """fp32 accumulators of one use site in one visit. The first gradient of a parameter is copied, later ones are
+    added.
 
     Args:
         targets: Parameter -> view of its accumulator.
-        added: Parameters that already have a gradient; extended.
-        begins_with_zero: Whether a parameter's first product is also added to zeros.
+        added: Parameters that already have a gradient. The accumulator extends this set.
+        begins_with_zero: Whether to add the first product of a parameter to zeros instead of copying it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GradientAccumulator(GradientSink):
         return frozenset(self._added)
 
     def at(self, micro_batch: int) -> None:
-        """Do nothing: the gradients of all micro-batches have one sum."""
+        """Do nothing, because all micro-batches share one sum."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Accumulate one micro-batch's gradient of a parameter (any float dtype, same shape)."""
@@ -78,7 +79,7 @@ class GradientAccumulator(GradientSink):
             self._added.add(name)
 
     def take(self, other: GradientAccumulator) -> None:
-        """Add another accumulator's sums, and clear them there."""
+        """Add the sums of another accumulator, and clear the other accumulator."""
         for name in other._added:
             for (place, _, _), (addend, _, _) in zip(
                 _places(self._targets[name]), _places(other._targets[name]), strict=True
@@ -91,7 +92,7 @@ class GradientAccumulator(GradientSink):
         other._added.clear()
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
-        """Accumulate ``left`` [M, K] times ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
+        """Accumulate ``left`` [M, K] @ ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
         given = range(first_row, first_row + len(left))
         if len(given) == _num_rows(self._targets[name]) and not self._begins_with_zero:
             is_first = name not in self._added
@@ -113,7 +114,7 @@ class GradientAccumulator(GradientSink):
             _multiply_in_ranges(target, left, right, is_first=is_first)
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
-        """Accumulate ``rows`` [K, N], in order, in the rows ``indexes`` [K] of a matrix; skip row ``ignored``."""
+        """Accumulate ``rows`` [K, N], in order, in rows ``indexes`` [K] of a matrix, except in row ``ignored``."""
         self._begin(name)
         for place, held, columns in _places(self._targets[name]):
             if device_kernels.are_for(place):
@@ -122,7 +123,7 @@ class GradientAccumulator(GradientSink):
                 _add_rows_in_ranges(place, held, indexes, rows[:, columns], ignored)
 
     def _begin(self, name: str) -> None:
-        """Zero an accumulator without a gradient."""
+        """Zero the accumulator of a parameter that has no gradient yet."""
         if name not in self._added:
             for place, _, _ in _places(self._targets[name]):
                 place.zero_()
@@ -137,7 +138,7 @@ class GradientAccumulator(GradientSink):
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        """Multiply matrices of half precision. The sum is in fp32 from the first product to the accumulator."""
+        """Multiply half-precision matrices, and add in fp32 throughout."""
         if is_first:
             torch.mm(left, right, out_dtype=target.dtype, out=target)
         else:
@@ -145,15 +146,14 @@ class GradientAccumulator(GradientSink):
 
 
 class LaneAccumulator:
-    """Accumulators of one use site, or of some rows of a matrix, lane by lane.
+    """Accumulators of one use site, or of some rows of a matrix, with a sum per lane.
 
-    Each lane has a sum. When a lane is complete, open sums are added in the order of the tree of lanes
-    (``ranks/lanes.py``). The first open sum uses the gradient's own memory. Memory of the others is allocated at their
-    first gradient.
+    When a lane is complete, open sums are added in the order of the tree of lanes (``ranks/lanes.py``). The first open
+    sum uses the gradient's own memory. The memory of other open sums is allocated at their first gradient.
 
     Args:
         first: Accumulators of the first open sum.
-        room: Makes accumulators with separate memory, with the same parameters.
+        room: Factory of accumulators for the same parameters with separate memory.
     """
 
     def __init__(self, lanes: Lanes, first: GradientAccumulator, room: Callable[[], GradientAccumulator]) -> None:
@@ -163,7 +163,7 @@ class LaneAccumulator:
         self._lane = lanes.own.start
 
     def at(self, micro_batch: int) -> None:
-        """Advance to a micro-batch, by its number among the micro-batches of these lanes. They come in order."""
+        """Advance to a micro-batch, by its number among the micro-batches of these lanes. Call it in order."""
         lane = self._lanes.lane_of(micro_batch)
         assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
         while self._lane < lane:
@@ -174,8 +174,8 @@ class LaneAccumulator:
         """Complete all lanes.
 
         Returns:
-            The nodes of the tree with remaining sums: one, if all lanes of the step are summed here. None is for a sum
-            without gradients, which has no memory.
+            Nodes of the tree whose sums remain, with the sums: one node if this process has all lanes of the step. A
+                sum without gradients has no memory and is None.
         """
         while self._lane < self._lanes.own.stop - 1:
             self._close_lane()
@@ -201,7 +201,7 @@ class LaneAccumulator:
         return self._made[self._num_open - 1]
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Accumulate the micro-batch's gradient of a parameter."""
+        """Accumulate the current micro-batch's gradient of a parameter."""
         self._current.add(name, gradient)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
@@ -218,11 +218,11 @@ def _num_rows(target: Tensor | InPieces) -> int:
 
 
 def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
-    """Yield the pieces of a matrix: memory [rows, columns], range of rows, and slice of columns.
+    """Yield the memory [rows, columns], the row range and the column slice of each piece of a matrix.
 
     Args:
-        target: Matrix in one block, or in several.
-        some: Requested rows; pieces without any of them are skipped. None for all rows.
+        target: Matrix in one or several blocks.
+        some: Requested rows. Pieces without requested rows are skipped. None for all rows.
     """
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
@@ -234,7 +234,7 @@ def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tu
 
 
 def _groups_of(indexes: Tensor) -> Tensor:
-    """Return the groups of rows with one index. They are computed once for all parts of a matrix."""
+    """Return ``row_groups(indexes)``, computed once for all parts of a matrix."""
     groups: Tensor | None = getattr(indexes, _GROUPS, None)
     if groups is None:
         groups = device_kernels.row_groups(indexes)
@@ -243,7 +243,7 @@ def _groups_of(indexes: Tensor) -> Tensor:
 
 
 def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tensor, ignored: int | None) -> None:
-    """Add the rows with an index in this part, in order, in ranges of limited size."""
+    """Add the rows whose index is in this part, in order, in ranges of limited size."""
     step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
     for start in range(0, len(rows), step):
         at, values = indexes[start : start + step], rows[start : start + step]
@@ -254,15 +254,15 @@ def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tenso
             chosen = is_here.nonzero().squeeze(1)
             place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
             continue
-        # Masked, not selected, because the host does not know the rows. Adding zero changes nothing. Zeros go to
-        # different rows, because a GPU serializes additions to the same row.
+        # Mask the rows instead of selecting them, because the host does not know their indexes. Masked rows add zeros,
+        # spread over different rows, because a GPU serializes additions to the same row.
         anywhere = torch.arange(len(at), device=at.device).remainder_(len(held))
         values = values.to(place.dtype).masked_fill(is_here.logical_not().unsqueeze(-1), 0.0)
         place.index_add_(0, torch.where(is_here, at - held.start, anywhere), values)
 
 
 def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-    """Multiply matrices of a different dtype than the sum, without a GEMM for both, in ranges of limited size."""
+    """Add a product to a sum of another dtype, in ranges of limited size, because no GEMM supports both dtypes."""
     step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
     for start in range(0, len(left), step):
         rows = slice(start, start + step)
@@ -274,9 +274,9 @@ def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first
 
 
 class GradientReceiver:
-    """Receiver of the gradients of one unit's weights: passes them to the sink of the visit whose backward runs.
+    """Receiver that passes the gradients of one unit's weights to the sink of the visit whose backward runs.
 
-    A graph may be kept from a forward to its backward, but the sink exists only during the backward.
+    Graphs refer to the receiver from forward to backward, but the sink exists only during the backward.
     """
 
     def __init__(self) -> None:
@@ -285,12 +285,12 @@ class GradientReceiver:
     @property
     def sink(self) -> GradientSink:
         """Sink of the running backward."""
-        assert self._sink is not None, "a weight has a gradient outside of the backward of its unit"
+        assert self._sink is not None, "a weight got a gradient outside of the backward of its unit"
         return self._sink
 
     @contextmanager
     def into(self, sink: GradientSink | None) -> Iterator[None]:
-        """Send gradients of the code inside to a sink."""
+        """Pass gradients to a sink within the context."""
         outer, self._sink = self._sink, sink
         try:
             yield
@@ -300,7 +300,7 @@ class GradientReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GradientTarget:
-    """Rows of a parameter's accumulator that receive a leaf's gradient."""
+    """Place in a parameter's accumulator for a leaf's gradient: the rows from ``first_row`` on."""
 
     receiver: GradientReceiver
     name: str
@@ -312,9 +312,9 @@ _GROUPS = "_megatrain_row_groups"
 
 
 def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
-    """Return a leaf with the memory of ``values`` [M, N], whose gradient goes to its target where possible.
+    """Return a leaf with the memory of ``values`` [M, N]. Intercepted functions send its gradient to the target.
 
-    Code that uses it must run inside of ``intercepting``.
+    Code that uses the leaf must run within ``intercepting``.
     """
     leaf = values.detach()
     if type(leaf) is Tensor:
@@ -325,7 +325,7 @@ def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
 
 
 def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
-    """Return another leaf with the memory of a weight, and its target."""
+    """Return a new leaf with the memory and the target of a weight."""
     target = target_of(weight)
     if target is None or not requires_grad:
         return weight.detach().requires_grad_(requires_grad)
@@ -339,7 +339,7 @@ def target_of(leaf: Tensor) -> GradientTarget | None:
 
 
 class _WeightLeaf(Tensor):
-    """Ordinary leaf that intercepts the functions of torch to which it is passed."""
+    """Leaf that intercepts the torch functions to which it is passed."""
 
     @classmethod
     def __torch_function__(
@@ -350,7 +350,7 @@ class _WeightLeaf(Tensor):
 
 
 class _Interception(TorchFunctionMode):
-    """Mode that intercepts functions of torch for leaves with another library's class (fake tensors)."""
+    """Mode that intercepts torch functions for leaves of another tensor subclass (fake tensors)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -359,14 +359,14 @@ class _Interception(TorchFunctionMode):
 
 
 def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Return the context in which functions of torch may be called with these leaves."""
+    """Return the context in which torch functions called with these leaves are intercepted."""
     are_foreign = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
     return _Interception() if are_foreign else nullcontext()
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     substitute = _SUBSTITUTES.get(func)
-    # Without a graph there is no gradient. Under autocast the product uses casts, and is left to autograd.
+    # Without a graph, no gradient is needed. Under autocast, substitutes leave the product to autograd.
     if substitute is not None and torch.is_grad_enabled():
         result = substitute(*args, **kwargs)
         if result is not None:
@@ -375,17 +375,17 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return `F.linear` whose backward adds the weight's gradient to its target; None if autograd must do it."""
+    """Return `F.linear` with a backward that adds the weight's gradient to its target; None to use autograd."""
     target = target_of(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
-    flat = rows.reshape(-1, rows.shape[-1])  # out here: autograd refuses in-place changes of views made in `_Linear`
+    flat = rows.reshape(-1, rows.shape[-1])  # here, because autograd refuses in-place changes to views from `_Linear`
     out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
     return out.view(*rows.shape[:-1], out.shape[-1])
 
 
 def _addmm(bias: Tensor, rows: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
-    """Do the same as ``linear`` for a weight [in, out] (transformers' ``Conv1D``)."""
+    """Return `torch.addmm` like ``linear``, for a weight [in, out] (transformers' ``Conv1D``)."""
     target = target_of(weight)
     if target is None or options or torch.is_autocast_enabled(rows.device.type) or bias.dim() != 1:
         return None
@@ -412,12 +412,12 @@ def _embedding(
 
 
 def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
-    """Return rows of a matrix from an earlier look-up, as the result of `F.embedding`.
+    """Return rows from an earlier look-up as the result of `F.embedding`.
 
     Args:
         ids: Indexes of the rows, of any shape.
-        leaf: Placeholder for the matrix in the graph. It gets no gradient.
-        padding_idx: Row without a gradient.
+        leaf: Placeholder for the matrix in the graph. Autograd gives it no gradient.
+        padding_idx: Index of the row that gets no gradient.
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(leaf)

@@ -1,4 +1,4 @@
-"""Work of torch's operators, in units that take time: FLOPs of products and attention, bytes, launches."""
+"""Work of torch operators, in quantities that determine time: FLOPs of products and attention, bytes, launches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Work:
     Attributes:
         product_flops: FLOPs of matrix products and convolutions.
         attention_flops: FLOPs of fused attention kernels, for all pairs of tokens.
-        skipped_flops: Share of ``attention_flops`` that kernels of causal attention skip.
+        skipped_flops: Part of ``attention_flops`` that causal kernels skip.
         moved_nbytes: Bytes that all other operators read and write.
-        launches: Operators that compute something, each with one or more kernels on a GPU.
+        launches: Number of operators that compute values. Each launches one or more kernels on a GPU.
     """
 
     product_flops: int = 0
@@ -32,12 +32,12 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """FLOPs as kernels are rated, with the pairs that a causal mask skips."""
+        """FLOPs as in published kernel benchmarks, including the pairs that a causal mask skips."""
         return self.product_flops + self.attention_flops
 
     @property
     def computed_flops(self) -> int:
-        """FLOPs that are computed."""
+        """FLOPs without the pairs that a causal mask skips."""
         return self.flops - self.skipped_flops
 
     def __add__(self, other: Work) -> Work:
@@ -59,7 +59,7 @@ class Work:
         )
 
     def of_share(self, share: float) -> Work:
-        """Return the work on a share of the tokens: the same number of launches, each with less work."""
+        """Return the work for a share of the tokens, which needs the same number of launches."""
         return Work(
             round(self.product_flops * share),
             round(self.attention_flops * share),
@@ -76,18 +76,18 @@ _ATEN = torch.ops.aten
 _ALLOCATE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided})
 #: Operators that fill their result. They read only the shape of another tensor.
 _FILL = frozenset({_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full})
-#: Operators that write the tensor that they change, without reading it.
+#: Operators that overwrite a tensor without reading it.
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
-#: Operators that read the same number of bytes of their source as they return.
+#: Operators that read one byte of their source per byte of their result.
 _LOOK_UP = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
-#: Operators that read and write only the added or replaced bytes of the tensor that they change.
+#: Operators that read and write only those bytes of a tensor that they add to or replace.
 _PUT = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})
 
 
 def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """Return the bytes that a torch operator reads and writes; None if it computes nothing and launches no kernel.
+    """Return the bytes that a torch operator reads and writes; None if it launches no kernel.
 
-    Each input counts as read, each result as written. Repeated elements of an expanded tensor count once. The cache is
+    Each input is read and each result is written. Repeated elements of an expanded tensor count once. Caches are
     ignored, which is correct for tensors larger than the cache.
     """
     packet = getattr(func, "_overloadpacket", None)
@@ -100,7 +100,7 @@ def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     if not _is_mutable(func):
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         results = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
-        if not results:  # views, or numbers about tensors
+        if not results:  # views or metadata
             return None
         if packet in _FILL:
             inputs = []

@@ -1,8 +1,8 @@
-"""Workspace of a step: bytes on a tier's ledger that are in no block, each from one point of the step to another.
+"""Workspace of a step: bytes on a tier's ledger that belong to no block.
 
-The engine allocates and frees it with the ticks: memory of visits, sums of gradients outside of blocks, and full copies
-that ranks gather. Here each is a `Transient`, derived from the ticks of the program. A tier needs the largest sum of
-simultaneous ones (`peak_bytes`). No other formula repeats it.
+The engine allocates and frees workspace as ticks run: memory of visits, gradient sums outside of blocks, and full
+copies that ranks gather. Each allocation is a `Transient`, derived from the ticks of the program. A tier needs the
+largest sum of simultaneous transients (`peak_bytes`). All planned workspace comes from this file.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
     "waiting_rows",
 ]
 
-#: A tick, and a position in it: 0 before its groups, 2n + 1 and 2n + 2 while its n-th group passes.
+#: Tick and position within it: 0 before its passing groups, 2n + 1 and 2n + 2 while group n (from 0) passes.
 StepPoint = tuple[int, int]
 _END = sys.maxsize
 
 _FP32_BYTES = 4
-#: Numbers of the loss for one row, and its label, kept while the parts of the vocabulary pass.
+#: Values that the loss keeps per row, including the label, while the parts of the vocabulary pass.
 _SOFTMAX_NUMBERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Transient:
-    """Memory of the compute tier that is in no block, between two points of a step."""
+    """Workspace of the compute tier that is live between two points of a step."""
 
     name: str
     nbytes: int
@@ -54,7 +54,7 @@ class Transient:
 
     @classmethod
     def of_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
-        """Return memory that is used for a whole tick."""
+        """Return a transient that is live for a whole tick."""
         return cls(name, nbytes, (tick, 0), (tick, _END))
 
 
@@ -64,7 +64,7 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
     for each in transients:
         changes += [(each.first, False, each.nbytes), (each.last, True, -each.nbytes)]
     live = most = 0
-    for _, _, change in sorted(changes):  # memory allocated at a point coexists with memory freed at it
+    for _, _, change in sorted(changes):  # at equal points, allocations come before frees
         live += change
         most = max(most, live)
     return most
@@ -73,20 +73,20 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
 def step_workspace_bytes(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> int:
-    """Return the peak bytes outside of blocks in the compute tier during a step, without kept graphs."""
+    """Return the peak workspace bytes of the compute tier during a step, without kept graphs."""
     in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
-    # On a device, collectives may have a separate stream, so neither side reuses memory that the other has freed.
+    # Add the peaks: collectives may have a separate stream, so neither side reuses memory that the other freed.
     return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
 def visit_transients(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> Iterator[Transient]:
-    """Yield the memory of visits: their own workspace, sums of gradients that are not blocks, waiting rows.
+    """Yield the memory of visits: their workspace, gradient sums outside of blocks, and waiting rows.
 
-    Between two units, the streams of all micro-batches exist: the input of one unit, the output of the other, and once
-    the bytes that stay until the backward. Only one micro-batch computes at a time. Weights are decoded into one
-    buffer, which stays from visit to visit.
+    Between two units, the hidden states of all micro-batches are live: inputs, outputs, and once the bytes that stay
+    until the backward. One micro-batch computes at a time. Weights are decoded into one buffer, which lives for the
+    whole step.
     """
     step = (0, 0), (len(program.ticks), 0)
     moves = max((visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits), default=0)
@@ -106,10 +106,10 @@ def visit_transients(
 def kept_graphs(
     trace: VisitTrace, program: StepProgram, visits: Collection[int], num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the graphs of visits that wait for their backward. The visit's own memory already counts one graph.
+    """Yield the memory of kept graphs. `visit_transients` already counts one graph while its visit runs.
 
     Args:
-        program: Program of a step. Its ticks do not depend on the kept graphs.
+        program: Program of a step, with or without these graphs kept.
     """
     ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
     for visit in visits:
@@ -124,9 +124,9 @@ def kept_graphs(
 
 
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
-    """Return the most bytes that each tick computes in: results of operators, and sums of gradients.
+    """Return the peak bytes that each tick needs to compute: results of operators, and gradient sums.
 
-    A tick that keeps a graph, or whose layout passes in parts, counts as the largest tick.
+    A tick that keeps a graph, or whose layout passes in parts, counts like the largest tick.
     """
     passing = {visit for visit, _ in program.cuts.passing}
     found: list[int | None] = []
@@ -152,7 +152,7 @@ def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int
 
 
 def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
-    """Yield the fp32 sums of a visit's gradients, one per open sum of lanes. An fp32 block is the first of them."""
+    """Yield the fp32 gradient sums of a visit, one per open sum of lanes. An fp32 block serves as the first sum."""
 
     def nbytes(group: Group) -> int:
         blocks = [program.contents(number, key) for key, mode in group if mode != "r"]
@@ -173,9 +173,9 @@ def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
 def waiting_rows(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the memory of rows while parts of a gradient pass: rows of all micro-batches, and their gradients.
+    """Yield the memory of the rows of all micro-batches, and of their gradients, while parts of a gradient pass.
 
-    In the head these are its inputs with their gradients, in fp32; in an embedding, the rows to be added.
+    In the head, the rows are its inputs, in fp32. In an embedding, they are the rows to add.
     """
     widths: dict[int, int] = {}
     head = [number for number, visit in enumerate(trace.visits) if visit.is_head]
@@ -190,17 +190,17 @@ def waiting_rows(
 
 
 def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[Transient]:
-    """Yield full copies of weights, sums of gradients, and received sums; nothing for a single process.
+    """Yield full copies of weights, gradient sums and received sums; nothing for a single process.
 
-    A full copy lives from its gather to the end of the tick that it serves; a sum, from that tick to the exchange of
-    its last part. Memory of a passing part lives within its tick.
+    A full copy lives from its gather to the end of the tick that it serves. A sum lives from that tick to the exchange
+    of its last part. The memory of a passing part lives within its tick.
     """
     if not program.sharding.shards.are_whole:
         yield from _CollectiveMemory(graph, program).transients()
 
 
 class _CollectiveMemory:
-    """Memory of a program's collectives, followed tick by tick."""
+    """Memory of a program's collectives, derived tick by tick."""
 
     def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
         self._graph, self._program = graph, program
@@ -210,9 +210,9 @@ class _CollectiveMemory:
             program.sharding.own_lanes,
         )
         self._num_sums = len(self._lanes.sums_of_rank(self._shards.rank))
-        # On a GPU sums are sent while the next visit runs.
+        # A GPU sends sums while the next visit runs.
         self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
-        self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # by the tick that needs them: gathers, in order
+        self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers
         self._served: dict[tuple[Phase, int], int] = {}  # last tick of each visit
 
     def transients(self) -> Iterator[Transient]:
@@ -237,14 +237,14 @@ class _CollectiveMemory:
             yield from self._of_parts(number, turn, group)
 
     def _of_an_exchange(self, number: int) -> Iterator[Transient]:
-        """Yield the sums that a visit has made, and the received sums of one part after the other."""
+        """Yield the sums of a visit, and the received sums, one part at a time."""
         tick = self._program.ticks[number]
         assert tick.serves is not None
         made = self._served[tick.serves, tick.visit]
         sums = self._full_bytes(number)
         open_sums = self._own_lanes.most_open_sums - self._num_sums
         yield Transient("open sums", sum(sums.values()) // self._num_sums * open_sums, (made, 0), (made, 0))
-        last: dict[str, int] = {}  # the turn of a layout's last part
+        last: dict[str, int] = {}  # turn of each layout's last part
         for turn, block in enumerate(self._exchanged(number)):
             last[block.whole] = turn
             nbytes = self._lanes.num_sums * _FP32_BYTES * block.num_elements
@@ -254,14 +254,17 @@ class _CollectiveMemory:
             yield Transient("sums", sums[whole], (made, 0), until)
 
     def _next_visit(self, number: int) -> int:
-        """Return the next tick of the model; the last tick of all if there is none."""
+        """Return the position of the next tick of the model, or of the step's last tick."""
         ticks = self._program.ticks
         later = range(number + 1, len(ticks))
         return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
 
     def _of_parts(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
-        """Yield the memory of parts of a weight and its gradient, gathered and exchanged together within a tick."""
-        using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)  # the weight is freed before the exchange
+        """Yield the memory of a passing group: parts that a tick gathers and exchanges together."""
+        using, exchanging = (
+            (number, 2 * turn + 1),
+            (number, 2 * turn + 2),
+        )  # the weight is freed in between
         open_sums = 0
         for key, mode in group:
             block = self._program.contents(number, key)
@@ -281,7 +284,7 @@ class _CollectiveMemory:
         return [self._program.contents(number, group[0][0]) for group in self._program.ticks[number].passing]
 
     def _full_bytes(self, number: int) -> dict[str, int]:
-        """Return the bytes of each full copy that a tick gathers, or of the sums that it exchanges, by key."""
+        """Return the bytes of the full copies that a tick gathers, or of the sums that it exchanges, by key."""
         program, is_gather = self._program, self._program.ticks[number].phase == "gather"
         blocks = [program.blocks[key] for key, _ in program.ticks[number].held] + self._exchanged(number)
         return {
