@@ -1,6 +1,7 @@
-"""Programs for a step, tried in a fixed order: the first one that fits its tiers is used.
+"""Candidate programs of a training step, in the order in which the planner tries them.
 
-They differ in peak memory and in traffic, but their results are bitwise equal.
+The planner uses the first program that fits its tiers. The programs differ in peak memory and traffic, but their
+results are bit-identical.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import RunSpec, TracedModel
 
 _Count = Literal["auto"] | int
-_ALL = 1 << 20  # layers
-#: Largest number of visits by which weights are gathered ahead, if the memory for it is free.
+_ALL_LAYERS = 1 << 20  # more layers than any model has
+#: Weights are gathered at most this number of visits ahead, and only into memory that is otherwise free.
 MOST_GATHERS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Candidate programs of a run's step, in the order in which they are tried.
+    """Candidate programs of a run's step, in the order in which the planner tries them.
 
     Attributes:
-        run: The model's run, or a variant with other gradients, tiers or order of micro-batches.
-        profile: Measured rates, used to choose homes in GPU memory.
-        capacities: Tier -> bytes, replacing the capacities of the run.
-        most_ahead: Largest number of visits by which several processes gather weights ahead.
-        passes_parts: Whether parts of the vocabulary pass one by one if possible. None lets the planner choose.
+        run: The model's run, or a copy with a different gradient dtype, tiers or micro-batch order.
+        profile: Measured rates. They decide which blocks have their home in GPU memory.
+        capacities: Bytes by tier. They override the capacities of the run.
+        most_ahead: Maximum number of visits that a multi-process run gathers weights ahead.
+        passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
     """
 
     run: RunSpec
@@ -55,24 +56,24 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_that_fits(self) -> KeptGraphs | Shortfall:
-        """Return the first program that fits, placed; else the smallest shortfall in the tier that failed last."""
+        """Place and return the first program that fits, else the smallest shortfall of the tier that failed last."""
         found: list[Shortfall] = []
         for program in self.programs():
             placed = self.place(program)
             if not isinstance(placed, Shortfall):
-                return self._gathering_further(placed)
+                return self._gather_further_ahead(placed)
             found.append(placed)
-        # Later programs need less than earlier ones, except for the two ways to process the vocabulary.
+        # Later programs need less memory, except that the two ways to process the vocabulary have no fixed order.
         return min((each for each in found if each.tier == found[-1].tier), key=lambda each: each.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
-        """Yield programs of the step: programs that hide more latency come before programs that need less memory."""
+        """Yield candidate programs, from the one that hides the most latency to the one that needs the least memory."""
         for overlaps_device in self._overlap_choices():
             for gathers_ahead in self._gathers_ahead():
-                yield from self._by_vocabulary(self._builder(overlaps_device, gathers_ahead))
+                yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
-        """Return what a program keeps for its backward and its placement, or the tier that is too small."""
+        """Place a program. Return its placement and kept graphs, or the shortfall of the tier that is too small."""
         run, model = self.run, self.model
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)
@@ -83,46 +84,44 @@ class Attempts:
         return keeper.solve(*_layers_kept(run))
 
     def _overlap_choices(self) -> tuple[bool, ...]:
-        """Return whether the host may update a layer during the next one, which needs one more layer's gradients."""
+        """Return the choices for updating a layer during the next one, which holds one more layer's gradients."""
         must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
         return (True,) if must_be else (True, False)
 
     def _gathers_ahead(self) -> tuple[int, ...]:
-        """Return the numbers of visits to gather weights ahead; 1 needs a second full copy of the largest layer."""
+        """Return how many visits ahead to try gathering weights; 1 needs a second full copy of the largest layer."""
         is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 
-    def _gathering_further(self, placed: KeptGraphs) -> KeptGraphs:
-        """Return the step with weights gathered as far ahead as allowed, if no block has to move for it.
+    def _gather_further_ahead(self, placed: KeptGraphs) -> KeptGraphs:
+        """Return the step that gathers weights as far ahead as allowed, if no block has to change its home for it.
 
-        This hides a gather that takes longer than the compute of one layer. It must not cost a block's home or delay
-        copies, so the largest working set must fit a second time.
+        Gathering further ahead hides a gather that takes longer than computing one layer. It must not delay copies
+        of other blocks, so the largest working set must fit into memory twice.
         """
         program, tier = placed.program, self.model.compute_tier
         if self.most_ahead < 2 or not program.sharding.gathers_ahead:
             return placed
-        alike = replace(self, passes_parts=bool(program.cuts.passing))
-        (further,) = alike._by_vocabulary(alike._builder(program.updates.overlaps_device, self.most_ahead))
+        variant = replace(self, passes_parts=bool(program.cuts.passing))
+        (further,) = variant._vocabulary_variants(variant._builder(program.updates.overlaps_device, self.most_ahead))
         found = self.place(further)
         if isinstance(found, Shortfall):
             return placed
         placement = found.placement
-        has_room = placement.peak_bytes(tier) + placement.working_bytes[tier] <= found.budgets[tier].capacity_bytes
-        return found if has_room and placement.traffic_bytes == placed.placement.traffic_bytes else placed
+        fits_twice = placement.peak_bytes(tier) + placement.working_bytes[tier] <= found.budgets[tier].capacity_bytes
+        return found if fits_twice and placement.traffic_bytes == placed.placement.traffic_bytes else placed
 
-    def _by_vocabulary(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
-        """Yield programs that hold the vocabulary whole, or pass its parts one by one; the cheaper one comes first."""
+    def _vocabulary_variants(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
+        """Yield the programs that hold the whole vocabulary or process it one part at a time, the cheaper one first."""
         run, graph, trace = self.run, self.model.graph, self.model.trace
-        # A loss that compares rows reads the logits of all rows before it computes any again, so it keeps none.
+        # A loss that compares rows reads the logits of all rows before the head recomputes any, so it keeps none.
         keeps_parts = not run.objective.loss.compares_rows
         held = sharing_gradients(builder.build())
         keeping_all = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
-        if not self.passes_parts and _holds_everything(
-            self._budgets(keeping_all)[self.model.compute_tier], keeping_all
-        ):
+        if not self.passes_parts and _fits_entirely(self._budgets(keeping_all)[self.model.compute_tier], keeping_all):
             yield keeping_all
             return
-        held = _keeping_parts(held, parts_without_room(trace) if keeps_parts else 1)
+        held = _keeping_parts(held, logit_parts_in_workspace(trace) if keeps_parts else 1)
         passing = None if self.passes_parts is False else sharing_gradients(builder.build(passing_parts=True))
         if passing is None or not passing.cuts.passing:
             yield held
@@ -133,7 +132,7 @@ class Attempts:
             yield passing
             return
         waiting = peak_bytes(waiting_rows(graph, trace, passing, run.num_together))
-        # Twice, because the head recomputes logits if parts pass.
+        # The factor 2 accounts for the logits that the head recomputes if it processes one part at a time.
         yield from (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
 
     def _builder(self, overlaps_device: bool, gathers_ahead: int) -> ProgramBuilder:
@@ -156,7 +155,7 @@ class Attempts:
         )
 
     def _budgets(self, program: StepProgram) -> dict[str, TierBudget]:
-        """Return the tiers of a program, with its bytes outside blocks."""
+        """Return the tier budgets of a program, including its workspace."""
         run, model = self.run, self.model
         workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.traced_on)
         budgets = with_workspace(tier_budgets(run, workspace), teacher_bytes(run), model.compute_tier)
@@ -181,12 +180,12 @@ class Attempts:
 
 
 def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
-    """Return the numbers of last layers that keep graphs and that save results, as configured.
+    """Return how many of the last layers keep graphs, and how many save results, as configured.
 
-    Compiled layers save no results. With several processes, no graphs are kept: a full copy of a weight has no home
-    tier, so it cannot last until the backward.
+    Compiled layers save no results. With several processes, layers keep no graphs, because a full copy of a weight
+    has no home tier that could hold it until the backward.
     """
-    choice, count = run.recompute, run.recompute.num_layers or _ALL
+    choice, count = run.recompute, run.recompute.num_layers or _ALL_LAYERS
     of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
     of_results: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": count, "none": count}
     graphs = of_graphs[choice.mode] if run.world.is_single else 0
@@ -198,8 +197,8 @@ def _keeping_parts(program: StepProgram, count: int) -> StepProgram:
     return replace(program, recompute=replace(program.recompute, kept_parts=count))
 
 
-def parts_without_room(trace: VisitTrace) -> int:
-    """Return the number of vocabulary parts whose logits fit into the workspace that the layers need anyway."""
+def logit_parts_in_workspace(trace: VisitTrace) -> int:
+    """Return how many vocabulary parts can keep their logits in the workspace that the layers need anyway."""
     if trace.head_parts == 1:
         return 1
     trunk = (visit for visit in trace.visits if not visit.is_head)
@@ -208,14 +207,14 @@ def parts_without_room(trace: VisitTrace) -> int:
     return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
 
 
-def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
+def _fits_entirely(budget: TierBudget, program: StepProgram) -> bool:
     """Return whether all blocks of a step and the workspace fit into a tier."""
     blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
     return blocks + budget.workspace_bytes <= budget.capacity_bytes
 
 
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
-    """Return the bytes that the working set saves if parts of a gradient, and of a cut weight, pass one by one."""
+    """Return the bytes that the working set saves if gradients and split weights pass one part at a time."""
 
     def spared(layout: UnitLayout) -> int:
         nbytes = 4 * program.sharding.own_lanes.most_open_sums

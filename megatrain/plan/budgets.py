@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from megatrain.machine.machine import MachineProfile, TierSpecs
     from megatrain.plan.plan import RunSpec
 
-#: Name of the tier for the model's folder.
+#: Name of the read-only tier over the model's folder.
 FOLDER = "folder"
 _GPU_ALIGNMENT_BYTES = 512
-#: RAM left to each process of a host for Python, torch and libraries if the RAM tier takes all free memory.
+#: RAM that each rank keeps for Python, torch and libraries if ``tiers.ram.size`` is "auto".
 _RANK_BYTES = GiB
 
 
@@ -42,7 +42,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
     """Return the writable tiers of a run, fast to slow, with their capacities, roundings and links.
 
     Args:
-        workspace: Bytes of a step outside blocks in the compute tier.
+        workspace: Workspace bytes of a step in the compute tier.
     """
     tiers, device = run.tiers, run.device
     on_gpu = machine.compute_tier(tiers, device) == "gpu"
@@ -82,7 +82,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
-    """Return the budgets with the model's folder as a tier after RAM, if blocks may live there.
+    """Add the model's folder as a tier after RAM if some blocks can have their home in it.
 
     Args:
         reader_bytes: RAM for the buffers of the folder's readers.
@@ -107,12 +107,12 @@ def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
 
 
 def teacher_bytes(run: RunSpec) -> int:
-    """Return the bytes that the loss needs for a step's rows besides their tokens: the teacher's scores."""
+    """Return the bytes of the teacher's scores that the loss reads for the tokens of a step."""
     return run.batch.num_tokens * run.objective.loss.token_nbytes
 
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
-    """Return the budgets with ``nbytes`` more workspace in RAM, and in the compute tier, which gets a copy."""
+    """Add ``nbytes`` of workspace to RAM, and also to the compute tier, which gets a copy of the same data."""
     found = dict(budgets)
     for tier in dict.fromkeys(("ram", compute_tier)):
         found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
@@ -125,7 +125,7 @@ def with_residents(
     """Return the budgets with the rules for homes in GPU memory, and the RAM needed to load weights.
 
     Args:
-        profile: Rates of this machine if its GPU computes. If a rate is missing, bytes decide.
+        profile: Rates of this machine if its GPU computes. Without rates, the planner ranks homes by bytes.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":
@@ -147,14 +147,14 @@ def with_residents(
 
 
 def _master(program: StepProgram) -> str:
-    """Return the name of the weights' dtype, the key of the update rates."""
+    """Return the dtype name of the weights, which is the key of the update rates."""
     dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
     return str(dtype).removeprefix("torch.")
 
 
 def filling_bytes(program: StepProgram) -> int:
     """Return the RAM needed to load or save the weights of the largest layout, with their fp32 master."""
-    most, elements = 0, Counter[str]()  # an export has the master of a layout, whatever parts and shards hold it
+    most, elements = 0, Counter[str]()  # elements of whole layouts, because an export gathers all parts and shards
     for block in program.blocks.values():
         if block.kind == "weights":
             elements[block.whole] += block.num_elements * program.sharding.shards.size

@@ -1,4 +1,4 @@
-"""Buffers for the copies of consecutive ticks, counted by size."""
+"""Number of buffers that the copies of consecutive ticks need, by size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TickCopies:
 
     Attributes:
         held: Copies held for the whole tick, or staying until a later tick.
-        passing: Groups leased one after the other.
+        passing: Groups that the tick leases one at a time.
     """
 
     held: dict[str, int]
@@ -28,8 +28,8 @@ class TickCopies:
 class CopyWindows:
     """Counter of the buffers that a number of consecutive ticks needs, wrapping into the next step.
 
-    Held copies all exist together. The count includes one passing group per tick, so that the next group arrives while
-    one is in use.
+    All held copies exist at the same time. The count includes one passing group per tick, so that the next group can
+    arrive while the previous group is in use.
     """
 
     def __init__(self, copies: Sequence[TickCopies]) -> None:
@@ -60,7 +60,7 @@ class CopyWindows:
 
     def counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
         """Return size -> number of buffers that ``num_ticks`` ticks need, for every first tick."""
-        # A use counts in the windows that begin after the previous use of its copy: there it is the first.
+        # Count a copy once per window: at its first use, in the windows that begin after its previous use.
         first = np.maximum(np.maximum(self._before + 1, self._ticks - num_ticks + 1), 0)
         stop = np.minimum(self._ticks + 1, self._num_ticks)
         counted = first < stop

@@ -1,7 +1,7 @@
-"""Seconds of work on a machine. Each kind of work has a rate, measured by doctor or assumed and labeled as such.
+"""Compute and host seconds of a step on a machine, from rates that doctor measured or that are labeled as assumed.
 
-A GPU computes while the host launches later kernels, so the slower of the two decides the time of a step. Without a
-GPU, their times add up.
+A GPU computes while the host launches later kernels, so the slower of the two determines the time of a step. Without
+a GPU, the two times add up.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from megatrain.engine.work import Work
     from megatrain.machine.machine import MachineProfile
 
-#: Assumed attention rate if not measured, as a share of the rate of products. Flash attention on an H100 reaches 0.55
-#: forward, and 0.4 in a backward with a fixed order of sums; CPU kernels reach 0.4 to 0.7.
+#: Attention rate as a share of the matrix-product rate, assumed if not measured. On an H100, flash attention reaches
+#: 0.55 in the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.
 _ATTENTION_SHARE = 0.5
-#: Assumed launches per second of one thread if not measured, from a server processor with 2 cores.
+#: Kernel launches per second of one thread, assumed if not measured. The value is from a server CPU with 2 cores.
 _LAUNCHES_PER_S = 25_000.0
-#: Factor from a launch on the CPU, as doctor measures it, to a launch for a GPU: streams, allocator, and torch's CUDA
-#: dispatch. Then the cost of a lease, with its part of an update's launches, and of a transfer, in launches. All are
-#: from the host seconds of steps without kernels (docs/null_gpu.md).
+#: A GPU launch costs this many CPU launches, because of streams, the allocator and torch's CUDA dispatch. A lease (with
+#: its share of an update's launches) and a transfer cost these numbers of launches. All three numbers are from host
+#: seconds of steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 
 
@@ -35,7 +35,7 @@ class DeviceCosts:
         attention_flops_per_s: Rate of fused attention, counting only computed pairs of tokens.
         moved_bytes_per_s: Bytes that all other operators read and write per second.
         seconds_per_launch: Host time of a launch, including the Python code around it.
-        seconds_per_lease: Host time of a lease, including its part of the launches of updates.
+        seconds_per_lease: Host time of a lease, including its share of the update launches.
         seconds_per_transfer: Host time to start and end a transfer over the bus, without the lease.
         assumed: Descriptions of the rates that were not measured.
     """
@@ -75,7 +75,7 @@ class DeviceCosts:
         )
 
     def computing_s(self, work: Work) -> float:
-        """Return the seconds that the device computes."""
+        """Return the compute seconds of the device."""
         return (
             work.product_flops / self.product_flops_per_s
             + (work.attention_flops - work.skipped_flops) / self.attention_flops_per_s
@@ -84,7 +84,7 @@ class DeviceCosts:
 
 
 def _assumed(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
-    """Yield the unknown rates of a machine, with the assumption used instead."""
+    """Yield a description of each rate that is assumed because the machine's profile lacks it."""
     if key not in machine.attention_flops_per_s:
         yield f"attention at {_ATTENTION_SHARE:.0%} of the rate of products"
     if key not in machine.elementwise_bytes_per_s:

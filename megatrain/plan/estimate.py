@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
     """Return how long one drive is busy with reads and writes.
 
-    Simultaneous reads and writes share the mixed rate. The excess of one over the other has its own rate. A drive that
-    slows down under long writes cannot exceed its sustained rate.
+    Simultaneous reads and writes share the mixed rate. The remaining reads or writes run at their own rate. A drive
+    that slows down under long writes cannot exceed its sustained rate.
     """
     both = min(read_bytes, written_bytes)
     seconds = 2 * both / drive.mixed_bytes_per_s
@@ -55,7 +55,7 @@ def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -
     return max(seconds, written_bytes / drive.sustained_write_bytes_per_s)
 
 
-def into_nvme(traffic: Mapping[str, int]) -> int:
+def nvme_written_bytes(traffic: Mapping[str, int]) -> int:
     """Return the bytes written to drives."""
     return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
 
@@ -64,7 +64,7 @@ def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[
     """Return the seconds of the busiest drive, or None if a drive was not measured.
 
     Args:
-        moved: Key of the drive, bytes read and bytes written. Paths on one file system share its drive.
+        moved: Tuples of drive key, bytes read and bytes written. Paths on one file system have the same key.
         drives: Rates of drives by key.
     """
     by_drive: dict[str, tuple[float, float]] = {}
@@ -77,7 +77,7 @@ def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[
 
 
 def split(nbytes: int, shape: StepShape) -> dict[str, int]:
-    """Return the share of each NVMe path, exact to one file of the striped blocks."""
+    """Split bytes over the NVMe paths by weight. Each share is exact to within one file of the striped blocks."""
     total = sum(shape.weights)
     return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
 
@@ -89,24 +89,24 @@ _FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
 _ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
 _COUNTED = "computing       products, attention and other operators at their rates"
 _UNCOUNTED = (
-    "computing       8 FLOPs per parameter and token as large matrix products, a bound: layers could not be traced"
+    "computing       at least 8 FLOPs per parameter and token in large products, because layers could not be traced"
 )
 _PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # bytes of master, m and v in the kernels that doctor times
 _ADAMW_TOUCHED = 28  # these kernels read the 12 bytes and an fp32 gradient, and write the 12 bytes
-_SUM_NBYTES = 8  # per gradient: the product of a micro-batch reads and writes its fp32 sum
+_SUM_NBYTES = 8  # per gradient element and micro-batch: a matrix product reads and writes the fp32 sum
 
 
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
     """Return the estimate for a step of a plan on this machine.
 
-    The compute time is from timed steps if there are any. Otherwise it is the step's work at the machine's rates
-    (``DeviceCosts``).
+    The compute time comes from timed steps if the plan has them, and otherwise from the step's work at the machine's
+    rates (``DeviceCosts``).
     """
-    written = split(into_nvme(plan.traffic), shape)
+    written = split(nvme_written_bytes(plan.traffic), shape)
     run = None
     if shape.num_steps is not None:
-        run = split(into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
+        run = split(nvme_written_bytes(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
     is_timed = plan.ticks is not None
     wear = Estimate(
         shape.tokens_per_step,
@@ -144,7 +144,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
     weights = [block for block in durable if block.kind == "weights"]
     in_place = sum(block.nbytes for block in weights if plan.budgets_by_tier[homes[block.key]].is_read_only)
-    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read at each use
+    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # weights in place are read at each use
     folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
     is_adapter = adapters_of(plan.graph) is not None and not run.export.merge
@@ -174,10 +174,10 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
 
 
 def flops_per_token(plan: Plan) -> float:
-    """Return the traced FLOPs of a step per token, recomputed layers included.
+    """Return the FLOPs of a step per token, including recomputed layers.
 
-    Parts that causal attention kernels skip do not count, nor do experts that a token does not use. Without counts from
-    the trace it is ``8 N``, N being all parameters, and ``2 N`` less for layers that are not recomputed.
+    Work that causal attention kernels skip and experts that a token does not use are not counted. If the trace has no
+    counts, the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not recomputed.
     """
     if is_counted(plan.trace):
         return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
@@ -199,14 +199,14 @@ def tick_flops(plan: Plan) -> list[float]:
             again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_numbers for key, _ in tick.uses if blocks[key].kind == "weights")
-        # If micro-batches run one after the other, each has its own ticks.
+        # If micro-batches run one at a time, each of them has separate ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)
     return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
 
 
 def work_of_phases(plan: Plan) -> dict[Phase, Work]:
-    """Return the work on the traced micro-batch by phase."""
+    """Return the work of the traced micro-batch by phase."""
     found: dict[Phase, Work] = {}
     for (phase, _), work in _visits_work(plan).items():
         found[phase] = found.get(phase, NO_WORK) + work
@@ -214,7 +214,7 @@ def work_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 
 def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
-    """Return the work on the traced micro-batch by phase and visit; the head's work is at its first visit."""
+    """Return the work of the traced micro-batch by phase and visit. The first head visit has the work of the head."""
     trace, program = plan.trace, plan.program
     found: dict[tuple[Phase, int], Work] = {}
     for number, visit in enumerate(trace.visits):
@@ -232,9 +232,9 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
 
 
 def _sums_of_phases(plan: Plan) -> dict[Phase, Work]:
-    """Return the traffic of a micro-batch's products to the gradient sums on a GPU.
+    """Return the memory traffic of adding a micro-batch's gradients to their sums on a GPU, by phase.
 
-    On a CPU, the measured rate of products already includes the sums.
+    On a CPU, the measured rate of matrix products already includes this traffic.
     """
     found: dict[Phase, Work] = {}
     for visit in plan.trace.visits if plan.device.type == "cuda" else ():
@@ -247,7 +247,7 @@ def _sums_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 
 def matrix_flops(plan: Plan) -> dict[int, int]:
-    """Return the operations of this rank's orthogonalization in a step, by index of the layout."""
+    """Return the FLOPs of this rank's orthogonalization in a step, by layout index."""
     optimizer, layouts = plan.optimizer, list(plan.graph.layouts.values())
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
@@ -266,7 +266,7 @@ def _touched_bytes(plan: Plan, updates: Iterable[Tick]) -> int:
 
 
 class _Costs:
-    """Seconds of each resource for one plan."""
+    """Busy seconds of each resource in a step of one plan."""
 
     def __init__(self, plan: Plan, shape: StepShape, machine: MachineProfile) -> None:
         self._plan, self.shape, self._machine = plan, shape, machine
@@ -294,7 +294,7 @@ class _Costs:
         return measured, tuple(name for name, seconds in found.items() if seconds is None)
 
     def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
-        """Return the seconds of a step and the resource that decides them."""
+        """Return the seconds of a step and the resource that limits it."""
         compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
         busy = self._busy_s(compute, optimizer) + seconds.get("gpu optimizer", 0.0)
         overlapping = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
@@ -305,24 +305,24 @@ class _Costs:
         slowest = max(overlapping, key=overlapping.__getitem__, default="")
         if slowest and overlapping[slowest] > busy:
             return overlapping[slowest], slowest
-        one_after_the_other = [name for name in _PROCESSORS if name in seconds and name not in overlapping]
-        return busy, max(one_after_the_other, key=seconds.__getitem__)
+        sequential = [name for name in _PROCESSORS if name in seconds and name not in overlapping]
+        return busy, max(sequential, key=seconds.__getitem__)
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
-        """Return T*: above it, computing takes longer than the slowest link, and on a GPU than the host.
+        """Return T*, the tokens above which computing takes longer than the slowest link and than a GPU's host.
 
-        Activation bytes grow with the tokens, and so do launches, because micro-batches keep their length. The rest is
-        constant.
+        Activation bytes and kernel launches grow with the tokens, because micro-batches keep their length. All other
+        bytes and launches are constant.
         """
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
         on_gpu = seconds.get("gpu optimizer", 0.0)
         per_token = seconds.get("compute", 0.0) / tokens
-        fixed = self._links_s(self._traffic.of_step(self._stays_as_large))
+        fixed = self._links_s(self._traffic.of_step(self._has_constant_size))
         if self._on_gpu:
-            fixed["host"] = self._leasing_s + self._transfers_s(self._stays_as_large)
-        else:  # one after the other
+            fixed["host"] = self._leasing_s + self._transfers_s(self._has_constant_size)
+        else:  # a CPU launches, computes and leases sequentially
             per_token, optimizer = per_token + self._launching_s / tokens, optimizer + self._leasing_s
-        # Micro-batches keep their length, so the phase of one of them always hides the same part of the updates.
+        # If micro-batches run one at a time, only one of them hides updates, whatever the number of tokens.
         hiding_s = self._hiding_share * seconds.get("compute", 0.0)
         hiding_per_token, hiding_s = (hiding_s / tokens, 0.0) if self._runs_together else (0.0, hiding_s)
         crossing = 0.0
@@ -340,12 +340,12 @@ class _Costs:
             if not starts:
                 return None
             crossing = max(crossing, min(starts))
-        if self._on_gpu and per_token:  # on a CPU they run one after the other for any number of tokens
+        if self._on_gpu and per_token:  # on a CPU, updates never overlap computing
             crossing = max(crossing, (optimizer - hiding_s) / (hiding_per_token or per_token))
         return crossing
 
     def _busy_s(self, compute: float, optimizer: float) -> float:
-        """Return the busy seconds of the processors. On a CPU they add up; a GPU computes layers during the update."""
+        """Return the busy seconds of the processors. CPU times add up; a GPU computes layers during host updates."""
         if not self._on_gpu:
             return compute + optimizer
         hiding = compute * self._hiding_share
@@ -358,9 +358,9 @@ class _Costs:
 
     @cached_property
     def _hiding_share(self) -> float:
-        """The share of computing that overlaps the host's updates: one phase of the micro-batches that run together.
+        """The share of compute time that overlaps host updates: one phase of the micro-batches that run together.
 
-        Updates that wait for the norm of the step run before its first forward, others after its last backward.
+        Updates that wait for the global norm overlap the forward of the next step. Other updates overlap the backward.
         """
         phase: Phase = "forward" if self._plan.program.updates.are_deferred else "backward"
         num_apart = 1 if self._runs_together else max(1, len(self._plan.run.own_micro_batches))
@@ -380,7 +380,7 @@ class _Costs:
         return seconds if updates else seconds + plan.ticks.between_s
 
     def computing_s(self) -> float | None:
-        """Return the compute seconds; if only FLOPs are known, at the rate of products."""
+        """Return the compute seconds. If only FLOPs are known, assume the rate of matrix products."""
         if self._plan.ticks is not None:
             return self._timed_s(updates=False)
         if self._costs is None:
@@ -405,19 +405,19 @@ class _Costs:
 
     @property
     def _launching_s(self) -> float:
-        """Seconds that the host launches kernels for all micro-batches."""
+        """Host seconds to launch the kernels of all micro-batches."""
         costs = self._host_costs
         return 0.0 if costs is None else self._work.launches * self._num_micro_batches * costs.seconds_per_launch
 
     @property
     def _leasing_s(self) -> float:
-        """Seconds that the host spends on the leases of a step."""
+        """Host seconds for the leases of a step."""
         costs = self._host_costs
         num_leases = sum(len(tick.uses) for tick in self._plan.program.ticks)
         return 0.0 if costs is None else num_leases * costs.seconds_per_lease
 
     def _transfers_s(self, counts: Callable[[str], bool] | None = None) -> float:
-        """Return the seconds that the host needs to start and end transfers of the GPU.
+        """Return the host seconds to start and end GPU transfers.
 
         Args:
             counts: Filter of blocks by key. All blocks count by default.
@@ -430,7 +430,7 @@ class _Costs:
         if self._plan.ticks is not None:
             return self._timed_s(updates=True)
         plan, is_split = self._plan, self._plan.graph.dtype.itemsize == 2
-        num_updated = plan.num_updated(on_gpu=False) * plan.run.world.local_size  # all ranks of the host update
+        num_updated = plan.num_updated(on_gpu=False) * plan.run.world.local_size  # ranks share the host
         rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
         if not num_updated:
             return 0.0
@@ -451,10 +451,10 @@ class _Costs:
 
     @property
     def _is_bound_by_ram(self) -> bool:
-        """Whether the bytes of an update decide its time. False for coded moments and users' optimizers.
+        """Whether memory bandwidth limits updates. False for bf16 or quantized moments and for custom optimizers.
 
-        On two cores, Lion, SGD and averages are within 12 % of AdamW's rate by bytes. Moments in bf16 take 1.4 to 2.5
-        times as long as their bytes, and int8 moments in blocks of 256 nine times.
+        On two cores, Lion, SGD and averages reach AdamW's bytes per second within 12 %. Updates of bf16 moments take
+        1.4 to 2.5 times as long as their bytes predict, and of int8 moments in blocks of 256 nine times as long.
         """
         optimizer = self._plan.optimizer
         inner = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
@@ -468,9 +468,9 @@ class _Costs:
         return 0.0 if not flops else None if rate is None else flops / rate
 
     def _gpu_optimizer_s(self) -> float | None:
-        """Return the seconds of updates on a GPU: all bytes of updates in its memory, at its own rate.
+        """Return the GPU seconds of updates: the bytes of updates in GPU memory at the GPU's rate.
 
-        The orthogonalization is included, wherever the rest of an update runs.
+        The seconds include the GPU's orthogonalization for updates that otherwise run on the host.
         """
         plan, gpu = self._plan, self._machine.gpu
         products = self._products_s() if self._on_gpu else 0.0
@@ -506,7 +506,7 @@ class _Costs:
     def _storage_s(self, tier: str, read: int, written: int) -> float | None:
         """Return the seconds of the links of a storage tier, or None if they were not measured."""
         if tier == "nvme":
-            num_ranks = self._plan.run.world.local_size  # which share the drives
+            num_ranks = self._plan.run.world.local_size  # all ranks of a host share its drives
             return self._nvme_s(num_ranks * read, num_ranks * written)
         if tier != FOLDER:
             return None
@@ -530,7 +530,7 @@ class _Costs:
         placement = self._plan.placement
         return Traffic(self._plan.program, placement.routes, placement.homes, placement.stays)
 
-    def _stays_as_large(self, key: str) -> bool:
+    def _has_constant_size(self, key: str) -> bool:
         """Return whether a block's size is independent of the number of tokens."""
         return self._plan.program.blocks[key].kind != "activations"
 
@@ -578,10 +578,10 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
     if not (unmeasured or costs.is_timed_optimizer or costs.is_timed):
-        notes.append("updates         at AdamW's rate by the bytes that they move: this optimizer was not timed")
+        notes.append("updates         at AdamW's bytes per second, because this optimizer was not timed")
     others = [name for name in unmeasured if name not in ("nvme", FOLDER)]
     if others:
-        notes.append(f"times           not measured: {', '.join(others)}; so no prediction of the step")
+        notes.append(f"times           not measured: {', '.join(others)}. The step is not predicted")
     if loaded.origin:
         return (*notes, loaded.origin)
     measured = [machine.measured_at, *(drive.measured_at for drive in costs.drives)]
@@ -589,16 +589,16 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
     quick = ", quick" if machine.is_quick or any(drive.is_quick for drive in costs.drives) else ""
     line = f"rates           measured by doctor {_days(age)}{quick}"
     if age > STALE_DAYS:
-        line += f": older than {STALE_DAYS} days, measure again"
+        line += f". They are older than {STALE_DAYS} days: measure again"
     return (*notes, line, *loaded.ranks)
 
 
 def _striping(shape: StepShape) -> Sequence[str]:
-    """Note that paths are assumed to be equally fast, if nothing was measured or configured."""
+    """Return a note that the NVMe paths are assumed to be equally fast, if no rates are measured or configured."""
     if len(shape.paths) < 2 or shape.has_rates:
         return ()
     return (
-        f"striping        the {len(shape.paths)} NVMe paths are taken to be equally fast: run doctor, or give rates",
+        f"striping        the {len(shape.paths)} NVMe paths are assumed to be equally fast: run doctor, or set rates",
     )
 
 
@@ -608,7 +608,7 @@ def _days(days: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """Length and traffic of a whole run, without evaluations; only ``saved_bytes`` counts saves.
+    """Length and traffic of a whole run. Evaluations are not counted, and only ``saved_bytes`` counts saves.
 
     Attributes:
         num_steps: Steps, or None if only the data determines them.
@@ -616,7 +616,7 @@ class RunLength:
         seconds: Seconds of all steps, or None if a rate was not measured.
         moved_bytes: Bytes by link, including the updates after the last step.
         written_bytes: Bytes to all drives of ``[[tiers.nvme]]``.
-        share_of_limit: Share of the configured write limits, or None if a drive has no limit.
+        share_of_limit: Written bytes as a share of the drives' write limits, or None if a drive has no limit.
         saved_bytes: Bytes that checkpoints write to ``output_dir``.
     """
 
@@ -646,7 +646,7 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
     if num_steps is None:
         return RunLength(None)
     moved = plan.placement.run_traffic_bytes(num_steps)
-    written = into_nvme(moved)
+    written = nvme_written_bytes(moved)
     limits = [drive.max_written for drive in plan.run.tiers.table.nvme]
     table = plan.run.checkpoint.table
     saves = 0 if table.save_strategy == "no" else 1

@@ -1,8 +1,8 @@
-"""Choice of the layers that save results if blocks move: as many as make a step shorter.
+"""Choice of the number of layers that save results if blocks move, so that a step is as short as possible.
 
-If nothing moves, results use memory that is otherwise free (kept.py). Otherwise each byte of results either moves,
-or displaces a block, which then moves. Results are admitted from the last layer on, in the order of operations saved
-per byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
+If no block moves, results use memory that is otherwise free (kept.py). If blocks move, saved results either move
+themselves or displace blocks that then move. Results are added from the last layer backwards, in descending order of
+operations saved per byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from megatrain.plan.plan import Plan
 
-#: Resolution of the search, in parts of all results. Recomputing them takes about a quarter of a step, so one part is
-#: worth about a hundredth of it.
+#: The search resolves 1/24 of all results. Recomputing all results takes about a quarter of a step, so 1/24 of them is
+#: worth about a hundredth of a step.
 _PARTS = 24
 
 
@@ -31,8 +31,8 @@ class _Results:
     """Results of a visit that may be saved.
 
     Attributes:
-        more_nbytes: Bytes per micro-batch, without the visit's results that come earlier in the order.
-        with_products: Whether results of products are included, not only of attention.
+        more_nbytes: Bytes per micro-batch, in addition to results of the same visit that come earlier in the order.
+        with_products: Whether to save results of products in addition to results of attention.
     """
 
     visit: int
@@ -43,24 +43,24 @@ class _Results:
 def with_results(
     plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
-    """Return the plan with the number of layers saving results that makes a step shortest, or ``plan`` if none do.
+    """Return the plan whose number of layers that save results makes a step shortest, or ``plan`` if none helps.
 
-    A binary search. It assumes that each result saves as much as the previous one, until memory is full or a link is
-    the bottleneck. The largest number that fits is tried first.
+    The binary search first tries the largest number that fits. It assumes that each result saves as much time as the
+    previous one, until memory is full or a link is the bottleneck.
 
     Args:
         plan: A step that moves blocks.
-        placed: Places a program and estimates it. Returns None if it does not fit or writes too much to drives.
-        seconds: Returns the seconds of a step.
+        placed: Function that places and estimates a program; None if it does not fit or writes too much to drives.
+        seconds: Function that returns the seconds of a step.
         on_drives_bytes: Bytes of results, or of blocks displaced by them, that may go to drives.
     """
-    order = _admitted_in_order(plan)
-    room = _room_bytes(plan) + on_drives_bytes
+    order = _results_in_order(plan)
+    room = _free_bytes(plan) + on_drives_bytes
     most = bisect.bisect_right(list(accumulate(plan.run.num_together * each.more_nbytes for each in order)), room)
     if not most:
         return plan
     best, best_s = plan, seconds(plan)
-    low, high, count = 0, most + 1, most  # the best number so far; a number that is too large; the next to try
+    low, high, count = 0, most + 1, most  # best number so far, smallest number known as too large, next number to try
     while low < count < high:
         other = placed(_saving(plan, order[:count]))
         other_s = math.inf if other is None else seconds(other)
@@ -72,8 +72,8 @@ def with_results(
     return best
 
 
-def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
-    """Return the results of visits that save none yet; attention alone comes first if it saves more per byte."""
+def _results_in_order(plan: Plan) -> Sequence[_Results]:
+    """Return the results that visits do not save yet. Attention comes first if it saves more operations per byte."""
     recompute, visits = plan.program.recompute, plan.trace.visits
     taken = recompute.kept_graphs | recompute.saving
     worth = operations_per_byte(plan.trace)
@@ -90,8 +90,8 @@ def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
     return order
 
 
-def _room_bytes(plan: Plan) -> float:
-    """Return the bytes that homes leave for results; infinite with a read-only tier, whose blocks can be evicted."""
+def _free_bytes(plan: Plan) -> float:
+    """Return the free bytes for results; infinite with a read-only tier, because its blocks can be evicted."""
     placement, budgets = plan.placement, plan.budgets_by_tier
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf

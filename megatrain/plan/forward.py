@@ -1,7 +1,7 @@
 """Plans of forward passes: weights are the only blocks, without gradients, state or saved activations.
 
-Every pass reads the weights of each unit once for all of its micro-batches. So traffic does not depend on the tokens
-of a pass, and above T* tokens, computing hides it (``Estimate.crossing_tokens``).
+Every pass reads the weights of each unit once for all of its micro-batches, so traffic does not depend on the tokens
+of a pass. Above T* tokens, computing hides the traffic (``Estimate.crossing_tokens``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan, TracedModel
 from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
-from megatrain.plan.shortfall import DoesNotFitError, Shortfall, fitting
+from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traced import find_frozen, make_graph, settle_rows, trace_run
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
@@ -58,10 +58,10 @@ __all__ = [
     "with_prompts",
 ]
 
-#: fp32 copies of a micro-batch's logits needed to choose a token: warped, sorted, their softmax ...
+#: Number of fp32 copies of a micro-batch's logits that sampling a token needs (warped, sorted, softmax and so on).
 _COPIES_OF_LOGITS = 8
 
-#: Copies of a pass's scores: as computed, per document, and as written.
+#: Number of copies of a pass's scores: the computed scores, the scores by document, and the written rows.
 _COPIES = 3
 
 
@@ -72,10 +72,10 @@ def forward_run(run: RunSpec) -> RunSpec:
 
 
 def check_weights(run: RunSpec) -> None:
-    """Refuse to run a model with random weights; planning it is still allowed.
+    """Refuse to run a model with random weights. Such a model can only be planned.
 
     Raises:
-        ConfigError: The error names the key.
+        ConfigError: ``model.train_from_scratch`` is set.
     """
     if run.model.table.train_from_scratch:
         text = "model.train_from_scratch = true: the output of random weights is meaningless"
@@ -115,7 +115,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     """Plan passes that score the tokens of a model's rows.
 
     Args:
-        run: Result of ``forward_run``. Its steps are the passes.
+        run: Result of ``forward_run``. Each of its steps is one pass.
         top_k: Number of most likely vocabulary entries scored per token.
         width: Size of each document's embedding; 0 without embeddings.
 
@@ -146,7 +146,9 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     profile = profile_of(run.tiers)
     known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    placement = fitting(PlacementSolver(program, list(known.values()), run.placement.homes, None, STAY_SHARE).solve())
+    placement = require_fit(
+        PlacementSolver(program, list(known.values()), run.placement.homes, None, STAY_SHARE).solve()
+    )
     plan = Plan(
         run=run,
         traced=model,
@@ -173,8 +175,8 @@ class GenerationPlan:
     """A plan to continue prompts.
 
     Attributes:
-        plan: Pass that generates one token for each prompt, with the cache in blocks.
-        first: Program of the pass that fills the cache.
+        plan: Plan of the pass that generates one token for each prompt, with the KV cache in blocks.
+        first: Program of the first pass, which fills the cache.
     """
 
     plan: Plan
@@ -190,7 +192,7 @@ class GenerationPlan:
 
 
 def plan_generation(run: RunSpec) -> GenerationPlan:
-    """Plan to continue prompts: the rows of a step, with at most ``batch.max_length`` tokens including new ones.
+    """Plan the generation for the prompts of a batch, up to ``batch.max_length`` tokens including the new ones.
 
     Args:
         run: Result of ``forward_run``.
@@ -215,7 +217,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     profile = profile_of(run.tiers)
     known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    placement = fitting(PlacementSolver(program, list(known.values()), run.placement.homes).solve())
+    placement = require_fit(PlacementSolver(program, list(known.values()), run.placement.homes).solve())
     plan = Plan(
         run=run,
         traced=model,
@@ -244,7 +246,7 @@ def _generation_programs(
 
 
 def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return the bytes of a pass outside blocks on the compute device."""
+    """Return the workspace bytes of a generation pass in the compute tier."""
     vocab_size: int = graph.config.get_text_config().vocab_size
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
@@ -268,7 +270,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
 def plan_averages(plan: Plan) -> Plan:
     """Plan evaluation passes of a run that read its averaged weights from their homes.
 
-    They are streamed in fp32 and rounded for each visit. The memory of gradients and activations is free meanwhile.
+    Averages are streamed in fp32 and rounded for each visit. The passes reuse the memory of gradients and activations.
 
     Raises:
         DoesNotFitError: A tier is too small; the error names a sufficient size.
@@ -284,7 +286,7 @@ def plan_averages(plan: Plan) -> Plan:
     placement = PlacementSolver(program, list(known.values()), plan.run.placement.homes, given=given).solve()
     if isinstance(placement, Shortfall):
         advice = (
-            "That is to evaluate the averages of the weights, which are in fp32. "
+            "This size is for evaluating the averaged weights, which are in fp32. "
             f'Give tiers.{placement.tier} that size, or write weights = "trained" in [evaluation].'
         )
         raise DoesNotFitError(replace(placement, advice=advice))
@@ -294,11 +296,11 @@ def plan_averages(plan: Plan) -> Plan:
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
     """Plan to continue prompts between two steps of a run, with its weights at their homes.
 
-    The memory of gradients and activations is free meanwhile. If not all prompts fit, fewer run together. This changes
+    The passes reuse the memory of gradients and activations. If not all prompts fit, fewer run together. This changes
     no token, because the rows of a micro-batch stay the same.
 
     Args:
-        plan: The run between whose steps the prompts are continued.
+        plan: Plan of the training run.
         rows: Prompts of a micro-batch.
         max_length: Tokens of the longest prompt and its completion.
 
@@ -320,7 +322,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
             return found
         if num_micro_batches == 1:
             advice = (
-                f"That is to continue {rows} prompts of evaluations, {max_length} tokens each. Give "
+                f"This size is for continuing {rows} prompts of evaluations, {max_length} tokens each. Give "
                 f"tiers.{found.tier} that size, or lower evaluation.max_new_tokens, "
                 "evaluation.max_predict_samples or evaluation.per_device_eval_batch_size."
             )

@@ -1,9 +1,9 @@
-"""Choice of the visits that keep their graphs, or save results, in the memory that is left.
+"""Choice of the visits that keep their graphs, or save results, in the free memory of the compute tier.
 
-A kept graph saves one forward of its unit, and writing out and fetching its inputs. It takes memory from the unit's
-forward to its backward, so the last visits come first: their graphs live shortest
-(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Results of attention or of all products take part of a
-graph's memory and save most of the recompute. They are blocks like a unit's inputs
+A kept graph avoids a second forward of its unit and the transfers of its inputs. It takes memory from the unit's
+forward to its backward, so the last visits come first, because their graphs live shortest
+(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Saved results of attention or of all products take less
+memory than a graph and avoid most of the recompute. They are stored in blocks, like a unit's inputs
 (docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md).
 """
 
@@ -43,7 +43,7 @@ class KeptGraphs:
 
     Attributes:
         budgets: Tiers, with the kept graphs in the workspace of the compute tier.
-        nbytes: Bytes that these graphs add to the workspace. Not all of them exist at its peak.
+        nbytes: Bytes that the kept graphs add to the peak workspace, which may be less than the graphs take in total.
     """
 
     program: StepProgram
@@ -56,8 +56,8 @@ class GraphKeeper:
     """Choice of the visits of one program that keep graphs, and of those that save results.
 
     Args:
-        program: A step that keeps none.
-        budgets: Tiers of that step, with its workspace.
+        program: A step that keeps no graphs.
+        budgets: Tier budgets of that step, including its workspace.
         num_together: Number of micro-batches whose graphs exist at the same time.
     """
 
@@ -82,20 +82,19 @@ class GraphKeeper:
         The tier may be too small for the requested number, or for any choice.
 
         Args:
-            wanted: ``auto`` keeps graphs of all last layers that fit if the compute tier fetches nothing. A
-                number keeps graphs of that many layers before other blocks get memory, if their weights still have
-                their home there.
-            results: ``auto`` saves results of all last layers without a kept graph that fit if nothing moves.
-                A number saves results of products and attention of that many last layers, in any tier that may be their
-                home.
+            wanted: ``auto`` keeps graphs of as many last layers as fit, if the compute tier fetches nothing. A number
+                reserves memory for the graphs of this many layers before other blocks. A layer whose weights then
+                lose their home in the compute tier keeps no graph.
+            results: ``auto`` saves results of as many last layers without a kept graph as fit, if no block moves. A
+                number saves results of products and attention of this many last layers, in any allowed home tier.
         """
         saved = frozenset() if results == "auto" else self._last_with_results(results)
-        visits = frozenset[int]() if wanted == "auto" else frozenset(self._last(wanted))
+        visits = frozenset[int]() if wanted == "auto" else frozenset(self._last_candidates(wanted))
         found = self._solved(visits, saved)
         while not isinstance(found, Shortfall):
             away = {visit for visit in visits if not self._is_at_home(found.placement, visit)}
             if not away:
-                return self._what_is_left(found, graphs=wanted == "auto", results=results == "auto")
+                return self._fill_free_memory(found, graphs=wanted == "auto", results=results == "auto")
             visits -= away
             found = self._solved(visits, saved)
         is_asked_for = wanted != "auto" and (visits or saved)
@@ -108,8 +107,8 @@ class GraphKeeper:
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
         return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
-    def _what_is_left(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
-        """Keep graphs, or results, of all last visits that fit without a change of the placement.
+    def _fill_free_memory(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
+        """Keep graphs, or results, of as many last visits as fit without a change of the placement.
 
         The kind that saves more operations per byte comes first.
         """
@@ -126,7 +125,7 @@ class GraphKeeper:
         return left.kept()
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
-        """Return the budgets with ``nbytes`` of graphs in the compute tier's workspace."""
+        """Return the budgets with ``nbytes`` for graphs added to the compute tier's workspace."""
         tier = self._program.compute_tier
         budget = self._budgets[tier]
         return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
@@ -134,21 +133,21 @@ class GraphKeeper:
     def candidates(self) -> list[int]:
         """Return the visits whose graphs may be kept instead of a recompute.
 
-        A graph has views of the weights, so visits with weights decoded for one visit only are excluded. If such a
-        visit shares an input with an earlier visit, which saves it, the earlier one is excluded also.
+        A graph has views of the weights, so visits whose weights are decoded for each visit are excluded. If such a
+        visit reuses an input that an earlier visit saves, the earlier visit is also excluded.
         """
-        visits, are_run_again = self.trace.visits, self._all_run_again()
+        visits, are_run_again = self.trace.visits, self._recomputed_visits()
         left_out = {number for number in are_run_again if self._is_decoded(visits[number].unit)}
         left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
         return [number for number in are_run_again if number not in left_out]
 
-    def _all_run_again(self) -> list[int]:
+    def _recomputed_visits(self) -> list[int]:
         return [number for number, visit in enumerate(self.trace.visits) if visit.is_run_again]
 
     def _is_decoded(self, unit: int) -> bool:
         return any(name in self._program.encodings for name in layouts_of_unit(self._graph, unit))
 
-    def _last(self, num_layers: int) -> Iterator[int]:
+    def _last_candidates(self, num_layers: int) -> Iterator[int]:
         return self._last_visits(num_layers, self.candidates())
 
     def _last_visits(self, num_layers: int, visits: Sequence[int]) -> Iterator[int]:
@@ -164,7 +163,7 @@ class GraphKeeper:
             yield visit
 
     def _last_with_results(self, num_layers: int) -> frozenset[int]:
-        return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._all_run_again()))
+        return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._recomputed_visits()))
 
     def nbytes(self, visits: Collection[int]) -> int:
         """Return the bytes that the kept graphs of these visits add to the workspace."""
@@ -175,10 +174,10 @@ class GraphKeeper:
         return _are_at_home(self._graph, self._program, placement.homes, self.trace.visits[visit].unit)
 
     def _with_advice(self, found: Shortfall, visits: Collection[int], saved: Collection[int]) -> Shortfall:
-        taken = [f"Graphs that are kept take {format_size(self.nbytes(visits))}"] if visits else []
+        taken = [f"Kept graphs take {format_size(self.nbytes(visits))}"] if visits else []
         if set(saved) - set(visits):
             each = sum(self.trace.visits[visit].results.nbytes for visit in saved if visit not in visits)
-            taken.append(f"{'r' if taken else 'R'}esults that are saved take {format_size(self._num_together * each)}")
+            taken.append(f"{'s' if taken else 'S'}aved results take {format_size(self._num_together * each)}")
         advice = f'{" and ".join(taken)}: write training.recompute = "auto" or "full", or give tiers.{found.tier} '
         return replace(found, advice=f"{advice}that size.")
 
@@ -191,12 +190,12 @@ class _FreeMemory:
         self._inputs = activations_of(found.program)
         self._kept: Mapping[What, frozenset[int]] = {
             "graphs": found.program.recompute.kept_graphs,
-            "results": frozenset(),  # besides the results that the given program saves
+            "results": frozenset(),  # in addition to the results that the given program saves
             "attention": frozenset(),
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` of all last visits that fit. It replaces kinds that save less of a visit's recompute."""
+        """Keep ``what`` of as many last visits as fit. It replaces kinds that save less of a visit's recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
@@ -211,13 +210,13 @@ class _FreeMemory:
     def _try(self, kept: Mapping[What, frozenset[int]]) -> bool:
         budget = self._found.budgets[self._tier]
         grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
-        used = self._found.placement.peak_bytes(self._tier) + grown + self._grown(kept)
+        used = self._found.placement.peak_bytes(self._tier) + grown + self._added_bytes(kept)
         if used > budget.capacity_bytes:
             return False
         self._kept = kept
         return True
 
-    def _grown(self, kept: Mapping[What, frozenset[int]]) -> int:
+    def _added_bytes(self, kept: Mapping[What, frozenset[int]]) -> int:
         """Return the additional bytes of the activation blocks."""
         slot_bytes, blocks, visits = (
             self._found.budgets[self._tier].slot_bytes,
@@ -243,7 +242,7 @@ class _FreeMemory:
         program = saving_results(program, trace, self._kept["attention"])
         program = saving_results(program, trace, self._kept["results"], with_products=True)
         home_bytes = dict(found.placement.home_bytes)
-        grown = self._grown(self._kept)
+        grown = self._added_bytes(self._kept)
         home_bytes[tier] = {**home_bytes[tier], "activations": home_bytes[tier]["activations"] + grown}
         budgets = self._keeper.with_graphs(nbytes)
         placement = replace(
@@ -287,8 +286,8 @@ def _value(results: Iterable[Savable]) -> tuple[int, int]:
 def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
     """Return whether the weights of every kept graph are at home in the compute tier.
 
-    The graph has views of their slots. At home, nothing moves them or writes them between a forward and its backward:
-    all updates of a layout run before its first use in a step or after its last.
+    A graph has views of the weights' slots. Weights at home are neither moved nor written between a forward and its
+    backward, because all updates of a layout run before its first use in a step or after its last.
     """
     return all(_are_at_home(graph, program, homes, trace.visits[visit].unit) for visit in program.recompute.kept_graphs)
 
@@ -300,8 +299,8 @@ def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, st
 
 
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:
-    """Return the number of layers that the backward does not recompute, and the number that it could."""
-    layers: list[list[int]] = []  # visits of each
+    """Return the number of layers that keep all their graphs, and the number of layers that can keep graphs."""
+    layers: list[list[int]] = []  # visits by layer
     above = ""
     for number, visit in enumerate(trace.visits):
         unit = graph.units[visit.unit]

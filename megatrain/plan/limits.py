@@ -1,6 +1,6 @@
-"""Checks of a config against the machine: sizes that exceed it, drives that are no drives, missing mounts.
+"""Checks of a config against the machine: sizes that exceed it, paths that are not on a drive, missing mounts.
 
-The plan is still made, because it may be for another machine. A run on this machine is refused.
+A config that fails these checks can be planned, because the plan may be for another machine, but it cannot run here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_
 
 
 class BeyondMachineError(Exception):
-    """The config gives a run more than this machine has. Raised before anything is allocated."""
+    """The config requests more than this machine has. Raised before anything is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Objection:
     """One reason against running a config on this machine.
 
     Attributes:
-        key: Config key that causes it.
+        key: Config key that causes the objection.
         text: The reason, as a sentence without a full stop.
-        kind: "size": more than this machine has; refuses a run. "place": a path that is no drive or not the expected
-            one, or a size that cannot be chosen; refuses a run. "note": it works, with a remark.
+        kind: "size" (the config requests more than this machine has) and "place" (a path is not on the expected
+            drive, or no size can be chosen) prevent a run. "note" is only a warning.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Objection:
 
     @property
     def refuses(self) -> bool:
-        """Whether it refuses a run."""
+        """Whether the objection prevents a run."""
         return self.kind != "note"
 
     def __str__(self) -> str:
@@ -59,10 +59,10 @@ class Objection:
 
 @dataclass(frozen=True, slots=True)
 class DrivePath:
-    """Location of one ``[[tiers.nvme]]``.
+    """Path of one ``[[tiers.nvme]]`` entry, with the free and total bytes of its file system.
 
     Attributes:
-        key: ``tiers.nvme.0``.
+        key: Config key, for example ``tiers.nvme.0``.
         file_system: File system that holds the path, or will hold it.
     """
 
@@ -74,12 +74,12 @@ class DrivePath:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size from the config; 0 for "auto", which never exceeds the drive."""
+        """The size in the config; 0 for "auto", which never exceeds the drive."""
         return 0 if self.spec.size.is_auto else self.spec.size.resolve(self.total_bytes)
 
     @property
     def room(self) -> str:
-        """Return the total and the free size as text."""
+        """The total and free size as text."""
         return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class DrivePath:
 
 
 def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
-    """Return the location of each path of the NVMe tier, without creating or writing anything."""
+    """Look up the file system of each NVMe path, without creating or writing anything."""
     found = []
     for number, drive in enumerate(drives):
         disk = machine.disk_usage(drive.path)
@@ -96,11 +96,11 @@ def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
 
 
 def refuse(objections: Sequence[Objection]) -> None:
-    """Refuse a run if an objection requires it.
+    """Raise an error if an objection prevents the run.
 
     Raises:
-        ConfigError: A path is no drive or not the expected one, or a size cannot be chosen.
-        BeyondMachineError: This machine has less than the config gives.
+        ConfigError: A path is not on the expected drive, or no size can be chosen.
+        BeyondMachineError: The config requests more than this machine has.
     """
     places = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
     if places:
@@ -113,7 +113,7 @@ def refuse(objections: Sequence[Objection]) -> None:
 def find_objections(
     tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare the resources of a run with this machine. Objections that refuse a run come first.
+    """Compare the resources that a run needs with this machine. Return objections that prevent the run first.
 
     Args:
         needs: Tier -> smallest capacity that the plan needs, or None without a plan.
@@ -132,7 +132,7 @@ def find_objections(
 
 
 def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
-    """Compare sizes with the planned machine."""
+    """Compare the configured sizes with the planned machine."""
     yield from _memory(
         {"tiers.ram.size": tiers.table.ram.size}
         | ({"tiers.gpu.size": tiers.table.gpu.size} if tiers.emulates_gpu else {}),
@@ -153,7 +153,7 @@ def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) ->
         if wanted > there.total_bytes:
             key = f"tiers.nvme.{number}.size"
             has = f"{planned.name} has {format_size(there.total_bytes)} there ({there.name})"
-            text = f'{key} = "{drive.size.text}" is more than there is: {has}'
+            text = f'{key} = "{drive.size.text}" is too large: {has}'
             yield Objection(key, text, f'Write at most "{_whole(there.total_bytes)}", or "auto"', "size")
     if len(tiers.table.nvme) < len(planned.drives):
         unused = len(planned.drives) - len(tiers.table.nvme)
@@ -184,11 +184,11 @@ def _gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> It
 
 
 def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
-    """Compare the sizes of tiers in one memory with that memory.
+    """Compare the total size of the tiers that share one memory with the size of that memory.
 
     Args:
-        sizes: Config key -> size.
-        need: Smallest total that the plan needs of them.
+        sizes: Tier sizes by config key.
+        need: Minimum bytes that the plan needs in all these tiers together.
     """
     given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
     if not given:
@@ -200,10 +200,10 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
     at_most = f'Write at most "{_whole(free)}" together' if len(given) > 1 else f'Write at most "{_whole(free)}"'
     if wanted > total:
         advice = f'{at_most}, or "auto"' if len(given) == 1 else at_most
-        yield Objection(key, f"{what} {is_are} more than there is: {has}", advice, "size")
+        yield Objection(key, f"{what} {is_are} too large: {has}", advice, "size")
     elif need > free:
         text = f"{what}: this run takes at least {format_size(need)} of it, but {has}"
-        yield Objection(key, text, "Free some, or write a smaller size, so that more blocks go to drives", "size")
+        yield Objection(key, text, "Free memory, or write a smaller size so that more blocks go to drives", "size")
     elif wanted > free:
         text = f"{what} {is_are} more than is free now: {has}; the run may use all of this size"
         yield Objection(key, text, at_most, "note")
@@ -222,8 +222,7 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
         given = " and ".join(f'{path.key}.size = "{path.spec.size.text}"' for path in group)
         is_are = "is" if len(group) == 1 else "together are"
         text = (
-            f"{given} {is_are} more than there is: the file system of {first.spec.path} ({first.file_system}) has "
-            f"{first.room}"
+            f"{given} {is_are} too large: the file system of {first.spec.path} ({first.file_system}) has {first.room}"
         )
         advice = f'Write at most "{_whole(first.free_bytes)}"{" together" if len(group) > 1 else ""}, or "auto"'
         yield Objection(f"{first.key}.size", text, advice, "size")
@@ -260,7 +259,7 @@ def _same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     for disk, group in disks.items():
         if len(group) > 1:
             names = ", ".join(str(path.spec.path) for path in group)
-            text = f"{names} lie on one drive ({disk}): striped, they share its speed and its space"
+            text = f"{names} are on one drive ({disk}): blocks striped over them share its speed and its space"
             advice = "Name only one of them in [[tiers.nvme]], and folders on other drives"
             yield Objection(f"{group[1].key}.path", text, advice, "note")
 

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from megatrain.engine.program import BlockPlan, StepProgram
     from megatrain.plan.plan import Plan
 
-#: Far more than a processor's caches hold, so data leaves them before a step reads it again.
+#: Far larger than the caches of a CPU, so that data leaves them before a step reads it again.
 KIND_BYTES = 256 * MiB
 
-_LARGEST_WEIGHT = 0.03  # products of such matrices neither grow from layer to layer nor become denormal numbers
+_LARGEST_WEIGHT = 0.03  # keeps activations from growing from layer to layer and from becoming denormal
 
 
 class _Ring(NamedTuple):
-    """Blocks of one kind, dtype and slot size. They alias its slabs in turn."""
+    """Key of a list of slabs that the blocks of one kind, dtype and slot size alias round-robin."""
 
     kind: str
     dtype: torch.dtype
@@ -49,11 +49,11 @@ class _Ring(NamedTuple):
 
 
 class SharedMemoryTier:
-    """RAM in which blocks of one kind and size alias a few slabs, limited by ``kind_bytes``.
+    """RAM tier in which blocks of one kind and size alias a few slabs, limited by ``kind_bytes``.
 
-    If a kind fits, its blocks share no memory. Slabs are made as in ``RamTier``. Weights hold small random numbers; all
-    other blocks start as zeros. Every lease is a view of existing memory, so a step costs the same as with homes in
-    RAM.
+    If a kind fits, its blocks share no memory. Slabs are created as in ``RamTier``. Weights are small random numbers;
+    all other blocks start as zeros. Every lease is a view of existing memory, so a step takes as long as with homes
+    in RAM.
 
     Args:
         kind_bytes: Approximate bytes for the blocks of a kind, with at least one slab for each size. 0 means one slab
@@ -90,7 +90,7 @@ class SharedMemoryTier:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of all slabs."""
+        """The bytes of all slabs."""
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -113,13 +113,13 @@ class SharedMemoryTier:
         return view_as(slot.resource, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Do nothing: bytes of a step outside blocks are not counted."""
+        """Do nothing, because this tier does not count workspace."""
 
     def sync(self) -> None:
-        """Do nothing: host memory does not survive the process."""
+        """Do nothing, because host memory does not survive the process."""
 
     def usage(self) -> TierUsage:
-        """Return the bytes of the slots, each counted as if it had separate memory."""
+        """Return the bytes of the slots, counting aliased memory once per slot."""
         return TierUsage(self.capacity_bytes, self._used_bytes, self._used_bytes)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ MicroBatches = Sequence[Mapping[str, torch.Tensor]]
 
 
 class NotMeasurableError(Exception):
-    """The steps of a plan cannot be timed here; the text says why."""
+    """The steps of a plan cannot be timed on this machine; the message states the reason."""
 
 
 def measure_ticks(
@@ -194,7 +194,7 @@ def measure_ticks(
     It reads no weights and no data, writes nothing, and uses at most the RAM tier's size.
 
     Args:
-        budget_s: Approximate duration. Steps of one micro-batch are timed ``LEAST_STEPS`` times in any case.
+        budget_s: Approximate duration. At least ``LEAST_STEPS`` steps are timed in any case.
         kind_bytes: See ``SharedMemoryTier``. Reduced if the RAM tier is small.
         flops_per_s: Rate of matrix products, or None if unknown.
 
@@ -215,7 +215,7 @@ def measure_ticks(
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # as in a run, else it is slower
+        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # a run's limit of freed memory
         most_bytes += max(computing_bytes(trace, plan.program))
         with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
             for block in blocks.values():
@@ -229,7 +229,7 @@ def measure_ticks(
 
 
 def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
-    """Return the bytes that the blocks of a kind may share, after the workspace."""
+    """Return the largest ``kind_bytes`` for which blocks and workspace fit into RAM."""
     room = min(plan.budgets["ram"], available_ram_bytes())
     while True:
         need = workspace + shared_bytes(plan.program.blocks, kind_bytes)
@@ -237,7 +237,7 @@ def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
             return kind_bytes
         if not kind_bytes:
             have = format_size(room)
-            raise NotMeasurableError(f"timing steps takes {format_size(need)} of RAM, {have} are available")
+            raise NotMeasurableError(f"timing steps takes {format_size(need)} of RAM, but only {have} are available")
         kind_bytes = kind_bytes // 2 if kind_bytes > MiB else 0
 
 
@@ -294,7 +294,7 @@ class _Timed:
 
 
 class _Watch(Timeline):
-    """Timer that sums the seconds of each tick of a program."""
+    """Timer of the ticks of a program."""
 
     def __init__(self, program: StepProgram) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class _Steps:
         # With the compute tier set to RAM, a step computes the same, even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
         program = replace(plan.program, compute_tier="ram", updates=updates)
-        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead also costs time
+        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # prefetching also costs time
         self._engine = StepEngine(
             store,
             replace(plan.for_steps, program=program, homes=homes, stays={}),

@@ -16,7 +16,7 @@ from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stay
 from megatrain.plan.copy_windows import CopyWindows, TickCopies
 from megatrain.plan.residents import Residency, ResidentChooser
 from megatrain.plan.shortfall import Shortfall
-from megatrain.plan.stays import BufferRoom, choose_stays
+from megatrain.plan.stays import BufferBudget, choose_stays
 from megatrain.plan.traffic import Traffic
 from tiered import Mode
 from tiered.ext import Routes
@@ -26,9 +26,9 @@ from tiered.units import format_size
 Homes = Mapping[Kind | Literal["in place"], Sequence[str]]
 #: Function from content bytes to slot bytes of a tier.
 SlotBytes = Callable[[int], int]
-#: Share of the compute tier that stays free of buffers for more than two ticks. Layers may allocate more memory
+#: Share of the compute tier that buffers for more than two ticks leave free, because layers may allocate more memory
 #: than the trace recorded.
-_UNMADE_SHARE = 0.05
+_UNBUFFERED_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class TierBudget:
 
     Attributes:
         workspace_bytes: Bytes outside blocks.
-        generations: Number of committed sets of its durable blocks, in addition to the live set.
+        generations: Number of committed generations of its durable blocks, in addition to the live blocks.
         filling_bytes: Bytes to load or save the weights of one layout, in addition to the durable blocks.
         residency: Rules for homes in the compute tier if that tier is not RAM.
         links: Pairs (source, destination) of its links with faster tiers, one for each direction.
         is_addressable: Whether blocks can be used in place; otherwise they are copied to other tiers for use.
         is_read_only: Whether blocks at home there exist from the start and are never written.
         is_durable: Whether it keeps its part of checkpoints. Other tiers write their part to ``output_dir``.
-        num_processes: Processes on this host; each has this capacity. The size in the config is for all of them.
+        num_processes: Processes on this host, each with this capacity. The config sets the size for all processes.
     """
 
     name: str
@@ -84,18 +84,18 @@ class Placement:
     Attributes:
         homes: Block key -> tier.
         home_bytes: Tier -> kind -> slot bytes.
-        working_bytes: Tier -> bytes of a tick's largest working set that is not at home; more if loading the weights
-            of a layout takes more.
+        working_bytes: Tier -> bytes of the largest working set of a tick without homes, or of loading the weights of a
+            layout if that needs more.
         median_working_bytes: Tier -> low median of the working sets of all ticks.
         traffic_bytes: ``"src->dst"`` -> block bytes moved per step, between the first and the last.
         first_traffic_bytes: Bytes of a first step, which has nothing to update.
         last_traffic_bytes: Bytes of the updates after the last step.
         lookahead: Whether the copies of two consecutive ticks always fit together (double buffering).
         workspace_bytes: Tier -> bytes outside blocks.
-        stays: Copies that wait for their next use.
+        stays: Copies that stay in a tier until their next use.
         generation_bytes: Tier -> bytes reserved for committed generations, in addition to the live blocks.
-        buffers: Tier -> slot bytes -> number of buffers for copies of that size, made before the first step. In a tier
-            without an entry, a copy may free a buffer of another size to get its own.
+        buffers: Tier -> slot bytes -> number of buffers for copies of that size, created before the first step. In a
+            tier without an entry, a copy may have to free a buffer of another size first.
         missing_bytes: Tier of a run on a GPU -> additional bytes that fixed buffers for each size would need.
     """
 
@@ -129,18 +129,17 @@ class Placement:
 
 
 class PlacementSolver:
-    """Solver of the placement of one program.
+    """Search for the placement of one program.
 
     Args:
         tiers: Budgets, fast to slow.
         open_bytes: Tier -> bytes kept free of homes, for prefetched copies and write-backs.
-        stay_share: Share of the memory left by homes and ticks that copies may take while they stay.
-        given: Key -> home of blocks that exist already.
+        stay_share: Share of the free memory, after homes and working sets, that copies may take between uses.
+        given: Homes of blocks that already exist, by key.
 
     Attributes:
         tiers: Tier -> budget.
         order: Names of the tiers, fast to slow.
-        stops: (home, tier of a use) -> tiers that hold a copy for the use.
     """
 
     def __init__(
@@ -201,16 +200,16 @@ class PlacementSolver:
         full = state.overfull(ahead=False)
         if full is not None:
             return self._shortfall(full, state)
-        # On a CPU alone, freeing and reallocating buffers costs page faults, but less than fixed buffers cost memory.
+        # Without a GPU, reallocating buffers costs page faults, which matter less than the memory of fixed buffers.
         kept = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
         return Settled(
             state,
             ahead,
-            {name: BufferRoom(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept},
+            {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept},
         )
 
     def _best_fill(self) -> tuple[_Fill, bool]:
-        """Return the homes that save most. If the last tier overflows, return those that use least of it."""
+        """Return the homes that save most traffic, or if they overflow the last tier, homes that use less of it."""
         state, ahead = self._fill(self._promotion_key)
         last = self.order[-1]
         if self.tiers[last].generations and state.overfull(ahead=False) == last:
@@ -220,7 +219,7 @@ class PlacementSolver:
         return state, ahead
 
     def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> tuple[_Fill, bool]:
-        """Return homes, with blocks moved up in ``order``, and whether the copies of two ticks fit together."""
+        """Move blocks to faster homes in ``order``. Return the homes, and whether copies of two ticks fit together."""
         homes = {key: max(self._homes(b), key=self.order.index) for key, b in self.program.blocks.items()}
         state = _Fill(self, homes)
         for ahead in (True, False):
@@ -243,7 +242,7 @@ class PlacementSolver:
         return state, ahead
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
-        """Make the compute tier the home of all blocks if they fit, else of those that save most."""
+        """Make the compute tier the home of all blocks if they fit, else of the blocks that save most time."""
         if self._residents is None:
             return
 
@@ -255,9 +254,9 @@ class PlacementSolver:
             self._residents.choose(state.homes, try_move)
 
     def _place_overflow_in_compute_tier(self, state: _Fill, *, ahead: bool) -> None:
-        """Place gradients that overflow RAM in the rest of the compute tier, before drives.
+        """Move gradients that overflow RAM into free memory of the compute tier instead of to drives.
 
-        They cross the bus once in either case, so residency alone would not move them.
+        They cross the bus once in either case, so the choice of residents did not move them.
         """
         residency = self.tiers[self.program.compute_tier].residency
         if residency is None or "gradients" not in residency.kinds:
@@ -282,15 +281,15 @@ class PlacementSolver:
         return self._allowed["in place" if block.in_place else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Sort by bytes saved per byte held, descending; then by kind, so that kinds stay together."""
+        """Return a sort key: bytes saved per byte held, descending, then kind, so that each kind stays together."""
         return (-float(self._num_moves[block.key]), KINDS.index(block.kind))
 
     def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Sort blocks with generations first: they take their bytes several times."""
+        """Return a sort key that puts blocks with generations first, because they take their bytes several times."""
         return (not block.is_saved, *self._promotion_key(block))
 
     def stops(self, home: str, used_in: str) -> tuple[str, ...]:
-        """Return the tiers other than its home in which a use of a block needs memory."""
+        """Return the tiers, other than the home of a block, in which a use of the block needs memory."""
         found = self._stops.get((home, used_in))
         if found is None:
             found = self._stops[home, used_in] = tuple(tier for _, tier in self._routes.between(home, used_in))
@@ -331,7 +330,7 @@ class PlacementSolver:
         return solver._best_fill()[0].peak(tier, ahead=False)
 
     def describe(self, settled: Settled) -> Placement:
-        """Return the placement with these homes."""
+        """Return the full placement that results from settled homes."""
         state = settled.state
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self.order}
         for key, block in self.program.blocks.items():
@@ -373,7 +372,7 @@ class Settled:
 
     state: _Fill
     lookahead: bool
-    buffer_room: Mapping[str, BufferRoom]
+    buffer_room: Mapping[str, BufferBudget]
 
     @property
     def missing_bytes(self) -> dict[str, int]:
@@ -382,7 +381,7 @@ class Settled:
 
 
 class _Fill:
-    """Homes being decided, with the bytes of every tier and tick kept up to date."""
+    """Homes that a search changes, with the resulting bytes of every tier and tick."""
 
     def __init__(self, solver: PlacementSolver, homes: dict[str, str]) -> None:
         self.solver, self.homes = solver, homes
@@ -428,7 +427,7 @@ class _Fill:
         return self._home_bytes[tier] + other_bytes + self.largest_working_set(tier, ahead=ahead)
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
-        """Return for every tick the bytes left for copies that stay, after its own and a neighboring tick's copies."""
+        """Return the free bytes for stays at every tick, after the copies of the tick and of a neighboring tick."""
         sets = self._working[tier].by_tick
         pairs = [
             a + max(before, after)
@@ -440,13 +439,13 @@ class _Fill:
         return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
 
     def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
-        """Return the number of buffers for each size of copies: enough for the most consecutive ticks that fit.
+        """Return slot bytes -> number of buffers, enough for the copies of as many consecutive ticks as fit.
 
-        The remaining memory goes to the sizes that move most. The copies of two ticks are assumed to fit.
+        The remaining memory goes to the sizes that move most bytes. The copies of two ticks are assumed to fit.
         """
         copies, room = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
         if tier == self.solver.program.compute_tier:
-            room -= int(_UNMADE_SHARE * self._tiers[tier].capacity_bytes)
+            room -= int(_UNBUFFERED_SHARE * self._tiers[tier].capacity_bytes)
         windows = range(2, len(copies) + 1)
 
         counted = CopyWindows(copies)
@@ -474,7 +473,7 @@ class _Fill:
         return self._tiers[tier].capacity_bytes - taken
 
     def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
-        """Return the copies in ``tier`` for each tick: of used blocks with another home, and of blocks that stay."""
+        """Return the copies in ``tier`` at each tick: copies of used blocks with another home, and copies that stay."""
         by_tick = []
         for tick, used_in in zip(self._ticks, self._used_in, strict=True):
             slots = [
@@ -497,7 +496,7 @@ class _Fill:
         return None
 
     def try_move(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
-        """Make ``tier`` the home of blocks if it still fits and no slower tier gets too full. Return whether it did."""
+        """Make ``tier`` the home of blocks if they fit and no slower tier overflows. Return whether they moved."""
         if self._is_too_full(keys, tier, ahead=ahead):
             return False
         blocks = [self.solver.program.blocks[key] for key in keys]
@@ -514,10 +513,10 @@ class _Fill:
         return False
 
     def _is_too_full(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
-        """Return whether blocks certainly do not fit into a tier. Most candidates do not, so this avoids a trial move.
+        """Return True if blocks certainly do not fit into a tier, which avoids a trial move for most candidates.
 
-        The fullest tick keeps its contents there except copies of these blocks. An update tick may move to another tier
-        with all its contents.
+        The fullest tick loses at most the copies of these blocks. An update tick may lose all its contents, because it
+        may run in another tier.
         """
         budget, slots, working = self._tiers[tier], self.solver.slots[tier], self._working[tier]
         grown, left = 0, working.largest(ahead=ahead)
@@ -561,7 +560,7 @@ class _Fill:
 
 
 class _WorkingSets:
-    """Bytes that the ticks of a step hold in one tier besides homes, with their maxima.
+    """Bytes that each tick of a step needs in one tier in addition to homes, and their maximum.
 
     Attributes:
         by_tick: Bytes of every tick: the held group plus the largest passing group.
@@ -570,12 +569,12 @@ class _WorkingSets:
     def __init__(self, num_ticks: int) -> None:
         self.by_tick = [0] * num_ticks
         self._groups: list[list[int]] = [[0]] * num_ticks
-        #: Whether two consecutive ticks count -> heap of (-bytes, first tick). An entry with outdated bytes is dropped
-        #: when it reaches the top. Layers are alike, so most changes affect one of the fullest ticks.
+        #: Heaps of (-bytes, first tick) for single ticks (False) and for pairs of consecutive ticks (True). A stale
+        #: entry is dropped when it reaches the top. Most layers are identical, so most changes affect a fullest tick.
         self._heaps: dict[bool, list[tuple[int, int]]] = {
             ahead: [(0, tick) for tick in range(num_ticks)] for ahead in (False, True)
         }
-        self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # not yet in the heap
+        self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # ticks to push to the heaps
 
     def put(self, tick: int, groups: list[int]) -> None:
         """Set the bytes of each group of a tick; group 0 is held."""

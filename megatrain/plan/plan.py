@@ -51,26 +51,26 @@ if TYPE_CHECKING:
     from megatrain.plan.table import AdvancedConfig
 
 
-#: Target tokens of a micro-batch by device type, if the config sets tokens per step only. These are constants because
-#: the cut into micro-batches affects the results, so it must not depend on the machine's memory. A GPU needs more:
-#: otherwise its matrix products are too short, and the host cannot launch ahead.
+#: Target tokens of a micro-batch by device type, if the config sets only tokens per step. They are constants because
+#: the split into micro-batches affects results and so must not depend on the machine's memory. A GPU needs more tokens:
+#: with shorter matrix products, the host could not launch kernels ahead.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """The tokens of a step and their cut into micro-batches.
+    """The rows of a step and their split into micro-batches.
 
     Attributes:
         num_rows: Rows of ``max_length`` tokens in a step.
         max_length: Tokens in a row.
         given_rows: Rows of a micro-batch, or None for the number closest to ``aimed_tokens``.
-        single_rows: Whether, without ``given_rows``, micro-batches have one row, because the kernels need that to keep
-            packed documents apart.
+        single_rows: Whether micro-batches have one row by default, because the kernels cannot otherwise separate
+            packed documents.
         order: "layer" runs all micro-batches through each layer before the next layer.
         aimed_tokens: Target tokens of a micro-batch; see ``MICRO_BATCH_TOKENS``.
         num_lanes: Lanes that add the gradients of micro-batches (``ranks/lanes.py``), or None for one per rank.
-        rows_per_example: Rows that must share a micro-batch.
+        rows_per_example: Number of rows of an example. They must be in the same micro-batch.
     """
 
     num_rows: int
@@ -86,7 +86,7 @@ class BatchSpec:
     def micro_batch_rows(self) -> int:
         """Rows of a micro-batch: as given, else the largest divisor within ``aimed_tokens`` that fills all lanes.
 
-        It depends on lanes, not on processes. Their number may change at each start and must not change a result.
+        It does not depend on the number of processes, which may change at each start and must not affect results.
         """
         if self.given_rows is not None:
             return self.given_rows
@@ -107,7 +107,7 @@ class BatchSpec:
         return self.together(self.num_micro_batches)
 
     def together(self, num_micro_batches: int) -> int:
-        """Return how many of ``num_micro_batches`` pass a layer before the next one runs."""
+        """Return how many of ``num_micro_batches`` run through a layer before the next layer."""
         return num_micro_batches if self.order == "layer" else 1
 
     @property
@@ -118,7 +118,7 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A run as resolved values of its config on this machine; ``megatrain.training.resolve`` creates it.
+    """The resolved config of a run on this machine. ``megatrain.training.resolve`` creates it.
 
     Attributes:
         task: Name in ``megatrain.tasks.table``.
@@ -128,10 +128,10 @@ class RunSpec:
         is_deterministic: Whether only deterministic kernels are allowed.
         objective: Loss that the steps minimize, and noise on the embeddings.
         num_epochs: Passes over the data, unless ``max_steps`` sets the length of the run.
-        max_steps: Limit of steps, or None for the length of the data.
-        recompute: Choice of what the backward recomputes.
-        advanced: ``[advanced]``: prefetch and eviction.
-        trace_steps: Numbers, from 1, of steps whose timeline is written.
+        max_steps: Maximum number of steps, or None if ``num_epochs`` sets the length.
+        recompute: Config of activation checkpointing.
+        advanced: Table ``[advanced]``, for example prefetch and eviction.
+        trace_steps: 1-based numbers of the steps whose timeline is written.
     """
 
     name: str
@@ -160,7 +160,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         if self.batch.num_lanes is None and not self.world.is_single:
-            # The config left the lanes open, but the cut of a step into micro-batches depends on them.
+            # The config does not set the lanes, but the split of a step into micro-batches depends on them.
             object.__setattr__(self, "batch", replace(self.batch, num_lanes=self.world.size))
 
     @property
@@ -175,7 +175,7 @@ class RunSpec:
 
     @property
     def one_at_a_time(self) -> RunSpec | None:
-        """The run with one micro-batch after the other, or None if results would differ or nothing would change."""
+        """A copy of the run that computes one micro-batch at a time. None if results or nothing would change."""
         same_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
         if not same_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
             return None
@@ -205,17 +205,17 @@ class RunSpec:
 
     @property
     def num_fullest_tokens(self) -> int:
-        """Token positions in the micro-batches of the busiest rank, which the others wait for."""
+        """Token positions in the micro-batches of the busiest rank, which all other ranks wait for."""
         return max(map(self.tokens_of_rank, range(self.world.size)))
 
     def as_fullest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
-        """Return the run as the busiest rank of a hypothetical world; ties go to the lowest rank.
+        """Return the run of the busiest rank in a hypothetical world; ties go to the lowest rank.
 
         Args:
             size: Number of ranks on all hosts.
         """
         first = replace(self, world=World.local(0, size, num_hosts))
-        if first.num_lanes < size or 1 < num_hosts < size:  # both are refused
+        if first.num_lanes < size or 1 < num_hosts < size:  # the planner refuses both cases
             return first
         return replace(self, world=World.local(max(range(size), key=first.tokens_of_rank), size, num_hosts))
 
@@ -226,7 +226,7 @@ class RunSpec:
 
     @property
     def traced_on(self) -> torch.device:
-        """Device whose kernels a plan counts: the run's, or a CPU for another machine, so that no GPU is needed."""
+        """Device whose kernels the plan counts: the run's device, or the CPU if the plan is for another machine."""
         return self.device if self.tiers.machine is None else torch.device("cpu")
 
     @property
@@ -264,14 +264,14 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTicks:
-    """Seconds of a step if all blocks are at home in the tier that uses them.
+    """Measured seconds of a step in which every block has its home in the tier that uses it.
 
     Attributes:
         seconds: Seconds of each tick of the program, by its number.
         between_s: Seconds of a step outside its ticks.
         num_steps: Number of timed steps; seconds are their medians.
         num_micro_batches: Number of micro-batches in the timed steps.
-        is_extrapolated: Whether they had fewer micro-batches than the plan's steps.
+        is_extrapolated: Whether the timed steps had fewer micro-batches than the plan's steps.
         memory_bytes: Peak memory of the measurement, including workspace.
     """
 
@@ -287,7 +287,7 @@ class MeasuredTicks:
         """The measurement as one line of the report."""
         what = f"{self.num_steps} steps of this model"
         if self.is_extrapolated:
-            what += f" with {self.num_micro_batches} micro-batches each, the others by extrapolation"
+            what += f" with {self.num_micro_batches} micro-batches each, extrapolated to all micro-batches"
         return f"computing       measured: {what}, in {format_size(self.memory_bytes)} of RAM"
 
 
@@ -314,7 +314,7 @@ class Occasion:
     """An operation of a run outside its steps, with its traffic to and from drives.
 
     Attributes:
-        name: ``start`` from the model's weights, first ``checkpoint``, or ``export``.
+        name: ``start`` (loading the model's weights), ``checkpoint`` (the first one) or ``export``.
         read_bytes: Bytes from the model's folder or the tiers' drives. An export also reads back its files.
         written_bytes: Bytes to the tiers' drives or to ``output_dir``.
         linked_bytes: Bytes of a checkpoint that stay on the drives and are only linked.
@@ -347,7 +347,7 @@ class Estimate:
         computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive; 0 if unknown.
         seconds_per_nvme_copy: Time of the step's thread per moved block; 0 if unknown.
         is_timed: Whether steps of the model were timed.
-        notes: Age of the figures, or why there are none.
+        notes: Age of the rates, or why there are none.
         occasions: Traffic of the run outside its steps.
     """
 
@@ -385,7 +385,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The model of a run before placement. Sizes of tiers and formats of gradients do not affect it.
+    """The model of a run before placement. It does not depend on tier sizes and gradient dtypes.
 
     Attributes:
         run: The run with packing and kernels chosen for the model.
@@ -422,11 +422,11 @@ class Plan:
         run: The traced model's run, or a variant with another order of micro-batches.
         budgets_by_tier: Budgets of the tiers, fast to slow.
         estimate: Time and drive wear of a step at rates measured on this machine.
-        ticks: Seconds of each tick, if steps of this model were timed. No decision depends on it.
-        kept_bytes: Bytes of the compute tier's workspace for graphs that wait for their backward.
-        objections: Reasons against running it on this machine.
+        ticks: Seconds of each tick, if steps of this model were timed. No decision depends on them.
+        kept_bytes: Workspace bytes of the compute tier for kept graphs.
+        objections: Reasons against running the plan on this machine.
         library_memory: A sentence on the GPU memory left to libraries, or "" without a GPU.
-        passthrough_tensors: Description of untrained tensors in the model's folder; "" without them or a search.
+        passthrough_tensors: Description of untrained tensors in the model's folder; "" if none were found.
     """
 
     run: RunSpec
@@ -468,11 +468,11 @@ class Plan:
 
     @property
     def for_passes(self) -> StreamedModel:
-        """The model as an engine runs it in passes without a backward, with no copies staying between passes."""
+        """The model as an engine runs it in forward passes. No copies stay between two passes."""
         return replace(self.for_steps, program=evaluation_program(self.program), stays={})
 
     def recipe(self) -> StepRecipe:
-        """Return the recipe by which an engine computes the steps of the run."""
+        """Return the recipe from which an engine computes the steps of the run."""
         run, is_split = self.run, weight_is_split(self.graph)
         return StepRecipe(
             self.optimizer,
@@ -526,7 +526,7 @@ class Plan:
 
     @property
     def checkpoint_bytes_in_output_dir(self) -> int:
-        """Bytes of one checkpoint that no tier keeps, so that they are written to ``output_dir``."""
+        """Bytes of one checkpoint that are written to ``output_dir``, because no durable tier keeps them."""
         return self._checkpoint_bytes(is_kept_by_tier=False)
 
     @property

@@ -16,7 +16,7 @@ from megatrain.machine.machine import profile_of
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
-from megatrain.plan.estimate import estimate_step, flops_per_token, into_nvme
+from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_written_bytes
 from megatrain.plan.fill import with_results
 from megatrain.plan.kept import weights_stay
 from megatrain.plan.limits import Objection, find_objections
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.plan import RunSpec
 
-#: Shares of RAM and GPU memory that stay open for copies if some blocks are not at home, the usual one first
-#: (docs/decisions/0008-open-room.md).
+#: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
+#: (docs/decisions/0008-open-room.md). The usual share comes first.
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
-#: Share of the open room for copies that wait for their next use (docs/decisions/0009-stays.md).
+#: Share of that free memory for copies that stay until their next use (docs/decisions/0009-stays.md).
 STAY_SHARE = 0.9
 _NUM_TRIES = 4
-#: A plan must be this much faster than the one before it in the list to be preferred.
+#: A later plan is preferred only if its step takes less than this share of the shortest step so far.
 WORTHWHILE = 0.99
-#: Results that are saved without a request in the config may increase writes to drives by at most this factor.
+#: Saved results may increase writes to drives by at most this factor, unless the config requests them.
 _MOST_WEAR = 1.1
 
 
@@ -62,12 +62,12 @@ def plan_run(
     Args:
         padded: Whether rows may have padding or hold several documents. None derives it from the data: False for
             micro-batches of one row with one document.
-        with_remedies: Whether an error names config changes that reduce the need. This takes a few more plans.
-        like: Plan of the same model, dtype and objective with other tiers or another batch. Its model is reused, and
-            its trace for micro-batches of the same shape on the same kind of device. These take most of the time.
-        capacities: Tier -> bytes, replacing the capacities of the run.
-        most_ahead: Largest number of visits by which several ranks gather weights ahead.
-        passes_parts: Whether parts of the vocabulary pass one by one if possible. None lets the planner choose.
+        with_remedies: Whether an error lists config changes that reduce the need, which takes a few more plans to find.
+        like: Plan of the same model, dtype and objective with other tiers or another batch. Planning reuses its model,
+            and its trace if micro-batches have the same shape on the same kind of device. This saves most of the time.
+        capacities: Bytes by tier. They override the capacities of the run.
+        most_ahead: Maximum number of visits that several ranks gather weights ahead.
+        passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
         DoesNotFitError: A tier is too small; the error names a sufficient size.
@@ -86,13 +86,13 @@ def plan_run(
         raise DoesNotFitError(_add_remedies(plan, attempts) if with_remedies else plan)
     if model.run.one_at_a_time is not None and _may_run_one_at_a_time(plan):
         other = _planned(replace(attempts, run=model.run.one_at_a_time))
-        if not isinstance(other, Shortfall) and not _moves_by_drives(other) and _is_shorter(other, plan):
+        if not isinstance(other, Shortfall) and not _uses_drives(other) and _is_shorter(other, plan):
             plan = other
     return replace(plan, objections=objections_to(plan))
 
 
 def _planned(attempts: Attempts) -> Plan | Shortfall:
-    """Return the first attempt that fits, with a shortened step, else the smallest shortfall."""
+    """Return the plan of the first program that fits, with the shortest step found, else the smallest shortfall."""
     placed, profile = attempts.first_that_fits(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
@@ -133,7 +133,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with open room, results to save and streamed updates that shorten a step, if blocks move."""
+    """If blocks move, shorten a step by memory left free for copies, saved results and streamed updates."""
     if not any(plan.traffic.values()):
         return plan
     plan = fastest(estimated(other, profile) for other in with_open_room(plan))
@@ -145,11 +145,11 @@ def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _may_run_one_at_a_time(plan: Plan) -> bool:
-    """Return whether micro-batches may run one after the other, with bitwise equal results.
+    """Return whether running one micro-batch at a time is allowed and may shorten a step.
 
-    Then activations of only one micro-batch are kept, so more of them fit. Weights and gradient sums that do not stay
-    in the compute tier would move for each micro-batch. Drives would have only one backward to transfer state, not a
-    whole step.
+    Results are bit-identical. A step then keeps activations of only one micro-batch, so more of them fit. But weights
+    and gradient sums outside the compute tier would move for each micro-batch, and drives would have only one backward
+    to transfer state, not a whole step.
     """
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
@@ -169,7 +169,7 @@ def _needs_drives(plan: Plan) -> bool:
     return state_nbytes > sum(each.capacity_bytes for each in others)
 
 
-def _moves_by_drives(plan: Plan) -> bool:
+def _uses_drives(plan: Plan) -> bool:
     storage = {each.name for each in plan.budgets_by_tier.values() if not (each.is_addressable or each.is_read_only)}
     return any(nbytes and not storage.isdisjoint(link.split("->")) for link, nbytes in plan.traffic.items())
 
@@ -193,7 +193,7 @@ def objections_to(plan: Plan) -> tuple[Objection, ...]:
 
 
 def _unseen_layers(plan: Plan) -> Iterator[Objection]:
-    """Object to an automatic size of the GPU tier if the trace does not know the layers' memory outside the tier.
+    """Object to an automatic GPU tier size if the trace could not determine the layers' memory outside the tier.
 
     The forward of each layer failed on fake tensors, so the plan assumes that it computes nothing.
     """
@@ -207,12 +207,12 @@ def _unseen_layers(plan: Plan) -> Iterator[Objection]:
         f'tiers.gpu.size = "{tiers.table.gpu.size.text}": the memory of this model\'s layers outside the tier is '
         f"unknown, because none of them could be traced ({trace.guesses[0]})"
     )
-    advice = 'Write a size that leaves room for them, such as "60%"'
+    advice = 'Write a size that leaves memory for them, such as "60%"'
     yield Objection("tiers.gpu.size", text, advice, "place")
 
 
 def check_ranks(run: RunSpec) -> None:
-    """Refuse configs that several ranks cannot run.
+    """Raise an error for a config that several ranks cannot run.
 
     Raises:
         ConfigError: A key has an unsupported value; the error names all such keys.
@@ -236,7 +236,7 @@ def _too_few_lanes(run: RunSpec) -> Problem:
 
 
 def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of several ranks, provided that each has a lane."""
+    """Yield the reasons why several ranks, each with at least one lane, cannot run the config."""
     world = run.world
     several = f"with {world.size} processes"
     if 1 < world.num_hosts < world.size:
@@ -260,7 +260,7 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
     if needs_whole or isinstance(optimizer, MatrixOptimizer):
         what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
         message = f"{what}, and {several} each has only a part of every matrix"
-        advice = "Start one process, which also continues a checkpoint of several, or write an optimizer such as adamw"
+        advice = "Start one process, which also resumes a checkpoint of several, or write an optimizer such as adamw"
         yield Problem("optimizer.optim", message, advice)
 
 
@@ -308,9 +308,9 @@ def _processes(count: int) -> str:
 
 
 def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which layers save results, if that shortens a step that moves blocks.
+    """Return the plan with saved results of layers if they shorten a step that moves blocks, else the plan itself.
 
-    The results move also, so the decision needs rates: a replay with the rates of this machine, or the estimate for
+    Saved results also move, so the decision needs rates: a replay with the rates of this machine, or the estimate for
     another machine.
     """
     run, is_elsewhere = plan.run, plan.run.tiers.machine is not None
@@ -320,25 +320,27 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 
     def placed(other: Plan) -> Plan | None:
         found = next(_with_new_placement(other), None)
-        return estimated(found, profile) if found is not None and _spares_drives(found, plan) else None
+        return estimated(found, profile) if found is not None and _adds_little_wear(found, plan) else None
 
     seconds = _step_s if is_elsewhere else _replayed_s
-    found = with_results(plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * into_nvme(plan.traffic)))
+    found = with_results(
+        plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * nvme_written_bytes(plan.traffic))
+    )
     if is_elsewhere:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
     if found is plan:
         return plan
-    # `found` has the first share of open room, so try only the others.
-    others = (other for other in islice(_with_new_placement(found), 1, None) if _spares_drives(other, plan))
+    # ``found`` uses the first of ``OPEN_SHARES``, so try only the other shares.
+    others = (other for other in islice(_with_new_placement(found), 1, None) if _adds_little_wear(other, plan))
     return fastest(chain((plan, found), (estimated(other, profile) for other in others)))
 
 
-def _spares_drives(plan: Plan, other: Plan) -> bool:
-    """Return whether a plan writes little more to drives than another plan. Wear needs the user's consent.
+def _adds_little_wear(plan: Plan, other: Plan) -> bool:
+    """Return whether a plan writes hardly more to drives than another plan. More wear needs the user's consent.
 
-    Results of a step are many times larger than its gradients and state, so only the config may send them to drives.
+    Saved results are many times larger than gradients and state, so only the config may move them to drives.
     """
-    return into_nvme(plan.traffic) <= _MOST_WEAR * into_nvme(other.traffic)
+    return nvme_written_bytes(plan.traffic) <= _MOST_WEAR * nvme_written_bytes(other.traffic)
 
 
 def _step_s(plan: Plan) -> float:
@@ -356,7 +358,7 @@ def _replayed_s(plan: Plan) -> float:
 def _streaming(plan: Plan, count: int) -> StepProgram:
     """Return the program that updates ``count`` of the groups in RAM in the compute tier, spread over the step.
 
-    While the processor updates the groups in between, the bus has time to fetch a streamed one.
+    While the CPU updates the groups in between, the bus has time to fetch a streamed group.
     """
     program, homes = plan.program, plan.placement.homes
     if not program.updates.in_compute_tier or program.compute_tier == "ram":
@@ -374,7 +376,7 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
 
 
 def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
-    """Yield plans in which a GPU updates the number of groups in RAM that balances its bus with the processor.
+    """Yield plans in which a GPU updates so many groups from RAM that its bus and the CPU take equally long.
 
     A second plan has half that number, because the bus also carries other bytes.
     """
@@ -393,7 +395,7 @@ def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Pla
 
 
 def _with_new_placement(plan: Plan) -> Iterator[Plan]:
-    """Yield the plans with open room for a changed program, without the old placement."""
+    """Yield a changed program with each new placement of ``with_open_room``, without the old placement."""
     return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 
 
@@ -406,13 +408,13 @@ def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
 
 
 def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
-    """Return the smallest capacity of a tier for a run, others unchanged; None if another tier is too small."""
+    """Return the smallest sufficient capacity of a tier of a run, or None if another tier is too small."""
     model = attempts.model
     if run.model.table.split_experts != model.run.model.table.split_experts:
         model = trace_model(run, model.padded, None)
     capacity = 0
     while True:
-        # Try again with the reported need: placement is greedy, so more room may lead to other homes.
+        # Try again with the reported need: placement is greedy, so more memory may lead to different homes.
         placed = Attempts(run, model, attempts.profile, {tier: capacity}).first_that_fits()
         if not isinstance(placed, Shortfall):
             return capacity
@@ -422,10 +424,10 @@ def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
 
 
 def with_open_room(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with growing shares of RAM and GPU memory open for copies, the usual share first.
+    """Yield the plan with different shares of RAM and GPU memory left free for copies, the usual share first.
 
-    Homes save traffic; open room lets copies be fetched further ahead. Neither changes a result. On a GPU, copies of
-    each size get separate buffers if these fit in addition to the homes
+    Homes save traffic, and free memory lets the prefetcher work further ahead. Results are the same. On a GPU, copies
+    of each size get separate buffers if these fit in addition to the homes
     (docs/decisions/0025-buffers-made-before-the-first-step.md).
     """
     budgets = list(plan.budgets_by_tier.values())
@@ -443,9 +445,9 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
 
 
 def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled | Shortfall:
-    """Return homes that keep at least ``room`` bytes open, or more if the buffers of each size need it."""
+    """Return homes that leave at least ``room`` bytes free, or more if the buffers for each size need more."""
     first = settled = solver.settle(room)
-    for _ in range(_NUM_TRIES):  # blocks that leave one tier may need copies of another size in it
+    for _ in range(_NUM_TRIES):  # blocks that leave a tier may need copies of other sizes in it
         if isinstance(settled, Shortfall) or not settled.missing_bytes:
             break
         room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}

@@ -1,7 +1,7 @@
-"""Predicted memory of a run's process, for users who set a container limit. Memory used by CUDA is not counted.
+"""Predicted resident memory of a run's process, for users who set a container limit. CUDA's memory is not counted.
 
-The RAM tier is exact. The rest is this process's present memory plus the memory that a run loads later. The sum holds
-only if memory of freed tensors returns to the system before it would exceed the sum (``engine/freed_memory.py``).
+The RAM tier is exact. The rest is the current memory of this process plus the memory that a run loads later. The
+prediction relies on ``engine/freed_memory.py`` to return freed memory to the system in time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["HEAP_BYTES", "ProcessMemory", "most_resident_bytes", "own_bytes", "p
 #: numba with LLVM, compiled kernels, and the parts of torch that the first step loads. Measured on Linux, x86-64
 #: (`bench/process_memory.py`): 93 MiB if the kernels come from numba's cache, 120 if the first run compiles them.
 _KERNELS_BYTES = 120 * MiB
-#: Rows, batches, threads of the tokenizer: 2 MiB with cached rows, 30 if rows are tokenized.
+#: Memory of rows, batches and tokenizer threads. Measured: 2 MiB with cached rows, 30 MiB if rows are tokenized.
 _DATA_BYTES = 14 * MiB
 #: Memory of a tokenizer per byte of its ``tokenizer.json``, measured with a vocabulary of 128,000.
 _TOKENIZER_FACTOR = 26
-#: Freed heap memory of steps: tensors too small for a separate mapping. 0 to 80 MiB in that benchmark.
+#: Heap memory that steps free but the C library keeps (of small tensors). The benchmark measured 0 to 80 MiB.
 HEAP_BYTES = 40 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
@@ -39,10 +39,10 @@ class ProcessMemory:
     """Parts of a run's peak resident memory.
 
     Attributes:
-        tier_bytes: The RAM tier and a GPU tier emulated in RAM. Includes copies that fill the room between a step's
-            need and the capacity.
-        libraries_bytes: Python and libraries now, with the model's skeleton and the plan.
-        kernels_bytes: Kernels of updates and their compiler; 0 if they are loaded already.
+        tier_bytes: The RAM tier, and the GPU tier if it is emulated in RAM. Includes prefetched copies, which may fill
+            the tier up to its capacity.
+        libraries_bytes: Current memory of the process: Python, libraries, the model without weights, and the plan.
+        kernels_bytes: Update kernels and their compiler; 0 if they are already loaded.
         data_bytes: The tokenizer and rows.
         heap_bytes: Freed memory kept by the C library.
     """
@@ -55,12 +55,12 @@ class ProcessMemory:
 
     @property
     def non_tier_bytes(self) -> int:
-        """Bytes outside the tier."""
+        """Bytes outside the tiers."""
         return self.libraries_bytes + self.kernels_bytes + self.data_bytes + self.heap_bytes
 
     @property
     def total_bytes(self) -> int:
-        """The smallest sufficient limit of a container."""
+        """The smallest sufficient memory limit of a container."""
         return self.tier_bytes + self.non_tier_bytes
 
 
@@ -83,9 +83,9 @@ def most_resident_bytes(plan: Plan) -> int:
     Within it, the process stays in its planned memory: the op may still allocate the rest of the workspace, such as
     streams between layers. Call it when the run begins, because memory loaded by then counts as measured.
     """
-    besides = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
-    besides -= max(computing_bytes(plan.trace, plan.program))
-    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - besides
+    still_free = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
+    still_free -= max(computing_bytes(plan.trace, plan.program))
+    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - still_free
 
 
 def _tier_bytes(plan: Plan) -> int:

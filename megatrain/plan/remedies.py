@@ -1,9 +1,9 @@
 """Config changes that let a run fit, each with the size that it needs.
 
-Gradients that wait for their global norm are a quarter of a run's bytes. They are the first to save: in bf16, on a
-drive, or without that norm. The experts of a layer can pass in parts. Micro-batches can run one after the
-other, so that activations of only one are kept. Each number is from a plan made with the change, so a change that is
-reported to fit does fit.
+Gradients that wait for a global norm are a quarter of a run's bytes. So the first remedies store gradients in bf16 or
+on a drive, or avoid the norm. Other remedies stream the experts of a layer in parts, or run one micro-batch at a time
+to keep the activations of only one. Each size comes from a plan made with the change, so a change that is reported
+to fit does fit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add_remedies"]
 
-#: Returns the smallest capacity of a tier for a run, with the others unchanged; None if another tier is too small.
+#: Maps a run and a tier to the smallest sufficient capacity of the tier, or None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 
 def add_remedies(
     found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
 ) -> Shortfall:
-    """Return the shortfall of a run with its remedies, if there are any.
+    """Add the config changes that would help to the shortfall of a run.
 
     Args:
-        least_bytes: Plans the changed run.
+        least_bytes: Function that plans a changed run and returns the capacity that a tier needs.
         can_cut_experts: Whether the model has experts that ``model.split_experts`` would cut.
     """
     remedies: list[Remedy] = []
@@ -42,7 +42,7 @@ def add_remedies(
         need = least_bytes(other, found.tier)
         if need is not None and need < found.need_bytes:
             remedies.append(Remedy(change, found.tier, need, need <= found.have_bytes))
-    # A first drive only: for existing drives, the shortfall itself asks for more room.
+    # Suggest a drive only if the run has none. With drives, the shortfall itself asks for more space.
     if not run.tiers.table.nvme:
         need = least_bytes(_with_drive(run), "nvme")
         if need:
@@ -62,7 +62,7 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
     if run.optimizer.defers_updates:
         yield from _without_norm(run)
     if (other := run.one_at_a_time) is not None:
-        yield 'advanced.micro_batch_order = "micro_batch" (weights that move do so for each micro-batch)', other
+        yield 'advanced.micro_batch_order = "micro_batch" (streamed weights then move for each micro-batch)', other
 
 
 def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
@@ -70,7 +70,7 @@ def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")
-    if not run.model.table.split_experts:  # split experts need norms of whole layers
+    if not run.model.table.split_experts:  # clipping by layer excludes split experts
         changes.append('optimizer.clip_scope = "layer"')
     if changes:  # both changes give the same blocks and the same need
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
@@ -85,7 +85,7 @@ def _may_cut_experts(run: RunSpec) -> bool:
 
 
 def _with_drive(run: RunSpec) -> RunSpec:
-    """Return the run with a drive for every kind of block whose home the planner chooses."""
+    """Return the run with a drive as an additional home for every kind of block whose home the planner chooses."""
     homes = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
     for kind in run.placement.residents:
         homes[kind].append("nvme")

@@ -1,4 +1,4 @@
-"""Blocks with their home in the compute tier, chosen by the seconds that this saves per byte."""
+"""Choice of the blocks that have their home in the compute tier, by the seconds saved per byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Residency:
 
     Attributes:
         kinds: Kinds of blocks that may have their home there.
-        bus_s_per_byte: Seconds per byte moved between it and RAM. 1 without measured rates, so that bytes decide.
+        bus_s_per_byte: Seconds per byte moved between that tier and RAM. 1 without measured rates, so that candidates
+            are ranked by bytes.
         host_update_s_per_element: Seconds per weight updated in RAM. 0 without measured rates.
     """
 
@@ -32,23 +33,23 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class _PlacementCandidate:
-    """Blocks that move together. If two save equally much per byte, the one with the lower ``rank`` goes first."""
+    """Blocks that move together. Among candidates with equal cost per byte, the lowest ``rank`` moves first."""
 
     keys: tuple[str, ...]
     rank: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Surroundings:
+class _CostInputs:
     """Inputs to the cost of a candidate other than the tiers' rates.
 
     Attributes:
         keys: Blocks whose homes affect the cost: the candidate's blocks and their groups.
-        alike: Number shared by candidates whose costs are equal if the homes of ``keys``, in order, are equal.
+        pattern: Equal for candidates whose costs are equal whenever the homes of their ``keys``, in order, are equal.
     """
 
     keys: tuple[str, ...]
-    alike: int
+    pattern: int
 
 
 class ResidentChooser:
@@ -61,14 +62,14 @@ class ResidentChooser:
     def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
         self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
         self._tier = program.compute_tier
-        #: A gradient that shares its block is in several groups, and its moves depend on all of them.
+        #: Groups by block key. A block that several gradients share is in several groups, and its moves depend on all.
         self._groups: dict[str, list[tuple[str, ...]]] = {}
         self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
-        #: Tier of every tick with the current homes. A gradient that shares its block has hundreds of uses.
+        #: Tier of every tick with the current homes, cached because a shared gradient block has hundreds of uses.
         self._tiers_now = [self._tier] * len(program.ticks)
         self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # key -> tiers of its uses, computed on demand
-        #: Key -> updates whose tier depends on its home.
+        #: Block key -> update ticks whose tier depends on the block's home.
         self._deciding: dict[str, list[int]] = {}
         for number, tick in enumerate(program.ticks):
             for key, mode in tick.uses:
@@ -81,21 +82,21 @@ class ResidentChooser:
                     self._groups.setdefault(key, []).append(group)
         self._candidates = [
             candidate
-            for candidate in (*self._of_groups(), *self._of_blocks())
+            for candidate in (*self._group_candidates(), *self._block_candidates())
             if all(program.blocks[key].kind in residency.kinds for key in candidate.keys)
         ]
-        self._of_key: dict[str, list[int]] = {}
+        self._candidates_of_key: dict[str, list[int]] = {}
         for number, candidate in enumerate(self._candidates):
             for key in candidate.keys:
-                self._of_key.setdefault(key, []).append(number)
-        #: By candidate. Layers of a model are alike, so only a few costs are computed.
-        self._surroundings: dict[int, _Surroundings | None] = {}
+                self._candidates_of_key.setdefault(key, []).append(number)
+        #: Cost inputs by candidate. Most layers of a model are identical, so only a few costs are computed.
+        self._cost_inputs: dict[int, _CostInputs | None] = {}
         self._numbers_of_patterns: dict[Hashable, int] = {}
         self._patterns: dict[tuple[str, ...], int] = {}
         self._costs: dict[tuple[int, tuple[str, ...]], float] = {}
 
-    def _of_groups(self) -> Iterator[_PlacementCandidate]:
-        """Yield the groups that the compute tier can update, with their gradient and without."""
+    def _group_candidates(self) -> Iterator[_PlacementCandidate]:
+        """Yield each group that the compute tier can update, once with its gradient and once without it."""
         if not self._program.updates.in_compute_tier:
             return
         updates = [tick for tick in self._program.ticks if tick.phase == "update"]
@@ -106,7 +107,7 @@ class ResidentChooser:
             yield _PlacementCandidate(keys, rank)
             yield _PlacementCandidate(tuple(key for key in keys if key not in tick.spent), rank)
 
-    def _of_blocks(self) -> Iterator[_PlacementCandidate]:
+    def _block_candidates(self) -> Iterator[_PlacementCandidate]:
         wholes: dict[str, list[BlockPlan]] = {}
         for block in self._program.blocks.values():
             wholes.setdefault(block.whole, []).append(block)
@@ -114,7 +115,7 @@ class ResidentChooser:
             yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
 
     def everything(self) -> Sequence[str]:
-        """Return all blocks if every kind may be resident, so that a step needs no copies; else nothing."""
+        """Return all blocks if every kind may be resident, so that a step needs no copies; else return no blocks."""
         return list(self._program.blocks) if len(self._residency.kinds) == len(KINDS) else ()
 
     def choose(
@@ -123,10 +124,10 @@ class ResidentChooser:
         try_move: Callable[[Sequence[str]], bool],
         is_needed: Callable[[], bool] | None = None,
     ) -> None:
-        """Move blocks, those that save most per byte first.
+        """Move blocks to the compute tier, in descending order of seconds saved per byte.
 
         Args:
-            homes: Block key -> tier; ``try_move`` changes it.
+            homes: Tier by block key; ``try_move`` changes it.
             try_move: Makes the compute tier the home of blocks. Returns False if they do not fit.
             is_needed: If given, blocks move as long as it returns True, even if that costs time.
         """
@@ -138,7 +139,7 @@ class ResidentChooser:
             cost, _, number = heapq.heappop(queue)
             if is_needed is None and cost >= 0:
                 return
-            keys = self._left(number, homes)
+            keys = self._keys_to_move(number, homes)
             if not keys or self._cost_of(number, keys, homes) != cost:  # stale: its group moved and was queued again
                 continue
             if try_move(keys):
@@ -157,20 +158,20 @@ class ResidentChooser:
         self, queue: list[tuple[float, tuple[float, ...], int]], numbers: Sequence[int], homes: Mapping[str, str]
     ) -> None:
         for number in numbers:
-            keys = self._left(number, homes)
+            keys = self._keys_to_move(number, homes)
             if keys:
                 heapq.heappush(queue, (self._cost_of(number, keys, homes), self._candidates[number].rank, number))
 
-    def _left(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
+    def _keys_to_move(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
 
     def _affected_candidates(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
         """Return the candidates whose cost may have changed after blocks of their groups have moved."""
         groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
         related = {key for group in groups.values() for key in group}
-        # A shared block that is already resident moves as before for the other blocks.
+        # A shared block that is already resident still moves as often as before, so it affects no other cost.
         related -= {key for key in related if self._is_shared(key) and homes[key] == self._tier}
-        return sorted({number for key in related for number in self._of_key.get(key, ())})
+        return sorted({number for key in related for number in self._candidates_of_key.get(key, ())})
 
     def _is_shared(self, key: str) -> bool:
         return len(self._groups.get(key, ())) > 1
@@ -180,29 +181,29 @@ class ResidentChooser:
         return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
 
     def _cost_of(self, number: int, keys: Sequence[str], homes: Mapping[str, str]) -> float:
-        """Return the cost of the blocks of a candidate that still have to move, computed once for all alike."""
-        if number not in self._surroundings:
-            self._surroundings[number] = self._look_around(self._candidates[number])
-        around = self._surroundings[number]
+        """Return the cost of moving the remaining blocks of a candidate, cached for identical candidates."""
+        if number not in self._cost_inputs:
+            self._cost_inputs[number] = self._find_cost_inputs(self._candidates[number])
+        around = self._cost_inputs[number]
         if around is None:
             return self._cost(keys, homes)
-        known = around.alike, tuple(map(homes.__getitem__, around.keys))
+        known = around.pattern, tuple(map(homes.__getitem__, around.keys))
         cost = self._costs.get(known)
         if cost is None:
             cost = self._costs[known] = self._cost(keys, homes)
         return cost
 
-    def _look_around(self, candidate: _PlacementCandidate) -> _Surroundings | None:
+    def _find_cost_inputs(self, candidate: _PlacementCandidate) -> _CostInputs | None:
         """Return the inputs to a candidate's cost, or None if a shared block makes it depend on several groups."""
         keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._linked_blocks(key)))
         if any(self._is_shared(key) for key in keys):
             return None
         own = frozenset(candidate.keys)
         pattern = self._pattern_of(keys), tuple(place for place, key in enumerate(keys) if key in own)
-        return _Surroundings(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
+        return _CostInputs(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
 
     def _pattern_of(self, keys: tuple[str, ...]) -> int:
-        """Return a number that is equal for two key sequences whose blocks match in size and use, one by one."""
+        """Return a number shared by all key sequences whose blocks match pairwise in size and use."""
         if keys not in self._patterns:
             wholes = dict[str, int]()
             pattern = tuple(
@@ -220,7 +221,7 @@ class ResidentChooser:
         return self._patterns[keys]
 
     def _use_pattern(self, key: str) -> tuple[Hashable, ...]:
-        """Return how a block is used: everything except homes that its moves depend on."""
+        """Return all properties of a block's uses that affect its moves, except homes."""
         pattern, before = [], -1
         for number, mode in self._uses[key]:
             tick = self._program.ticks[number]
@@ -250,7 +251,7 @@ class ResidentChooser:
         Args:
             tiers: Tick -> tier, for ticks whose tier changes.
         """
-        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole are used alike
+        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole have the same uses
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
             if (block.whole, home) not in num_moves:
@@ -265,7 +266,7 @@ class ResidentChooser:
         return moved, updated
 
     def _num_moves(self, key: str, home: str, tiers: Mapping[int, str]) -> int:
-        """Return how often a block crosses the bus in a step. Between two adjacent ticks its copy stays."""
+        """Return how often a block crosses the bus in a step. Between consecutive ticks, its copy stays in place."""
         of_uses = self._tiers_now_of.get(key)
         if of_uses is None:
             of_uses = self._tiers_now_of[key] = tuple(self._tiers_now[number] for number, _ in self._uses[key])

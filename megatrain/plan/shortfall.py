@@ -1,4 +1,4 @@
-"""A tier that is too small for a run, with the changes of the config that would help."""
+"""A tier that is too small for a run, with the config changes that would help."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the config that reduces a run's need.
+    """A config change that reduces the bytes that a run needs in a tier.
 
     Attributes:
-        fits: Whether the tier has this capacity. Always True for a drive to be added.
+        fits: Whether the tier has this capacity. Always True for a drive that the change adds.
     """
 
     change: str
@@ -50,7 +50,7 @@ class Shortfall:
     def __str__(self) -> str:
         message = self.message or (
             f"does not fit: tier '{self.tier}' has {self.have_bytes} bytes ({format_size(self.have_bytes)}), "
-            f"this run needs at least {self.need_bytes} ({format_size(self.need_bytes)})"
+            f"but this run needs at least {self.need_bytes} ({format_size(self.need_bytes)})"
         )
         return f"{message}. {self.advice}"
 
@@ -71,11 +71,11 @@ class DoesNotFitError(Exception):
         super().__init__(str(shortfall))
 
 
-def fitting(found: _Found | Shortfall) -> _Found:
-    """Return ``found``, which must not be a shortfall.
+def require_fit(found: _Found | Shortfall) -> _Found:
+    """Return ``found``, or raise an error if it is a shortfall.
 
     Raises:
-        DoesNotFitError: a tier is too small.
+        DoesNotFitError: A tier is too small.
     """
     if isinstance(found, Shortfall):
         raise DoesNotFitError(found)

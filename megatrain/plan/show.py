@@ -23,7 +23,7 @@ _STEPS_OF_WEAR = 1000
 
 
 def headline(plan: Plan) -> str:
-    """Return model, format and tokens in one line."""
+    """Return the model, its dtype and the tokens of a step in one line."""
     run, count = plan.run, plan.graph.num_parameters
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
@@ -89,7 +89,7 @@ def messages(plan: Plan) -> Sequence[str]:
         workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
         estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
-    notes = [*filter(None, [plan.library_memory]), *_computed_again(plan)]
+    notes = [*filter(None, [plan.library_memory]), *_recompute_notes(plan)]
     world = plan.run.world
     if not world.is_single:
         on_host = {name: used * (1 if name == "gpu" else world.local_size) for name, used in plan.totals.items()}
@@ -99,11 +99,11 @@ def messages(plan: Plan) -> Sequence[str]:
             f"this is one of {world.size} processes; the {world.local_size} {where} together take {totals}, and train "
             f"{plan.run.batch.num_tokens:,} tokens per step"
         )
-    return (*_moves(plan), *notes, *estimates)
+    return (*_traffic_notes(plan), *notes, *estimates)
 
 
 def process_line(memory: ProcessMemory) -> str:
-    """Return the memory of the process: the RAM tier, and the bytes outside it."""
+    """Return a line with the predicted memory of the process in the RAM tier and outside it."""
     tier, rest = format_size(memory.tier_bytes), format_size(memory.non_tier_bytes)
     return (
         f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {rest} of Python and "
@@ -111,8 +111,8 @@ def process_line(memory: ProcessMemory) -> str:
     )
 
 
-def _computed_again(plan: Plan) -> Sequence[str]:
-    """Return what the backward recomputes, its cost, and the memory that would avoid it."""
+def _recompute_notes(plan: Plan) -> Sequence[str]:
+    """Return a message on the recomputed layers, their cost, and the memory that would reduce it."""
     trace, recompute = plan.trace, plan.program.recompute
     kept, layers = num_layers_kept(plan.graph, trace, plan.program)
     if kept == layers or not is_counted(trace):
@@ -143,7 +143,7 @@ def _computed_again(plan: Plan) -> Sequence[str]:
 
 
 def _experts(plan: Plan) -> tuple[str, ...]:
-    """Return the number of expert parts that the tokens of a step are expected to reach."""
+    """Return a message on the number of expert parts that the tokens of a step will probably reach."""
     parts = [visit for visit in plan.trace.visits if visit.chance_of_no_token]
     if not parts or not plan.run.world.is_single:
         return ()
@@ -155,7 +155,7 @@ def _experts(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _moves(plan: Plan) -> tuple[str, ...]:
+def _traffic_notes(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
     updates: tuple[str, ...] = (plan.passthrough_tensors,) if plan.passthrough_tensors else ()
@@ -235,7 +235,7 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
 
 
 def _occasion(occasion: Occasion) -> str:
-    """Return a line on a one-time transfer of a run, or "" if it moves nothing."""
+    """Return a line on an operation outside the steps, or "" if it moves nothing."""
     read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
     parts = {
         "start": [

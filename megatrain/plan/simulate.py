@@ -1,7 +1,7 @@
 """Replay of a planned step in virtual time: its duration and its stalls.
 
-The store, its prefetcher and its evictions are real (``tiered.simulation``). Only bytes and arithmetic are replaced by
-their durations. So a stall in the replay comes from the schedule, not from noise of the machine.
+The store, its prefetcher and its evictions are real (``tiered.simulation``). Only data movement and arithmetic are
+replaced by their durations, so a stall in the replay comes from the schedule, not from noise of the machine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from tiered import StoreStats
 
-_NUM_WARM_STEPS = 2  # the first one has no update, the second may still find an empty drive queue
+_NUM_WARM_STEPS = 2  # the first step has no update, and the second may start with an empty drive queue
 _NUM_STEPS = 2
 _SHORTEST_S = 1e-6
-_MOST_LOST = 0.9  # share of a compute time that transfers may add as slowdown, so that the series converges
+_MOST_LOST = 0.9  # transfers slow computing by at most this factor, so that the series converges
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class SimulatedRates:
     """Rates given to the replay, in bytes, FLOPs and parameters per second.
 
     Attributes:
-        nvme_bytes_per_s: Reads and writes together.
-        bus_bytes_per_s: Each direction between RAM and GPU.
+        nvme_bytes_per_s: Combined rate of reads and writes.
+        bus_bytes_per_s: Rate in each direction between RAM and GPU.
         flops_per_s: Achieved rate in forward and backward, including launches and operators other than products.
         update_params_per_s: Rate of the optimizer kernel on the host.
         gpu_update_params_per_s: Rate of the optimizer kernel on a GPU, or None if the host emulates the GPU.
         products_flops_per_s: Rate of a GPU's orthogonalization for updates on the host. None if there is none, or if
             ``update_params_per_s`` includes it.
-        peer_bytes_per_s: Each direction between this rank and the others, on its host or on other hosts.
-        others_bytes_per_s: Rates of the other storage tiers by name.
+        peer_bytes_per_s: Rate in each direction between this rank and the other ranks, on this host or on other hosts.
+        others_bytes_per_s: Rates of storage tiers other than ``nvme``, by tier name.
         computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive. Used with timed ticks only.
-        seconds_per_nvme_copy: Time of the step's thread per such copy. Used with timed ticks only.
+        seconds_per_nvme_copy: Time of the step's thread per copy to or from a drive. Used with timed ticks only.
     """
 
     nvme_bytes_per_s: float
@@ -57,7 +57,7 @@ class SimulatedRates:
     peer_bytes_per_s: float = 1e12
 
     def of_storage(self, tier: str) -> float:
-        """Return the rate of a storage tier, reads and writes together."""
+        """Return the combined rate of reads and writes of a storage tier."""
         return self.nvme_bytes_per_s if tier == "nvme" else self.others_bytes_per_s.get(tier, 1e12)
 
 
@@ -69,7 +69,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     seconds, traffic = estimate.seconds, plan.traffic
     on_host, on_gpu = (plan.num_updated(on_gpu=there) for there in (False, True))
     products = sum(matrix_flops(plan).values()) if plan.device.type == "cuda" else 0
-    assert not (on_gpu and products), "whole updates on a GPU are of optimizers without such products"
+    assert not (on_gpu and products), "optimizers that orthogonalize matrices do not run whole updates on a GPU"
     flops = flops_per_token(plan) * estimate.tokens_per_step
     host_s = seconds.get("host", 0.0)
     computing_s = seconds["compute"] + host_s if plan.device.type == "cpu" else max(seconds["compute"], host_s)
@@ -102,9 +102,9 @@ class SimulatedStep:
     Attributes:
         compute_s: Seconds of computing, updates included; the rest is stalls.
         stall_s: Seconds by cause.
-        prefetch_on_time: Copies per step.
-        prefetch_late: Copies per step.
-        prefetch_wasted: Copies per step.
+        prefetch_on_time: Prefetched copies per step that arrived before their use.
+        prefetch_late: Prefetched copies per step for which the step waited.
+        prefetch_wasted: Prefetched copies per step that were evicted unused.
         moved_bytes: Bytes per step by link.
     """
 
@@ -179,22 +179,22 @@ def step_seconds(plan: Plan) -> float | None:
 
 
 class _Replay:
-    """A store of simulated tiers with the plan's blocks, all with contents."""
+    """A store of simulated tiers that hold the plan's blocks, and the clock that the replayed steps advance."""
 
     def __init__(self, plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> None:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
-        # All ranks do the same at the same time, so they wait equally. Collectives run one after the other, during the
-        # layers if the program gathers ahead.
+        # All ranks run in lockstep, so they wait for the same time. Collectives run one at a time, concurrently with
+        # the layers if the program gathers ahead.
         self.peer_wait_s = 0.0
         self._peer_free_s = 0.0
-        self._gathered_s: dict[tuple[str, int], float] = {}  # when the full copies of a tick arrive
+        self._gathered_s: dict[tuple[str, int], float] = {}  # arrival times of each tick's full copies
         self._flops, self._products = tick_flops(plan), matrix_flops(plan)
         self._drive: SimulatedChannel | None = None
-        # Kernels are queued: the step's thread continues with an update on the host while a GPU computes.
+        # The step's thread queues kernels, so it can run an update on the host while a GPU computes.
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
-        self._queued_s = 0.0  # of GPU ticks since the last host tick: conservative if a queue is longer
+        self._queued_s = 0.0  # seconds of GPU ticks since the last host tick; the real queue may be longer
         tiers = [
             SimulatedTier(
                 name,
@@ -220,7 +220,7 @@ class _Replay:
                 self.store.evict(key, tier)
         self.store.wait_idle()
         self._copies = TapeStore(self.store, homes)
-        self._pinned: Mapping[str, Pinned] = {}  # left by the previous tape
+        self._pinned: Mapping[str, Pinned] = {}  # copies that the previous tape left pinned
         for tier, nbytes in plan.placement.workspace_bytes.items():
             self.store.reserve(tier, nbytes)
         for tier, counts in plan.placement.buffers.items():
@@ -229,7 +229,7 @@ class _Replay:
 
     def _links(self) -> list[SimulatedLink]:
         budgets, links = self._plan.budgets_by_tier, []
-        # Both directions of storage share a channel, also if they bypass RAM, because the bus is faster.
+        # Reads and writes of a storage tier share a channel, even if they bypass RAM, because the bus is faster.
         storage = {
             name: SimulatedChannel(self.clock, self._rates.of_storage(name))
             for name, budget in budgets.items()
@@ -257,7 +257,7 @@ class _Replay:
 
     def _run(self, op: Op) -> None:
         self._wait_for_peers(self._gathered_s.pop((op.phase, op.visit), 0.0))
-        seconds = (self._not_hidden(op, self._seconds(op)) + self._products_s(op)) / (1 + len(op.passing))
+        seconds = (self._visible_seconds(op, self._seconds(op)) + self._products_s(op)) / (1 + len(op.passing))
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
             self._copies.leased(op.held)
             self._compute(seconds)
@@ -278,7 +278,7 @@ class _Replay:
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
-        # Each part that passes within a tick is waited for.
+        # The step waits for each part that is gathered or exchanged within a tick.
         if op.serves is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
@@ -288,8 +288,8 @@ class _Replay:
             self.peer_wait_s += wait_s
             self.clock.advance(wait_s)
 
-    def _not_hidden(self, op: Op, seconds: float) -> float:
-        """Return the seconds that a tick adds to the step. Queued GPU kernels hide time of the host."""
+    def _visible_seconds(self, op: Op, seconds: float) -> float:
+        """Return the seconds that a tick adds to the step. Queued GPU kernels hide host time."""
         if not self._is_queued:
             return seconds
         if op.tier != "ram":
@@ -299,7 +299,7 @@ class _Replay:
         return seconds - hidden
 
     def _products_s(self, op: Op) -> float:
-        """Return the seconds of a GPU's orthogonalization in an update on the host. It computes no layers meanwhile."""
+        """Return the seconds in which a GPU orthogonalizes for an update on the host instead of computing layers."""
         rate = self._rates.products_flops_per_s
         return self._products.get(op.visit, 0) / rate if rate and op.phase == "update" else 0.0
 
@@ -308,7 +308,7 @@ class _Replay:
         return 0 if self._drive is None else self._drive.num_submitted
 
     def _compute(self, seconds: float) -> None:
-        """Advance by the compute time, plus its slowdown from bytes that move meanwhile."""
+        """Advance the clock by the compute time and by its slowdown from concurrent transfers."""
         while seconds > _SHORTEST_S:
             before_s = 0.0 if self._drive is None else self._drive.busy_s
             self.compute_s += seconds
@@ -319,7 +319,7 @@ class _Replay:
             seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
 
     def _seconds(self, op: Op) -> float:
-        """Return the seconds of a tick: as measured, else from its FLOPs or its updated parameters."""
+        """Return the measured seconds of a tick, or an estimate from its FLOPs or its updated parameters."""
         if self._plan.ticks is not None:
             return self._plan.ticks.seconds[op.tick]
         if op.phase == "update":
@@ -327,4 +327,4 @@ class _Replay:
             num_params = sum(blocks[use.key].num_elements for use in op.uses if blocks[use.key].kind == "weights")
             on_gpu = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
             return num_params / (on_gpu or self._rates.update_params_per_s)
-        return self._flops[op.tick] * self._tokens / self._rates.flops_per_s  # collectives: 0
+        return self._flops[op.tick] * self._tokens / self._rates.flops_per_s  # 0 for collectives

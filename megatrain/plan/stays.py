@@ -1,4 +1,4 @@
-"""Copies that stay in a tier from one use to the next, chosen as memory and buffers allow."""
+"""Choice of the copies that stay in a tier from one use to the next, within free memory and buffers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def choose_stays(
     homes: Mapping[str, str],
     slot_bytes: Mapping[str, Callable[[int], int]],
     room: Mapping[str, Sequence[int]],
-    buffers: Mapping[str, BufferRoom] | None = None,
+    buffers: Mapping[str, BufferBudget] | None = None,
 ) -> Stays:
-    """Return the stays that fit; those that take memory for the fewest ticks are chosen first.
+    """Return the stays that fit. Stays that take memory for fewer ticks are chosen first.
 
     Args:
         slot_bytes: Tier -> function from content bytes to slot bytes.
@@ -83,10 +83,10 @@ def _possible(
             tier = program.tier_of(tick, homes)
             if start == stop or homes[key] == tier or tier != program.tier_of(following, homes):
                 continue
-            if key in tick.spent or mode == "w":  # dead by then, or not read
+            if key in tick.spent or mode == "w":  # the next use does not read these contents
                 continue
             between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
-            # A working set has only one of the groups that pass through a tick, but all copies that stay.
+            # The working set of a tick includes only its largest passing group, but every copy that stays.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
             yield Stay(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
@@ -105,8 +105,8 @@ def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
     return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
 
 
-class BufferRoom:
-    """Memory for the copies of any two consecutive ticks, with separate buffers for each size."""
+class BufferBudget:
+    """Buffers for the copies of any two consecutive ticks, separate for each size, within a number of bytes."""
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
         counts = CopyWindows(copies).counts(2)

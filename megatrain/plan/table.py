@@ -42,7 +42,7 @@ PrefetchSize = Annotated[
 ]
 GroupCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=0)],
-    is_not("is no number of groups", 'Write a whole number at least 0, or "auto"'),
+    is_not("is not a number of groups", 'Write a whole number at least 0, or "auto"'),
 ]
 
 
@@ -60,16 +60,16 @@ class PlacementConfig(Table, json_schema_extra=all_alter("no")):
 
 
 class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
-    """``[advanced]``: for measurements. The results do not depend on any of these."""
+    """``[advanced]``: options for measurements. They do not affect results."""
 
-    prefetch: PrefetchSize = key('Largest prefetched bytes: "auto", "0", "2GiB" or "unlimited".', "auto")
+    prefetch: PrefetchSize = key('Maximum number of prefetched bytes: "auto", "0", "2GiB" or "unlimited".', "auto")
     eviction_policy: Literal["schedule", "lru"] = key("Order of eviction from a full tier.", "schedule")
     file_size: PlainSize | None = key(
-        'Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
+        'Maximum size of a file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
     )
     micro_batch_order: Literal["auto", "layer", "micro_batch"] = key(
-        "layer: each layer runs all micro-batches before the next layer. micro_batch: one micro-batch after the "
-        "other, so activations of only one are kept. auto: layer, but micro_batch if weights and fp32 gradient "
+        "layer: each layer runs all micro-batches before the next layer. micro_batch: a step runs one micro-batch at "
+        "a time and keeps the activations of only one. auto: layer, but micro_batch if weights and fp32 gradient "
         "sums stay in the compute tier, no drive is used, and the plan predicts a shorter step.",
         "auto",
     )
@@ -80,12 +80,12 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
         "auto",
     )
     emulate_gpu: bool = key(
-        'With device = "cpu": use a second part of RAM, of tiers.gpu.size, instead of GPU memory. For tests and '
-        "trials of a setup; the CPU computes.",
+        'With device = "cpu": use a second part of RAM, of tiers.gpu.size, instead of GPU memory. The CPU computes. '
+        "For tests and for trying a setup.",
         False,
     )
 
     @property
     def prefetch_bytes(self) -> int | None:
-        """Largest prefetched bytes; None if only memory limits them."""
+        """Maximum number of prefetched bytes; None if only memory limits prefetching."""
         return self.prefetch if isinstance(self.prefetch, int) else None

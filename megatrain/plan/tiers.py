@@ -42,7 +42,7 @@ __all__ = [
     "register_blocks",
     "register_transient_blocks",
     "reserve",
-    "room_lent",
+    "step_memory_lent",
     "set_schedule",
     "unregister_transient_blocks",
 ]
@@ -55,12 +55,12 @@ def open_store(
     on_event: Callable[[Event], None] | None = None,
     loader: WeightLoader | None = None,
 ) -> TieredStore:
-    """Return the store of a run, without blocks. The caller closes it.
+    """Open the store of a run, without blocks. The caller closes it.
 
     Args:
         on_notice: Receives notices about the drives, from any thread.
         on_event: Receives every copy and wait, from any thread.
-        loader: Reader of the model's folder, which blocks may have as their home.
+        loader: Reader of the model's folder, for blocks that have their home in it.
 
     Raises:
         ModelFolderError: The folder has changed since planning.
@@ -76,13 +76,13 @@ def open_store(
             LRU() if run.advanced.eviction_policy == "lru" else Belady(),
             path=str(checkpoints),
             keep_generations=run.checkpoint.table.save_total_limit,
-            overwrite=True,  # the run has already chosen what it continues
+            overwrite=True,  # the caller has already chosen the checkpoint to resume
             on_full=run.tiers.table.on_disk_full,
             on_notice=on_notice,
             on_event=on_event,
         )
     except BaseException:
-        for tier in tiers:  # no store owns them
+        for tier in tiers:  # no store owns the tiers, so nothing else closes them
             tier.close()
         raise
     for drive in run.tiers.table.nvme:
@@ -91,10 +91,10 @@ def open_store(
 
 
 def claim_folders(plan: Plan) -> None:
-    """Claim the run's folders that contain the folders of ranks, and free files of ended runs with other rank numbers.
+    """Claim the parents of the rank folders, and free the files of ended runs in folders of other rank numbers.
 
-    Otherwise, a single process could not use a drive or a folder of checkpoints that only ranks have used. The first
-    rank of each host calls it, before any of them opens its store.
+    Without these claims, a single process could not later use a folder that only ranks have used. The first rank of
+    each host calls this function before any rank opens its store.
 
     Raises:
         LockedError: Another run uses one of the folders.
@@ -112,7 +112,7 @@ def claim_folders(plan: Plan) -> None:
     for drive in run.tiers.table.nvme:
         for folder in Path(drive.path).glob("rank?????"):
             if folder.name not in own:
-                with contextlib.suppress(TieredError):  # another run has it
+                with contextlib.suppress(TieredError):  # another run uses this folder
                     claim_directory(folder)
 
 
@@ -169,7 +169,7 @@ def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
 
 
 def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
-    """Register the blocks of a plan at their homes: either weights and optimizer state, or all others.
+    """Register the blocks of a plan at their homes: weights and optimizer state if ``durable``, else all other blocks.
 
     Commits save weights and optimizer state, except blocks that the model's folder contains.
     """
@@ -180,7 +180,7 @@ def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
 
 
 def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Release what only steps need: gradients, activations, workspace and buffers. Nothing may be scheduled."""
+    """Release the gradients, activations, workspace and buffers of training steps. The store must have no schedule."""
     blocks = plan.program.blocks.values()
     store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
     reserve(store, plan.placement.workspace_bytes, sign=-1)
@@ -189,18 +189,18 @@ def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 
 def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Register and reserve what only steps need: the inverse of ``unregister_transient_blocks``."""
+    """Register and reserve the memory of training steps: the inverse of ``unregister_transient_blocks``."""
     register_blocks(store, plan, durable=False)
     reserve(store, plan.placement.workspace_bytes)
     keep_buffers(store, plan)
 
 
 @contextmanager
-def room_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
-    """Lend the memory that only the steps of a plan need to the passes of another plan, and take it back afterwards.
+def step_memory_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
+    """Lend the step memory of a plan to the passes of another plan within the context.
 
-    Both plans have the same blocks of weights and state. Call it between two steps with no update pending, when the
-    lent memory holds nothing. The store has no schedule of steps within the context, nor after it.
+    Both plans must have the same weights and optimizer state. Enter the context between two steps with no update
+    pending, because the lent memory loses its contents. The store has no schedule on entry and on exit.
     """
     store.set_schedule(None)
     store.wait_idle()
@@ -214,23 +214,23 @@ def room_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:
-    """Reserve bytes of the tiers outside blocks; ``sign`` -1 releases them."""
+    """Reserve workspace bytes by tier; ``sign=-1`` releases them."""
     for tier, count in nbytes.items():
         if count:
             store.reserve(tier, sign * count)
 
 
 def keep_buffers(store: TieredStore, plan: Plan) -> None:
-    """Create the buffers for copies in steps. Call it when all blocks are registered and workspace is reserved."""
+    """Create the buffers for copies in steps. Call this after registering all blocks and reserving the workspace."""
     for tier, counts in plan.placement.buffers.items():
         store.keep_buffers(tier, counts)
 
 
 def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:
-    """Replace the prefetcher's schedule. It may prefetch ``lookahead_bytes``; None means only memory limits it.
+    """Replace the prefetcher's schedule. Prefetch at most ``lookahead_bytes``; None means that only memory limits it.
 
-    Ticks of the old schedule have no meaning in the new one. So the old one is removed, then the tick is set to the one
-    before the new start, and then the new schedule is set.
+    Tick numbers of the old schedule are invalid in the new one. So the function removes the old schedule, sets the tick
+    to the one before the new start, and only then sets the new schedule.
     """
     store.set_schedule(None)
     store.advance(schedule.start - 1)
@@ -238,10 +238,10 @@ def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | 
 
 
 def check_folders(spec: CheckpointSpec) -> None:
-    """Refuse folders of drives and checkpoints that hold other files, without writing anything.
+    """Check that the folders for drives and checkpoints hold no unrelated files, without writing anything.
 
     Raises:
-        UnusableDirectoryError: A folder holds other files.
+        UnusableDirectoryError: A folder holds unrelated files.
     """
     for path in (*spec.drives, spec.output_dir / CHECKPOINTS_NAME):
         if path.is_dir():
@@ -249,9 +249,9 @@ def check_folders(spec: CheckpointSpec) -> None:
 
 
 def check_drives(plan: Plan) -> None:
-    """Refuse drives with less free space than the plan needs. Files of earlier runs count as free space.
+    """Check that the drives have the free space that the plan needs. Files of earlier starts count as free space.
 
-    On the drive of ``output_dir``, ``checkpoint.min_free_disk`` is added to the need, or no save would ever begin.
+    The drive of ``output_dir`` also needs ``checkpoint.min_free_disk``, because no save begins with less free space.
 
     Raises:
         DoesNotFitError: A drive is too small; the error names the bytes that it needs.
@@ -272,7 +272,7 @@ def check_drives(plan: Plan) -> None:
 
 
 def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
-    """Return path -> bytes of files that earlier starts of the run have written there, for all ranks of a host."""
+    """Return the bytes that earlier starts of the run have written, by path, for all ranks of a host."""
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
     neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
     owned = {
@@ -281,7 +281,7 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
     }
     own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
     sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
-    owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
+    owned[checkpoints] = sum(sizes.values())  # whole copies may be links to the same inodes
     return owned
 
 
@@ -292,17 +292,17 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) ->
     tier = "output_dir" if paths == [checkpoints] else "nvme"
     place = f"output_dir ({spec.output_dir})" if tier == "output_dir" else paths[0]
     message = f"does not fit: the drive of {place} has {format_size(have)} free"
-    message += f", this run needs at least {format_size(need)} there"
-    advice = "Free some, or name another drive."
+    message += f", but this run needs at least {format_size(need)} there"
+    advice = "Free space, or use another drive."
     reserve = table.min_free_disk if checkpoints in paths else 0
     if reserve:
         message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
         message += " (checkpoint.min_free_disk)"
         if need - reserve < have:
-            advice = "Lower checkpoint.min_free_disk, free some, or name another drive."
+            advice = "Lower checkpoint.min_free_disk, free space, or use another drive."
     on_drives = any(path != checkpoints for path in paths)
     if table.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
-        advice += f" {table.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+        advice += f" {table.num_generations} checkpoints are part of this: lower checkpoint.save_total_limit."
     if checkpoints in paths and table.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
         advice += f" {size} of this is for whole copies: checkpoint.save_copy."
@@ -310,7 +310,7 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) ->
 
 
 def _drive_needs(plan: Plan) -> Counter[Path]:
-    """Return path -> the largest number of bytes that the run holds there."""
+    """Return the peak bytes that the run stores, by path."""
     spec, tiers = plan.run.checkpoint, plan.run.tiers
     table = spec.table
     needs = Counter[Path]()
@@ -321,7 +321,7 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if table.is_on:
-        # All ranks write their parts of a checkpoint there.
+        # All ranks write their parts of a checkpoint to the same folder.
         of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
         in_output_dir = table.num_generations * of_all + table.min_free_disk
         in_output_dir += table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size

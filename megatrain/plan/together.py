@@ -1,8 +1,8 @@
-"""One plan for the ranks of a run: they exchange capacities and rates, and all plan with the minimum.
+"""Planning with several ranks: they exchange capacities and rates, and each rank plans with the minimum.
 
-Every rank plans for itself, because homes of blocks may differ if drives are smaller. Joint operations and predictions
-must not differ: ranks wait for each other in every collective, so the slowest rank decides the time of a step. So all
-plan with the smallest tiers and with the slowest rate of each link, drive and processor.
+Every rank makes its own plan, because homes of blocks may differ if drives are smaller. Collectives and predictions
+must agree: ranks wait for each other in every collective, so the slowest rank determines the time of a step.
+Therefore every rank plans with the smallest tiers and the slowest rate of each link, drive and processor.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatrain.ranks.collectives import RanksDifferError
 if TYPE_CHECKING:
     from megatrain.plan.plan import Estimate, Plan, RunSpec
 
-__all__ = ["RankRates", "gathering_at_most", "plan_together", "slowest_rates"]
+__all__ = ["RankRates", "limit_gathers_ahead", "plan_together", "slowest_rates"]
 
-#: Returns the values of all ranks, by rank.
+#: Collective that returns the values of all ranks, by rank.
 Gather = Callable[[Any], Sequence[Any]]
 _Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)
-#: Figures of which a larger value is slower.
+#: Fields whose larger value is slower.
 _LOSSES = ("computing_s_per_byte", "seconds_per_copy")
-#: Rates that are ignored if not measured. Any other rate that is missing prevents a prediction.
+#: Rates that are ignored if not measured. If any other rate is missing, the step is not predicted.
 _LIMITS = ("sustained_write_bytes_per_s",)
 
 
@@ -45,8 +45,7 @@ class RankRates:
     Attributes:
         name: Name of the rank in messages.
         machine: Rates of the machine, or None if it was not measured.
-        drives: Location (its n-th drive, ``output_dir``, the model's folder) -> rates of the drive, or None if it was
-            not measured.
+        drives: Rates of drives by location (the n-th drive, ``output_dir``, the model's folder); None if not measured.
         note: Why the file of rates was not used, or None.
     """
 
@@ -57,28 +56,25 @@ class RankRates:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankHas:
-    """Capacities by tier and rates, as one rank sends them to the others before planning."""
+class _RankResources:
+    """Capacities by tier and rates that a rank sends to the other ranks before planning."""
 
     capacities: Mapping[str, int]
     rates: RankRates
 
 
 def plan_together(run: RunSpec, gather: Gather) -> Plan:
-    """Plan a run of several ranks: each rank for itself, with the minimum over all ranks. A collective.
+    """Plan this rank's part of a run with the minimum capacities and rates over all ranks. A collective.
 
-    All plans agree on joint operations, on the rates used for choices, and on the predicted seconds of the slowest
-    rank. Homes of blocks may differ.
-
-    Args:
-        gather: Returns the values of all ranks, in order.
+    All plans agree on collectives, on the rates behind choices, and on the predicted seconds of the slowest rank. Homes
+    of blocks may differ.
 
     Raises:
-        RanksDifferError: One rank has other tiers.
-        DoesNotFitError: On the ranks that do not fit; likewise all other errors of ``plan_run``.
+        RanksDifferError: The ranks have different tiers.
+        DoesNotFitError: The run does not fit on this rank. All other errors of ``plan_run`` are also per rank.
     """
     capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
-    of_ranks: Sequence[_RankHas] = gather(_RankHas(capacities, _rates_of(run)))
+    of_ranks: Sequence[_RankResources] = gather(_RankResources(capacities, _rates_of(run)))
     for rank, other in enumerate(of_ranks):
         if other.capacities.keys() != of_ranks[0].capacities.keys():
             raise RanksDifferError(
@@ -86,22 +82,21 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
                 f"{', '.join(other.capacities)}. Start all of them with the same config, on the same kind of machine"
             )
     least = {name: min(other.capacities[name] for other in of_ranks) for name in capacities}
-    rates = slowest_rates([other.rates for other in of_ranks], run.world.rank, _places(run))
+    rates = slowest_rates([other.rates for other in of_ranks], run.world.rank, _locations(run))
     run = replace(run, tiers=replace(run.tiers, profile=rates))
     plan = plan_run(run, capacities=least)
     if any(gather(bool(plan.program.cuts.passing))) and not plan.program.cuts.passing:
-        # If parts must pass on one rank, they pass on all, because passing parts changes the collectives.
+        # If one rank must process the vocabulary in parts, all ranks must, because parts change the collectives.
         plan = plan_run(run, like=plan, capacities=least, passes_parts=True)
-    plan = gathering_at_most(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
+    plan = limit_gathers_ahead(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
     assert plan.estimate is not None
-    return replace(plan, estimate=_as_slowest(plan.estimate, run, gather))
+    return replace(plan, estimate=_with_slowest_step(plan.estimate, run, gather))
 
 
-def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
-    """Return a plan whose weights are gathered no further ahead than on the rank with the least memory for it.
+def limit_gathers_ahead(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
+    """Return this rank's plan with weights gathered at most ``most_ahead`` visits ahead.
 
-    Args:
-        plan: Plan of one rank. Other ranks may have other homes and other free memory.
+    ``most_ahead`` is the minimum over all ranks, because the free memory of ranks differs.
     """
     if plan.program.sharding.gathers_ahead <= most_ahead:
         return plan
@@ -114,10 +109,10 @@ def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int]
     )
 
 
-def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
-    """Return an estimate with the seconds of the slowest rank, which may have more micro-batches. A collective.
+def _with_slowest_step(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
+    """Return the estimate with the seconds of the slowest rank, which may have more micro-batches. A collective.
 
-    There is no prediction if one rank has none, because its blocks may be on drives that were not measured.
+    If one rank cannot predict a step, for example because its drives were not measured, no rank predicts it.
     """
     of_ranks: Sequence[tuple[float | None, str | None]] = gather((estimate.step_s, estimate.bound_by))
     seconds = [step_s for step_s, _ in of_ranks if step_s is not None]
@@ -134,7 +129,7 @@ def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
 # -- rates ---------------------------------------------------------------------------------------------------------
 
 
-def _places(run: RunSpec) -> dict[str, Path]:
+def _locations(run: RunSpec) -> dict[str, Path]:
     """Return the locations of a rank's files, by names that are the same on all ranks."""
     drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.table.nvme)}
     return {**drives, "output_dir": run.output_dir, "the model's folder": Path(run.model.folder)}
@@ -143,17 +138,17 @@ def _places(run: RunSpec) -> dict[str, Path]:
 def _rates_of(run: RunSpec) -> RankRates:
     loaded, world = profile_of(run.tiers), run.world
     machine = loaded.machine
-    drives = {name: None if machine is None else machine.drive_of(path) for name, path in _places(run).items()}
+    drives = {name: None if machine is None else machine.drive_of(path) for name, path in _locations(run).items()}
     return RankRates(world.name_of(world.rank, world.host), machine, drives, loaded.note)
 
 
 def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str, Path]) -> LoadedProfile:
-    """Return the profile for the plan of a rank: the lowest measured value of every rate over all ranks.
+    """Return the profile that a rank plans with: the lowest measured value of every rate over all ranks.
 
     A rate that one rank has not measured is unknown for the run.
 
     Args:
-        rank: The rank that plans. Its drives have other names than those on other ranks.
+        rank: The rank that plans. The names of drives differ between ranks.
         places: Locations as named in ``RankRates.drives``, on this rank.
     """
     unmeasured = [each.name for each in of_ranks if each.machine is None]
@@ -190,7 +185,7 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
     """Return the rank's own record, with each rate replaced by the lowest one.
 
     Args:
-        slower: Ranks with a lower rate than another rank; updated.
+        slower: Receives the ranks that have a lower rate than another rank.
     """
     changes: dict[str, Any] = {}
     for name in type(records[own]).model_fields:
@@ -199,7 +194,7 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
             known = [value for value in values if value is not None]
             pick = max if name in _LOSSES else min
             changes[name] = pick(known, default=None)
-            slower.update(_apart(values, changes[name]))
+            slower.update(_slowest_indices(values, changes[name]))
         elif name in ("measured_at", "is_quick"):
             changes[name] = min(values) if name == "measured_at" else any(values)
         elif name == "gpu":
@@ -209,14 +204,14 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
             kinds = [kind for kind in values[own] if all(kind in each for each in values)]
             changes[name] = {kind: min(each[kind] for each in values) for kind in kinds}
             for kind, lowest in changes[name].items():
-                slower.update(_apart([each[kind] for each in values], lowest))
+                slower.update(_slowest_indices([each[kind] for each in values], lowest))
         elif name.endswith("_per_s"):
             changes[name] = None if None in values else min(values)
-            slower.update(_apart(values, changes[name]))
+            slower.update(_slowest_indices(values, changes[name]))
     return records[own].model_copy(update=changes)
 
 
-def _apart(values: Sequence[float | None], slowest: float | None) -> list[int]:
+def _slowest_indices(values: Sequence[float | None], slowest: float | None) -> list[int]:
     """Return the indices of the values that equal ``slowest``, or none if all values do."""
     if slowest is None or all(value == slowest for value in values):
         return []

@@ -1,4 +1,4 @@
-"""The traced model of a run: everything that planning reads from the model's folder, tokenizer and forward."""
+"""Tracing of a run's model: all facts that planning reads from the model's folder, tokenizer and forward."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
     """Build the model, trace a step of it, and create its optimizer.
 
     Args:
-        padded: As in ``plan_run``.
-        like: Model of another plan. Its graph is reused, and its trace for micro-batches of the same shape.
+        padded: Whether rows may have padding or hold several documents; None derives it from the data.
+        like: Model of another plan. Its graph is reused, and so is its trace if micro-batches have the same shape.
     """
     run, graph = _settle_kernels(run, like)
     run, packing_warning = settle_rows(run, graph)
@@ -79,7 +79,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
 
 
 def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, ModelGraph]:
-    """Return a run with liger's kernels chosen or not, and its model, reused from ``like`` if the choice agrees."""
+    """Decide whether the run uses liger's kernels. Return the run and its model, reused from ``like`` if possible."""
     if run.model.table.use_liger_kernel == "auto":
         if like is not None and like.run.device.type == run.device.type:
             run = run.with_liger(uses_liger=like.run.uses_liger)
@@ -87,7 +87,7 @@ def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
             wanted = run.with_liger(uses_liger=True)
             try:
                 return wanted, make_graph(wanted)
-            except UnsupportedModelError:  # by the kernels; if by the model itself, the next attempt raises again
+            except UnsupportedModelError:  # if the model itself is unsupported, the next attempt raises again
                 run = run.with_liger(uses_liger=False)
         else:
             run = run.with_liger(uses_liger=False)
@@ -97,7 +97,7 @@ def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
 
 
 def takes_liger_kernels(run: RunSpec) -> bool:
-    """Return whether a run with an open choice uses liger's kernels if they support its model."""
+    """Return whether a run with ``use_liger_kernel = "auto"`` uses liger's kernels if they support its model."""
     is_open = run.model.table.compiler is None and run.task != "distill"
     return is_open and run.device.type == "cuda" and has_liger_kernels()
 
@@ -105,7 +105,7 @@ def takes_liger_kernels(run: RunSpec) -> bool:
 def _trace_with_flash(
     run: RunSpec, graph: ModelGraph, padded: bool, like: TracedModel | None
 ) -> tuple[RunSpec, VisitTrace, str]:
-    """Return a run with its choice of flash attention, its trace, and why it uses torch's kernels, or ""."""
+    """Choose flash attention and trace. Return the run, its trace, and why it uses torch's kernels, or ""."""
     is_open, note = run.model.table.flash_attention == "auto", ""
     if is_open and like is not None and like.run.device.type == run.device.type:
         run = run.with_flash(like.run.flash)
@@ -127,7 +127,7 @@ def _trace_with_flash(
 
 
 def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
-    """Return the kernels of a run with an open choice, and why they are torch's, or ""."""
+    """Return the kernels for ``flash_attention = "auto"``, and why they are torch's own, or ""."""
     if run.device.type != "cuda":
         return "FA2", ""
     if run.model.table.compiler is not None:
@@ -144,7 +144,7 @@ def check_flash(run: RunSpec) -> None:
     """Check that the GPU and the installed packages support the configured or resumed kernels.
 
     Raises:
-        UnsupportedModelError: They do not.
+        UnsupportedModelError: The GPU or a package does not support the kernels.
     """
     if run.device.type != "cuda":
         reason = "it needs a GPU"
@@ -167,7 +167,7 @@ def _flash_note(reason: str) -> str:
 
 
 def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
-    """Return the inputs of a trace besides the model. A GPU has other kernels than a CPU."""
+    """Return the inputs of a trace other than the model, such as the device, because GPU and CPU kernels differ."""
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 
@@ -191,13 +191,13 @@ def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> Non
 
 
 def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
-    """Return the trace of a micro-batch; with ``top_k``, of a forward that scores this number of vocabulary entries.
+    """Trace a micro-batch, or with ``top_k`` only a forward that scores ``top_k`` vocabulary entries per token.
 
     Raises:
-        ConfigError: As in ``check_positions``.
+        ConfigError: Rows are longer than the model's learned positions.
     """
     check_positions(run.model, run.batch.max_length, graph)
-    # Trace under the run's settings, because the choice of kernels and their memory depend on them.
+    # Trace with the run's settings, because they determine the kernels and the memory that kernels use.
     with (
         deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
         fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
@@ -228,7 +228,7 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
 
 
 def make_graph(run: RunSpec) -> ModelGraph:
-    """Return the model of a run, without weights."""
+    """Build the model of a run without weights."""
     graph = run.model.build(run.dtype)
     if run.model.table.mlp_rows:
         tile_mlps(graph, run.model.table.mlp_rows)
@@ -248,7 +248,7 @@ def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlo
 
 
 def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
-    """Return the frozen layouts that can be read from the model's folder directly, or packed."""
+    """Return the frozen layouts that can be read from the model's folder, as plain or packed tensors."""
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.table.train_from_scratch or not frozen:
         return {}
@@ -270,7 +270,7 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
 
 
 def _device_optimizer(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:
-    """Return the optimizer for blocks in GPU memory, or None and why there is none for an existing GPU tier."""
+    """Return the optimizer for blocks in GPU memory, or None and why the GPU tier has no such optimizer."""
     if compute_tier == "ram":
         return None, ""
     try:

@@ -21,7 +21,7 @@ class Traffic:
         self._last = compile_step(program, homes, stays, passes=False, pinned=pinned)
 
     def of_first_step(self) -> dict[str, int]:
-        """Return the bytes that a first step moves: no copies are waiting and no updates are due."""
+        """Return the bytes that the first step moves. It starts without copies and without pending updates."""
         return self._count(self._first)
 
     def of_step(self, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
@@ -33,7 +33,7 @@ class Traffic:
         return self._count(self._step, counts)
 
     def num_transfers(self, tier: str, counts: Callable[[str], bool] | None = None) -> int:
-        """Return the number of block copies that a middle step moves into a tier or out of it."""
+        """Return the number of blocks that a step between the first and the last moves into or out of a tier."""
         transfers = self._step.transfers(self._homes)
         return sum(tier in (src, dst) and (counts is None or counts(key)) for key, src, dst in transfers)
 

@@ -21,7 +21,7 @@ from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
-from megatrain.plan.tiers import room_lent
+from megatrain.plan.tiers import step_memory_lent
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.continuation import Continuation, StoppedError
@@ -338,7 +338,7 @@ class Evaluator:
         self._timeline.is_on = False
         for weights, plan in self._plans.items():
             due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
-            room = room_lent(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
+            room = step_memory_lent(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
             with room:
                 for each in due:
                     if not self._evaluate(step, each, weights):
@@ -522,7 +522,7 @@ class Sampler:
         )
         found: list[tuple[int, ...]] = []
         rank, size, together = own.run.world.rank, own.run.world.size, own.run.batch.num_rows
-        with room_lent(store, self._plan, own):
+        with step_memory_lent(store, self._plan, own):
             try:
                 for first in range(0, len(rows), together * size):
                     start = first + rank * together

@@ -23,7 +23,7 @@ def test_a_plan_for_a_larger_machine_is_made_and_marked(run: SavedRun) -> None:
     path = run.write_config(more=NVME)
     shown = run.call("plan", path, *BEYOND)
     assert shown.exit_code == 0, shown.output
-    assert "\nweights" in shown.stdout and 'tiers.ram.size = "9000TiB" is more than there is' in shown.stdout
+    assert "\nweights" in shown.stdout and 'tiers.ram.size = "9000TiB" is too large' in shown.stdout
     assert "fits, but not on this machine: `run` would refuse it here." in shown.stdout.splitlines()
     assert "fits." not in shown.stdout.splitlines()
     values = json.loads(run.call("plan", path, "--json", *BEYOND).stdout)
@@ -51,7 +51,7 @@ def test_check_shows_the_locations_of_drives(run: SavedRun) -> None:
     assert [each["severity"] for each in drives] == ["ok", "ok", "warning"]
     for each, name in zip(drives, ("drive", "other"), strict=False):
         assert all(part in each["text"] for part in (name, here.kind, here.source, here.mount_point, "free"))
-    assert "lie on one drive" in drives[2]["text"]
+    assert "are on one drive" in drives[2]["text"]
     text = run.call("check", path).stdout
     assert text.splitlines()[-1] == "no problem found, 1 warning"
 

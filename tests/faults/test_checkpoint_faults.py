@@ -202,7 +202,7 @@ def test_missing_checkpoint_space_is_reported_before_the_first_step(work: Work) 
     check_failure(
         result,
         "does not fit: the drive of output_dir",
-        "900.00 TiB that stay free (checkpoint.min_free_disk). Lower checkpoint.min_free_disk, free some",
+        "900.00 TiB that stay free (checkpoint.min_free_disk). Lower checkpoint.min_free_disk, free space",
         exit_code=3,
     )
     assert "step 1/4" not in result.stdout and not (work.folder / "out").exists()

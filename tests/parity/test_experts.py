@@ -30,7 +30,7 @@ from megatrain.models.graph import ModelGraph
 from megatrain.models.initialize import initialize_tensors
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
-from megatrain.plan.attempts import parts_without_room
+from megatrain.plan.attempts import logit_parts_in_workspace
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
@@ -239,7 +239,7 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
         for index, (shape, dtype) in enumerate(visit.saved)
         if index not in visit.reused
     )
-    workspace = planned_workspace(plan.graph, trace, num_micro_batches, parts_without_room(trace))
+    workspace = planned_workspace(plan.graph, trace, num_micro_batches, logit_parts_in_workspace(trace))
     return num_micro_batches * saved, workspace, max(visit.memory.held_nbytes for visit in trace.visits)
 
 

@@ -24,7 +24,7 @@ from megatrain.engine.pieces import rows_of_parts
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.vocabulary import vocabulary_ranges
 from megatrain.models.graph import ModelGraph, Unit
-from megatrain.plan.attempts import parts_without_room
+from megatrain.plan.attempts import logit_parts_in_workspace
 from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
@@ -323,7 +323,7 @@ def test_kept_parts_are_in_the_plan() -> None:
     base = planned_workspace(graph, trace, 1)
     for parts in range(1, 9):
         assert 0 <= planned_workspace(graph, trace, 1, parts) - base <= (parts - 1) * trace.head_part_nbytes + 4096
-    free = parts_without_room(trace)
+    free = logit_parts_in_workspace(trace)
     assert planned_workspace(graph, trace, 1, free) == base
 
 
@@ -346,8 +346,8 @@ def test_same_bits_in_every_placement(
     on_nvme = run("nvme", ram="7MiB", placement="\n".join(f'{kind} = ["nvme"]' for kind in kinds))
     on_nvme.assert_as_planned()
     on_nvme.assert_same(in_ram)
-    monkeypatch.setattr("megatrain.plan.attempts._holds_everything", lambda *_: False)
-    monkeypatch.setattr("megatrain.plan.attempts.parts_without_room", lambda _: 1)
+    monkeypatch.setattr("megatrain.plan.attempts._fits_entirely", lambda *_: False)
+    monkeypatch.setattr("megatrain.plan.attempts.logit_parts_in_workspace", lambda _: 1)
     recomputed = run("recomputed", nvme=0)
     assert recomputed.plan.program.recompute.kept_parts == 1
     recomputed.assert_same(in_ram)

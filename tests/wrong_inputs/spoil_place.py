@@ -118,9 +118,7 @@ def machine_cases() -> Iterator[WrongInput]:
         return spoil
 
     beyond = {
-        "more RAM than there is": put(
-            ("tiers.ram.size", "more than there is", "free now"), tiers__ram__size='"9000TiB"'
-        ),
+        "more RAM than there is": put(("tiers.ram.size", "too large", "free now"), tiers__ram__size='"9000TiB"'),
         "a larger drive than there is": put(("tiers.nvme.0.size", "/drive", "free"), tiers__nvme__size='"9000TiB"'),
     }
     for what, spoil in beyond.items():

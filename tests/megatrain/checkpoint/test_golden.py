@@ -74,7 +74,7 @@ def test_a_checkpoint_of_ranks_with_muon_continues_with_one_process(tmp_path: Pa
     assert [problems for _, problems in verify_checkpoints(run.out)] == [[]]
     four_steps = longer(run)
     refused = launch(2, four_steps)
-    assert refused.codes == [2] and "Start one process, which also continues a checkpoint of several" in refused.err
+    assert refused.codes == [2] and "Start one process, which also resumes a checkpoint of several" in refused.err
     shutil.rmtree(fresh.out)
     assert fresh.call("run", fresh.folder / "run.toml").exit_code == 0
     before = [tmp_path / name for name in ("before", "before_fresh")]

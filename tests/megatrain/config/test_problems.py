@@ -63,7 +63,7 @@ BAD = {
     "not finite": ("[optimizer]\nlearning_rate = nan", "line 8: optimizer.learning_rate = nan is not a finite number"),
     "one bracket": ('[tiers.nvme]\npath = "x"', "line 7: tiers.nvme is a table, not a list of tables. Write [[tiers.nvme]] with two brackets"),
     "not a list": ('[optimizer]\nweight_decay_exclude = "*.bias"', 'weight_decay_exclude = "*.bias" is not a list. Write ["*.bias"]'),
-    "groups": ('[advanced]\nstream_updates = -2', 'line 8: advanced.stream_updates = -2 is no number of groups. Write a whole number at least 0, or "auto"'),
+    "groups": ('[advanced]\nstream_updates = -2', 'line 8: advanced.stream_updates = -2 is not a number of groups. Write a whole number at least 0, or "auto"'),
     "recompute": ('[training]\nrecompute = "none:0"', 'line 8: training.recompute = "none:0" is not a recompute mode. Write "auto", "full", "selective" or "none"; "selective:4" and "none:4" apply only to the last 4 layers'),
     "a key that is gone": ('[advanced]\nkeep_graphs = 3', 'line 8: unknown key `advanced.keep_graphs`. training.recompute says what the backward computes again: write "auto", "full", "selective" or "none", or "selective:4" and "none:4" for the last 4 layers alone'),
     "tier": ('[placement]\nweights = ["disk"]', 'line 8: placement.weights = ["disk"] is not a placement. Write "auto" or tiers in order of preference: ["ram", "nvme"]'),

@@ -144,7 +144,7 @@ def test_sizes_that_are_given_are_compared_with_the_machine(tmp_path: Path) -> N
     found = {each.key: each for each in plan.objections}
     assert set(found) == {"tiers.gpu.size", "tiers.ram.size", "tiers.nvme", "tiers.nvme.0.size"}
     assert all(each.refuses and "rtx4090-128gb" in str(each) for each in found.values())
-    assert 'tiers.ram.size = "1TiB" is more than there is' in found["tiers.ram.size"].text
+    assert 'tiers.ram.size = "1TiB" is too large' in found["tiers.ram.size"].text
     done = call("plan", path, "--machine", "rtx4090-128gb", "--set", "tiers.nvme.0.size=5TB")
     assert done.exit_code == 0 and "fits, but not on rtx4090-128gb." in done.output
 

@@ -99,7 +99,7 @@ def test_a_number_of_layers(tmp_path: Path) -> None:
 
 def test_too_many_kept_layers_are_refused_with_a_remedy(tmp_path: Path) -> None:
     least = make_plan(tmp_path, training='recompute = "full"').totals["ram"]
-    with pytest.raises(DoesNotFitError, match=r"Graphs that are kept take .*: write training.recompute") as refused:
+    with pytest.raises(DoesNotFitError, match=r"Kept graphs take .*: write training.recompute") as refused:
         make_plan(tmp_path, ram=f"{least}B", training='recompute = "none:2"')
     enough = make_plan(tmp_path, ram=f"{refused.value.need_bytes}B", training='recompute = "none:2"')
     assert num_layers_kept(enough.graph, enough.trace, enough.program)[0] == 2
@@ -200,7 +200,7 @@ def test_recompute_none_saves_results_without_kept_graphs(tmp_path: Path) -> Non
 
 def test_saved_results_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path) -> None:
     least = make_plan(tmp_path, training='recompute = "full"').totals["ram"]
-    with pytest.raises(DoesNotFitError, match=r"Results that are saved take .*: write training.recompute") as refused:
+    with pytest.raises(DoesNotFitError, match=r"Saved results take .*: write training.recompute") as refused:
         make_plan(tmp_path, ram=f"{least}B", training=SELECTIVE)
     enough = make_plan(tmp_path, ram=f"{refused.value.need_bytes}B", training=SELECTIVE)
     assert enough.program.recompute.saved_results == {1, 2, 3, 4}

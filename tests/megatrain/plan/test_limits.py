@@ -60,7 +60,7 @@ def only(found: tuple[Objection, ...], key: str) -> Objection:
 def test_ram_beyond_the_machine(write: Write) -> None:
     found = only(find_objections(tiers_of(write('[tiers.ram]\nsize = "400GiB"')), CPU), "tiers.ram.size")
     assert found.kind == "size" and found.refuses
-    assert found.text.startswith('tiers.ram.size = "400GiB" is more than there is: ')
+    assert found.text.startswith('tiers.ram.size = "400GiB" is too large: ')
     assert "16.00 GiB (12.00 GiB free now) of RAM" in found.text
     assert found.advice == 'Write at most "12GiB", or "auto"'
     with pytest.raises(BeyondMachineError, match=r"^beyond this machine: tiers\.ram\.size"):
@@ -130,7 +130,7 @@ def test_paths_on_one_drive_share_its_free_bytes(write: Write, tmp_path: Path) -
     alone = machine.nvme_capacity_bytes(tiers_of(write(one.format("a"))), tmp_path)
     assert machine.nvme_capacity_bytes(tiers_of(both), tmp_path) == pytest.approx(alone, rel=0.05)
     note = only(find_objections(tiers_of(both), CPU), "tiers.nvme.1.path")
-    assert note.kind == "note" and "lie on one drive" in note.text
+    assert note.kind == "note" and "are on one drive" in note.text
 
 
 KINDS = {

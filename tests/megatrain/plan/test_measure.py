@@ -154,7 +154,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
     ticks = measure_ticks(plan, budget_s=0.0)
     assert max(asked) == ticks.num_micro_batches == 2 and ticks.is_extrapolated
     assert set(ticks.seconds) == {25.0}
-    assert "2 micro-batches each, the others by extrapolation" in ticks.note
+    assert "2 micro-batches each, extrapolated to all micro-batches" in ticks.note
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])

@@ -18,7 +18,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from megatrain.plan.together import gathering_at_most
+from megatrain.plan.together import limit_gathers_ahead
 from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import QUICKSTART, config_text, write_tiny_model
@@ -123,7 +123,7 @@ def test_weights_are_gathered_further_ahead_at_no_cost(config: Path) -> None:
     # Space for exactly a second copy.
     tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
     assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
-    less = gathering_at_most(ahead, 1)
+    less = limit_gathers_ahead(ahead, 1)
     assert less.program.sharding.gathers_ahead == 1 and less.placement.workspace_bytes == once.placement.workspace_bytes
 
 

@@ -16,7 +16,7 @@ from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram,
 from megatrain.plan.budgets import both_ways, filling_bytes
 from megatrain.plan.placement import Placement, PlacementSolver, TierBudget
 from megatrain.plan.residents import Residency
-from megatrain.plan.shortfall import DoesNotFitError, Shortfall, fitting
+from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import RankShards
 from megatrain.trace.trace import trace_visits
@@ -50,7 +50,7 @@ def solve(
     stay_share: float = 0.0,
 ) -> Placement:
     tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int, links=LINKS)]
-    return fitting(PlacementSolver(steps, tiers, allowed, {"ram": open_bytes}, stay_share).solve())
+    return require_fit(PlacementSolver(steps, tiers, allowed, {"ram": open_bytes}, stay_share).solve())
 
 
 READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
