@@ -41,7 +41,7 @@ class Attempts:
     """Candidate programs of a run's step, in the order in which the planner tries them.
 
     Attributes:
-        run: The model's run, or a copy with a different gradient dtype, tiers or micro-batch order.
+        run: The model's run, or a copy with a different gradient dtype, tiers or order of micro-batches.
         profile: Measured rates. They decide which blocks have their home in GPU memory.
         capacities: Bytes by tier. They override the capacities of the run.
         most_ahead: Maximum number of visits that a multi-process run gathers weights ahead.
@@ -73,7 +73,7 @@ class Attempts:
                 yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
-        """Place a program. Return its placement and kept graphs, or the shortfall of the tier that is too small."""
+        """Place a program and choose its graphs to keep. Return both, or the shortfall of the tier that is too small."""
         run, model = self.run, self.model
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)

@@ -451,7 +451,7 @@ class _Costs:
 
     @property
     def _is_bound_by_ram(self) -> bool:
-        """Whether memory bandwidth limits updates. False for bf16 or quantized moments and for custom optimizers.
+        """Whether memory bandwidth limits updates. False for bf16 or int8 moments and for custom optimizers.
 
         On two cores, Lion, SGD and averages reach AdamW's bytes per second within 12 %. Updates of bf16 moments take
         1.4 to 2.5 times as long as their bytes predict, and of int8 moments in blocks of 256 nine times as long.

@@ -1,6 +1,6 @@
 """Choice of the number of layers that save results if blocks move, so that a step is as short as possible.
 
-If no block moves, results use memory that is otherwise free (kept.py). If blocks move, saved results either move
+If no block moves, results use memory that is otherwise free (kept.py). If blocks move, results either move
 themselves or displace blocks that then move. Results are added from the last layer backwards, in descending order of
 operations saved per byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """

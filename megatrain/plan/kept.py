@@ -82,10 +82,10 @@ class GraphKeeper:
         The tier may be too small for the requested number, or for any choice.
 
         Args:
-            wanted: ``auto`` keeps graphs of as many last layers as fit, if the compute tier fetches nothing. A number
+            wanted: ``auto`` keeps graphs of all last layers that fit, if the compute tier fetches nothing. A number
                 reserves memory for the graphs of this many layers before other blocks. A layer whose weights then
                 lose their home in the compute tier keeps no graph.
-            results: ``auto`` saves results of as many last layers without a kept graph as fit, if no block moves. A
+            results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A
                 number saves results of products and attention of this many last layers, in any allowed home tier.
         """
         saved = frozenset() if results == "auto" else self._last_with_results(results)
@@ -108,7 +108,7 @@ class GraphKeeper:
         return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
     def _fill_free_memory(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
-        """Keep graphs, or results, of as many last visits as fit without a change of the placement.
+        """Keep graphs, or results, of all last visits that fit without a change of the placement.
 
         The kind that saves more operations per byte comes first.
         """
@@ -195,7 +195,7 @@ class _FreeMemory:
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` of as many last visits as fit. It replaces kinds that save less of a visit's recompute."""
+        """Keep ``what`` of all last visits that fit. It replaces kinds that save less of a visit's recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:

@@ -188,7 +188,7 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
 
     Args:
         sizes: Tier sizes by config key.
-        need: Minimum bytes that the plan needs in all these tiers together.
+        need: Minimum bytes that the plan needs in these tiers together.
     """
     given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
     if not given:

@@ -439,7 +439,7 @@ class _Fill:
         return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
 
     def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
-        """Return slot bytes -> number of buffers, enough for the copies of as many consecutive ticks as fit.
+        """Return slot bytes -> number of buffers, enough for the longest run of consecutive ticks that fits.
 
         The remaining memory goes to the sizes that move most bytes. The copies of two ticks are assumed to fit.
         """

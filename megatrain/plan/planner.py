@@ -43,7 +43,7 @@ STAY_SHARE = 0.9
 _NUM_TRIES = 4
 #: A later plan is preferred only if its step takes less than this share of the shortest step so far.
 WORTHWHILE = 0.99
-#: Saved results may increase writes to drives by at most this factor, unless the config requests them.
+#: Results that layers save may increase writes to drives by at most this factor, unless the config requests them.
 _MOST_WEAR = 1.1
 
 
@@ -133,7 +133,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """If blocks move, shorten a step by memory left free for copies, saved results and streamed updates."""
+    """If blocks move, shorten a step by memory left free for copies, results that layers save, and streamed updates."""
     if not any(plan.traffic.values()):
         return plan
     plan = fastest(estimated(other, profile) for other in with_open_room(plan))
@@ -308,9 +308,9 @@ def _processes(count: int) -> str:
 
 
 def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with saved results of layers if they shorten a step that moves blocks, else the plan itself.
+    """Let layers save results if that shortens a step that moves blocks. Return the new plan, or the plan itself.
 
-    Saved results also move, so the decision needs rates: a replay with the rates of this machine, or the estimate for
+    The results also move, so the decision needs rates: a replay with the rates of this machine, or the estimate for
     another machine.
     """
     run, is_elsewhere = plan.run, plan.run.tiers.machine is not None
@@ -338,7 +338,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 def _adds_little_wear(plan: Plan, other: Plan) -> bool:
     """Return whether a plan writes hardly more to drives than another plan. More wear needs the user's consent.
 
-    Saved results are many times larger than gradients and state, so only the config may move them to drives.
+    The results of layers are many times larger than gradients and state, so only the config may move them to drives.
     """
     return nvme_written_bytes(plan.traffic) <= _MOST_WEAR * nvme_written_bytes(other.traffic)
 
@@ -376,7 +376,7 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
 
 
 def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
-    """Yield plans in which a GPU updates so many groups from RAM that its bus and the CPU take equally long.
+    """Yield plans in which a GPU updates the number of groups from RAM that balances its bus with the CPU.
 
     A second plan has half that number, because the bus also carries other bytes.
     """
