@@ -73,7 +73,7 @@ class Attempts:
                 yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
-        """Place a program and choose its graphs to keep. Return both, or the shortfall of the tier that is too small."""
+        """Place a program and choose its graphs to keep. If a tier is too small, return the shortfall."""
         run, model = self.run, self.model
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)
