@@ -1,1 +1,1 @@
-"""Quirks of models, one file each: the core defines ``models/converter.py`` and imports none of them."""
+"""Converters for quirks of models, one file each. The core defines ``models/converter.py`` and imports no converter."""

@@ -1,9 +1,9 @@
-"""LoRA: adapters in a model with frozen weights; adapter folders in peft's format.
+"""LoRA: adapters in a model with frozen weights, and adapter folders in peft's format.
 
-peft puts its layers into the skeleton, so their forwards (scaling, dropout, DoRA) and the rules that choose modules are
-peft's. The engine streams their weights like all others: a unit has a trained block (the adapters) and a frozen one
-(the model's weights). Model weights have their names without adapters; adapter weights have their names in the adapter
-file: ``model.layers.0.self_attn.q_proj.weight`` and ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+peft injects its layers into the skeleton, so peft's code selects modules and computes scaling, dropout and DoRA. The
+engine streams adapter weights like all weights: a unit has a trained block (adapters) and a frozen block (weights of
+the model). Weights of the model keep their names without adapters, such as ``model.layers.0.self_attn.q_proj.weight``.
+Adapter weights have their names in the adapter file, such as ``model.layers.0.self_attn.q_proj.lora_A.weight``.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ __all__ = [
 ]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: Prefix of peft before the model's names in the file of an adapter.
+#: Prefix that peft adds to the names of the model in adapter files.
 FILE_PREFIX = "base_model.model."
 _LONGEST_REASON = 300
-_NAME = "default"  # name of the adapter inside peft's layers
+_NAME = "default"  # name of the adapter in peft's layers
 
 
 class AdapterError(Exception):
-    """The adapters cannot be made as requested, or an adapter folder cannot be used."""
+    """Raised if adapters cannot be created as requested, or if an adapter folder cannot be used."""
 
 
 def _peft_config(table: LoraConfig) -> Any:
     """Return peft's ``LoraConfig``.
 
     Raises:
-        AdapterError: peft is not installed or refuses the settings, or the folder has no usable settings.
+        AdapterError: If peft is not installed or refuses the settings, or if the folder has no usable settings.
     """
     peft = _peft()
     if table.adapter_name_or_path is not None:
@@ -123,9 +123,9 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _PeftLayer:
-    """A peft layer in the model: ``parent._modules[leaf]`` is ``layer``, around ``base``.
+    """Peft layer in a model: ``parent._modules[leaf]`` is ``layer``, which wraps ``base``.
 
-    Further peft layers may be in between: experts have one nested layer per weight.
+    There can be further peft layers between ``layer`` and ``base``: experts have one nested layer per weight.
     """
 
     path: str
@@ -136,14 +136,14 @@ class _PeftLayer:
 
 
 class Adapters(ModelConverter):
-    """The LoRA layers of one graph, and the names of all its tensors.
+    """LoRA layers of one graph, with the names of all its tensors.
 
     Args:
-        table: The ``[lora]`` table.
+        table: Config table ``[lora]``.
 
     Attributes:
-        config: peft's ``LoraConfig``, with the chosen modules. All attributes exist after ``convert``.
-        names: Names of the trained tensors in the graph's layouts: adapters, and modules that are saved whole.
+        config: peft's ``LoraConfig`` with the selected modules. All attributes are set by ``convert``.
+        names: Names of the trained tensors in the graph's layouts: adapters and ``modules_to_save``.
         num_layers: Number of modules with adapters.
     """
 
@@ -153,13 +153,13 @@ class Adapters(ModelConverter):
         self._table, self._images = table, images
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Put LoRA layers into a skeleton and freeze its weights, except in ``modules_to_save``.
+        """Inject LoRA layers into a skeleton, and freeze its weights except in ``modules_to_save``.
 
-        In a model that reads images, the language model gets adapters. Image modules are saved whole if they are
-        trained. An adapter folder names its modules itself.
+        In a model that reads images, the language model gets adapters, and image modules are saved whole if they are
+        trained. An adapter folder specifies its modules itself.
 
         Raises:
-            AdapterError: nothing matches, a module takes no adapters, or a setting is not supported.
+            AdapterError: If no module matches, or if a module or a setting is not supported.
         """
         non_text = _non_text_paths(model, self._images)
         self.config = _add_adapters(model, self._table, self._images, non_text)
@@ -178,7 +178,7 @@ class Adapters(ModelConverter):
         trained = tuple(f"{path}." for path in non_text)
         if self._images == "trained" and not any(name.startswith(trained) for name in self.names):
             raise AdapterError(
-                f'{where} has no weights of the image modules, which model.images = "trained" would train. Write '
+                f'{where} has no weights for the image modules, but model.images = "trained" trains them. Write '
                 'model.images = "frozen"'
             )
 
@@ -186,8 +186,8 @@ class Adapters(ModelConverter):
         from peft.tuners.lora import LoraLayer
 
         self._places: list[_PeftLayer] = []
-        self._layers: dict[str, Any] = {}  # all of them, by path
-        self._by_weight: dict[str, str] = {}  # path of the adapting layer, by weight of the model
+        self._layers: dict[str, Any] = {}  # by path, including nested layers
+        self._by_weight: dict[str, str] = {}  # weight of the model -> path of its peft layer
         for path, module in model.named_modules():
             if not isinstance(module, LoraLayer):
                 continue
@@ -201,11 +201,11 @@ class Adapters(ModelConverter):
         self._paths = {place.path for place in self._places}
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is a peft layer around a module: the parameters of both are used together."""
+        """Return whether a module is a peft layer that wraps a module, whose parameters it uses with its own."""
         return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
-        """Return a tensor's name in the model without adapters, or in an adapter file (without its prefix)."""
+        """Return a tensor's name in the model without adapters, or in an adapter file without the prefix."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -220,13 +220,13 @@ class Adapters(ModelConverter):
         return name
 
     def layer_of(self, name: str) -> Any:
-        """Return the peft layer of an adapter tensor, or None for a tensor of the model."""
+        """Return the peft layer of an adapter tensor; None for a tensor of the model."""
         path, _, rest = name.rpartition(".lora_")
         return self._layers.get(path) if rest else None
 
     @contextmanager
     def plain_model(self) -> Iterator[None]:
-        """Remove the adapters from the model within the context: names and modules equal those in its folder."""
+        """Remove the adapters within the context, so that names and modules match the model folder."""
         for place in self._places:
             place.parent._modules[place.leaf] = place.base
         try:
@@ -238,13 +238,13 @@ class Adapters(ModelConverter):
     # -- weights of new adapters -----------------------------------------------------------------------------------
 
     def initialize(self, views: Mapping[str, Tensor], base: Mapping[str, Tensor], seed: int) -> None:
-        """Fill adapter tensors with initial weights, by peft's rules.
+        """Fill adapter tensors with initial weights according to peft's rules.
 
-        The numbers depend only on the seed and the names.
+        The values depend only on the seed and the names.
 
         Args:
-            views: fp32 tensor of its shape, by name; written completely.
-            base: fp32 weight of each module with DoRA, by module name.
+            views: fp32 tensors to fill, by name.
+            base: fp32 weights of the modules with DoRA, by module name.
         """
         for name, view in views.items():
             kind = name.rpartition(".lora_")[2].partition(".")[0]
@@ -259,20 +259,20 @@ class Adapters(ModelConverter):
                 elif kind == "magnitude_vector":
                     layer = self.layer_of(name)
                     weight = base[name.rpartition(".lora_")[0]]
-                    # B is zero, so the initial norm is the norm of the module's weight.
+                    # B is zero, so the initial magnitude is the norm of the module's weight.
                     rows = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
                     view.copy_(torch.linalg.norm(rows, dim=1))
                 else:
                     view.zero_()
 
     def dora_modules(self, names: Sequence[str]) -> list[str]:
-        """Return the modules whose weight `initialize` needs for tensors of these names."""
+        """Return the modules whose weights `initialize` needs for the tensors with these names."""
         return [name.rpartition(".lora_")[0] for name in names if name.endswith(".lora_magnitude_vector")]
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
     def of_weight(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors that adapt a weight; empty without an adapter."""
+        """Return the names of the adapter tensors of a weight; empty if it has no adapter."""
         path = self._by_weight.get(name)
         if path is None:
             return ()
@@ -280,12 +280,12 @@ class Adapters(ModelConverter):
         return tuple(self.plain_name(each) for each, _ in own if not each.startswith(f"{path}.base_layer."))
 
     def merged(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a weight with its adapter added, in fp32, as peft's ``merge_and_unload`` computes it.
+        """Return a weight with its adapter merged, in fp32, like peft's ``merge_and_unload``.
 
         Args:
             name: Name of a weight with an adapter.
-            weight: The weight without the adapter.
-            tensors: The tensors in ``of_weight``, by name.
+            weight: Weight without the adapter.
+            tensors: Tensors listed by ``of_weight``, by name.
         """
         path = self._by_weight[name]
         layer = self._layers[path]
@@ -313,19 +313,19 @@ class Adapters(ModelConverter):
         return merged
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return a source of weights with the adapters added; it takes RAM for one more weight.
+        """Return a source of weights with the adapters merged. It needs RAM for one additional weight.
 
         Raises:
-            ExportTargetError: as `check_merge`.
+            ExportTargetError: If `check_merge` fails.
         """
         self.check_merge(graph)
         return _merging(graph, self, source)
 
     def check_merge(self, graph: ConvertedGraph) -> None:
-        """Refuse adapters that cannot be merged into the model's weights. Writes nothing.
+        """Refuse adapters that cannot be merged into the model's weights.
 
         Raises:
-            ExportTargetError: a module with an adapter shares its weight with another module.
+            ExportTargetError: If a module with an adapter shares its weight with another module.
         """
         with self.plain_model():
             shared = {name: names for names in tied_groups(graph.model) for name in names}
@@ -341,7 +341,7 @@ class Adapters(ModelConverter):
         """Return the contents of ``adapter_config.json``.
 
         Args:
-            base_model: folder or hub name of the model.
+            base_model: Folder or hub name of the model.
         """
         values: dict[str, Any] = self.config.to_dict()
         values.update(base_model_name_or_path=base_model, inference_mode=True)
@@ -354,7 +354,7 @@ class Adapters(ModelConverter):
 
 
 def adapters_of(graph: ModelGraph) -> Adapters | None:
-    """Return the adapters of a graph, or None."""
+    """Return the adapters of a graph; None if it has no adapters."""
     return next((converter for converter in graph.converters if isinstance(converter, Adapters)), None)
 
 
@@ -365,13 +365,13 @@ def _where(table: LoraConfig) -> str:
 
 
 def _non_text_paths(model: PreTrainedModel, images: Images) -> list[str]:
-    """Return the paths of the modules that read other inputs than text, and so get no adapters."""
+    """Return the paths of the modules that do not read text, and therefore get no adapters."""
     passthrough = passthrough_modules(model)
     return list(passthrough.paths) if passthrough is not None else non_text_modules(model) if images != "off" else []
 
 
 def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non_text: Sequence[str]) -> Any:
-    """Inject peft's layers into a skeleton; return peft's config with the chosen modules."""
+    """Inject peft's layers into a skeleton. Return peft's config with the selected modules."""
     peft = _peft()
     config, is_new = _peft_config(table), table.adapter_name_or_path is None
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
@@ -379,16 +379,16 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     if non_text and (is_new or passthrough_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, non_text)
     head = head_of(model)
-    if head is not None and is_new:  # its random initial weights must be trained
+    if head is not None and is_new:  # its initial weights are random
         config.task_type = "SEQ_CLS"
         config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, sounds=False)]
     saved_modules = config.modules_to_save
-    config.modules_to_save = None  # this program trains them without peft's second copy
+    config.modules_to_save = None  # trained here, without peft's copies
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft, about tied weights and about its use of transformers
+        warnings.simplefilter("ignore")  # peft's warnings about tied weights and transformers
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -404,10 +404,10 @@ _NAME_OF_MODULE = re.compile(r"[\w.]+")
 
 
 def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> None:
-    """Match the patterns of peft's settings with a time limit: an untrusted adapter may have an endless one.
+    """Match the patterns of peft's settings with a time limit, because an untrusted adapter can have a slow pattern.
 
     Raises:
-        AdapterError: a pattern is invalid, or takes too long.
+        AdapterError: If a pattern is invalid or takes too long.
     """
     layers = config.layers_pattern or ()
     kinds: dict[str, Sequence[str]] = {  # how peft embeds each setting in a pattern
@@ -445,18 +445,18 @@ def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> Non
 
 
 def _check_layer(where: str, path: str, layer: Any) -> None:
-    """Refuse an adapter of a module that this program cannot adapt."""
+    """Refuse an adapter of an unsupported module."""
     base = layer.get_base_layer()
     if not (hasattr(layer, "parameter_name") or isinstance(base, nn.Linear | nn.Embedding) or is_conv1d(base)):
         raise AdapterError(
-            f"{where}: {path} is a {type(base).__name__}; adapters are for linear layers and embeddings. Leave it out"
+            f"{where}: {path} is a {type(base).__name__}; only linear layers and embeddings get adapters. Leave it out"
         )
     if layer.lora_variant and isinstance(base, nn.Embedding):
         raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
 
 
 def _also_without(excluded: Any, paths: Sequence[str]) -> str:
-    """Return peft's ``exclude_modules`` extended by some modules and everything inside them."""
+    """Return peft's ``exclude_modules``, extended by some modules and their submodules."""
     patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
     if isinstance(excluded, str):
         patterns.append(f"({excluded})")
@@ -466,9 +466,9 @@ def _also_without(excluded: Any, paths: Sequence[str]) -> str:
 
 
 def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the module inside a peft layer that adapts one of its parameters: the forward of ``ParamWrapper``.
+    """Run the module in a peft layer that adapts one of its parameters. Replaces the forward of ``ParamWrapper``.
 
-    peft's version registers a parametrization meanwhile, which requires a parameter; here it is a leased view.
+    peft's version registers a parametrization, which needs an ``nn.Parameter``, but the slot holds a leased view.
     """
     parameters, name = layer.get_base_layer()._parameters, layer.parameter_name
     own = parameters[name]
@@ -484,7 +484,7 @@ def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_supported(config: Any, model: PreTrainedModel) -> None:
-    """Refuse features of peft that this program does not support, by name."""
+    """Refuse unsupported features of peft, by name."""
     kinds = {
         "bias": config.bias != "none",
         "lora_bias": config.lora_bias,
@@ -501,7 +501,7 @@ def _check_supported(config: Any, model: PreTrainedModel) -> None:
     if not (isinstance(config.init_lora_weights, bool) or config.init_lora_weights == "gaussian"):
         raise AdapterError(
             f'lora.init_lora_weights = {config.init_lora_weights!r} is not supported. Write true or "gaussian"; or '
-            "make the adapter's start with peft and name its folder: lora.adapter_name_or_path"
+            "initialize the adapter with peft and set its folder: lora.adapter_name_or_path"
         )
 
 
@@ -519,10 +519,12 @@ def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapte
     for each in wanted:
         found = [(path, m) for path, m in model.named_modules() if path.endswith(each)]
         if not found:
-            raise AdapterError(f"lora.modules_to_save: no module's name ends in '{each}'. There is e.g. lm_head")
+            raise AdapterError(f"lora.modules_to_save: no module's name ends in '{each}'. An example is lm_head")
         for path, module in found:
             if any(other == path or other.startswith(f"{path}.") for other in adapters.modules):
-                raise AdapterError(f"lora.modules_to_save: {path} also has adapters. Leave it out of one of the two")
+                raise AdapterError(
+                    f"lora.modules_to_save: {path} also has adapters. Remove it from one of the two keys"
+                )
             for parameter in module.parameters():
                 others = [name for name in names[id(parameter)] if not name.startswith(f"{path}.")]
                 if others:
@@ -544,7 +546,7 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
         with ExitStack() as stack:
             read = stack.enter_context(source(layout))
             readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
-            last: dict[str, Tensor] = {}  # holds one weight at a time
+            last: dict[str, Tensor] = {}  # cache of one weight
 
             def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
                 return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
@@ -562,7 +564,7 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
                 out = read(start, stop)
                 for entry, first, end in entries_within(layout, start, stop):
                     if adapted[entry.name]:
-                        out = out.clone()  # it may be a view of the block
+                        out = out.clone()  # can be a view of the block
                         out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
                 return out
 
@@ -578,7 +580,7 @@ def base_of_adapter(folder: Path) -> str:
     """Return the folder or hub name of an adapter's base model.
 
     Raises:
-        AdapterError: the adapter names no base model, or a missing folder.
+        AdapterError: If the adapter specifies no base model, or a missing folder.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -586,17 +588,17 @@ def base_of_adapter(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
-        raise AdapterError(f"{path}: names no base model. Export the run again")
+        raise AdapterError(f"{path} specifies no base model. Export the run again")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise AdapterError(f"{folder}: its base model is gone: {base}. Restore it, or write its new path into {path}")
     return base
 
 
 def read_adapter_settings(folder: Path | str) -> Any:
-    """Return peft's ``LoraConfig`` in an adapter folder.
+    """Return peft's ``LoraConfig`` from an adapter folder.
 
     Raises:
-        AdapterError: there is none, or the adapter is not LoRA.
+        AdapterError: If the folder has none, or if the adapter is not LoRA.
     """
     peft = _peft()
     path = Path(folder, ADAPTER_CONFIG)
@@ -625,17 +627,21 @@ _OLD_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 
 
 class AdapterWeights:
-    """The tensors of an adapter folder, by the names in `Adapters`.
+    """Tensors of an adapter folder, by their names in `Adapters`.
 
     Raises:
-        AdapterError: the tensors do not fit these adapters: they have another model or other settings.
+        AdapterError: If the tensors do not match these adapters, because their model or settings differ.
     """
 
     def __init__(self, folder: Path | str, adapters: Adapters, shapes: Mapping[str, Sequence[int]]) -> None:
         where = f"lora.adapter_name_or_path: {Path(folder, ADAPTER_WEIGHTS)}"
         if not Path(folder, ADAPTER_WEIGHTS).is_file():
             has_pickle = Path(folder, "adapter_model.bin").is_file()
-            advice = " It has a pickle file, which is not read: save it again with a newer peft" if has_pickle else ""
+            advice = (
+                " The folder has a pickle file, which is not supported: save it again with a newer peft"
+                if has_pickle
+                else ""
+            )
             raise AdapterError(f"{where} is missing.{advice or ' Name a folder that peft wrote'}")
         try:
             self._file = TensorFile(Path(folder, ADAPTER_WEIGHTS))
@@ -645,7 +651,7 @@ class AdapterWeights:
             _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
             for name in self._file.records
         }
-        #: Weights of the model that peft saved with adapters of embeddings, by the model's names.
+        #: Model's name -> file's name of each weight that peft saved with an adapter of an embedding.
         self.base_copies = {
             name.replace(_BASE_LAYER, ".weight"): name
             for name in self._name_in_file
@@ -656,35 +662,35 @@ class AdapterWeights:
         if missing or unknown:
             text = f"{len(missing)} tensors are missing: {some(missing, 3)}" if missing else ""
             text += "; " if missing and unknown else ""
-            text += f"{len(unknown)} have no place in the model: {some(unknown, 3)}" if unknown else ""
+            text += f"{len(unknown)} do not exist in the model: {some(unknown, 3)}" if unknown else ""
             raise AdapterError(f"{where}: {text}. Is it an adapter of this model?")
         for name in adapters.names:
             record = self._file.records[self._name_in_file[name]]
             if tuple(record.shape) != tuple(shapes[name]):
                 raise AdapterError(
-                    f"{where}: {name} has the shape {list(record.shape)}, the model's is {list(shapes[name])}. "
+                    f"{where}: {name} has shape {list(record.shape)}, but {list(shapes[name])} in the model. "
                     "Is it an adapter of this model?"
                 )
 
     def check_base(self, name: str, weight: Tensor) -> None:
-        """Compare a weight of the model with its copy in the file.
+        """Check that a weight of the model equals its copy in the adapter file.
 
         Raises:
-            AdapterError: they differ. peft would load the copy, which was trained or resized.
+            AdapterError: If they differ. peft would load the copy, which was trained or resized.
         """
         copy = self._file.read(self._name_in_file[self.base_copies[name]])
         if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):
             raise AdapterError(
-                f"lora.adapter_name_or_path: the file holds another {name} than the model's folder. Name the model "
+                f"lora.adapter_name_or_path: {name} differs between the file and the model's folder. Use the model "
                 "that the adapter was trained on, or merge it with peft into that model"
             )
 
     def fill(self, views: Mapping[str, Tensor]) -> None:
-        """Copy tensors into their views (CPU, any floating dtype)."""
+        """Copy tensors of the folder into views (CPU, any float dtype)."""
         for name, view in views.items():
             view.copy_(self._file.read(self._name_in_file[name]))
             if not bool(torch.isfinite(view).all()):
-                raise AdapterError(f"lora.adapter_name_or_path: {name} holds infinite values or NaN")
+                raise AdapterError(f"lora.adapter_name_or_path: {name} contains infinite values or NaN")
 
 
 def export_adapter(
@@ -697,21 +703,21 @@ def export_adapter(
     copy_from: Path | str | None = None,
     record: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write the adapters of a graph as a folder for peft, including the tokenizer's files.
+    """Write the adapters of a graph to a folder for peft, including the tokenizer's files.
 
     Args:
-        source: Opens the master weights of one layout at a time.
-        out_dir: As in `export_model`.
+        source: Context that opens the master weights of one layout.
+        out_dir: New folder; see `export_model`.
         base_model: Folder or hub name of the base model, for ``adapter_config.json``.
         dtype: Dtype of the exported adapters.
         copy_from: Folder with the tokenizer's files.
-        record: More keys for ``export.json``.
+        record: Additional keys for ``export.json``.
 
     Returns:
-        The absolute path of the finished folder.
+        Absolute path of the finished folder.
 
     Raises:
-        ExportError: as `export_model`.
+        ExportError: In the cases of `export_model`.
     """
     adapters = adapters_of(graph)
     assert adapters is not None

@@ -1,12 +1,12 @@
-"""Attention within the documents of a row, without a mask of [S, S].
+"""Attention within the documents of a row, without an [S, S] mask.
 
-transformers describes a mask by functions of two positions and, for sdpa, turns it into a tensor of [rows, 1, S, S].
-Here these functions carry their meaning: causal, a window, borders between documents. A mask that consists only of
-these becomes a `DocumentMask`, which holds the lengths of the documents. Attention of type sdpa then runs on each
-document (`_each_document`), or as one kernel for all of them if the device has it (`_varlen`). Any other use of the
-mask first makes the dense tensor. So models with custom attention stay correct, with the same memory as before.
+transformers describes a mask by functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor.
+Here, these functions also carry a pattern: causal, a window, boundaries between documents. A mask that consists of
+these patterns becomes a `DocumentMask`, which holds the lengths of the documents. sdpa attention then runs on each
+document (`_each_document`), or as one kernel for all documents if the device supports it (`_varlen`). Any other use of
+the mask creates the dense tensor first, so models with custom attention stay correct and use as much memory as before.
 
-No rule depends on the class of a model. docs/decisions/0026-attention-by-documents.md
+No rule depends on the model class. docs/decisions/0026-attention-by-documents.md
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
-#: Minimum tokens per piece if a document is longer than a window. Each piece takes a mask.
+#: Minimum tokens per piece of a document that is longer than a window. Each piece needs a mask.
 _FEWEST_WINDOW_TOKENS = 512
-#: Limits of ``_varlen``'s kernel: dtypes, maximum and multiple of the head dimension, minimum compute capability.
+#: Limits of the kernel in ``_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
 
 
 class AttentionByDocuments(ModelConverter):
-    """Computes attention document by document in each pass, if the model's mask allows it."""
+    """Converter that lets passes compute attention per document, if the model's mask allows it."""
 
     def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass. Compiled layers take masks of [S, S], which it then only reports."""
+        """Return the context of a pass. For compiled layers, which need [S, S] masks, it only reports these masks."""
         return attention_by_documents(on_dense_mask, enabled=not is_compiled)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch and the window of their tokens. A token attends only to tokens of its document.
+    """Documents of a micro-batch, and the attention window. A token attends only to tokens of its document.
 
     Attributes:
-        num_rows: rows of the micro-batch.
-        row_tokens: tokens of each row, padding included.
-        lengths: tokens of each document, row after row; none crosses the end of a row.
-        window: tokens that each token sees, including itself; None if it sees all earlier ones.
-        device: device of the model's tensors.
+        num_rows: Number of rows of the micro-batch.
+        row_tokens: Number of tokens of each row, including padding.
+        lengths: Number of tokens of each document, in order of the rows. No document crosses the end of a row.
+        window: Number of tokens that each token attends to, including itself; None for all earlier tokens.
+        device: Device of the model's tensors.
     """
 
     num_rows: int
@@ -72,17 +72,17 @@ class Documents:
     def groups(self) -> tuple[tuple[slice, int, Tensor], ...]:
         """Groups of documents, one per call of the variable-length kernel: token slice, maximum length, starts.
 
-        The starts are an int32 tensor on the device, copied there without a host wait.
+        The starts are an int32 tensor on the device, copied without a host sync.
         """
         tokens = self.num_rows * self.row_tokens
-        # The kernel's backward takes workspace for FLASH_ROWS rows per document, however short it is.
+        # The backward of the kernel needs workspace for FLASH_ROWS rows per document, even if it is shorter.
         most = max(1, tokens // FLASH_ROWS)
         found: list[tuple[slice, int, Tensor]] = []
         at = 0
         for first in range(0, len(self.lengths), most):
             lengths = self.lengths[first : first + most]
             starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            if self.device.type == "cuda" and not isinstance(starts, FakeTensor):  # a plan has no memory to pin
+            if self.device.type == "cuda" and not isinstance(starts, FakeTensor):  # fake tensors cannot be pinned
                 starts = starts.pin_memory()
             found.append(
                 (slice(at, at + sum(lengths)), max(lengths), starts.to(self.device, non_blocking=True)),
@@ -92,9 +92,9 @@ class Documents:
 
 
 class DocumentMask(Tensor):
-    """A mask of [rows, 1, S, S] that is not materialized: it has shape, dtype, device and documents.
+    """Mask of [rows, 1, S, S] that is not materialized. It has shape, dtype, device and documents.
 
-    Any operation on it receives the dense tensor.
+    Operations on it get the dense tensor.
     """
 
     documents: Documents
@@ -108,7 +108,7 @@ class DocumentMask(Tensor):
         """Return a mask of these documents.
 
         Args:
-            on_dense: called with the cause before a dense mask is made.
+            on_dense: Function called with the reason before a dense mask is created.
         """
         shape = (documents.num_rows, 1, documents.row_tokens, documents.row_tokens)
         made: DocumentMask = Tensor._make_wrapper_subclass(
@@ -118,7 +118,7 @@ class DocumentMask(Tensor):
         return made
 
     def dense(self, where: str) -> Tensor:
-        """Materialize the mask; it lives as long as the operation `where` that needs it."""
+        """Return the dense mask for the operation `where`, which alone keeps it alive."""
         self._on_dense(where)
         return self._make_dense()
 
@@ -146,7 +146,7 @@ _QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
 
 
 def _dense(value: Any, where: str) -> Any:
-    """Return an operation's arguments with dense masks."""
+    """Return the arguments of an operation with dense masks."""
     if isinstance(value, DocumentMask):
         return value.dense(where)
     if isinstance(value, tuple | list):
@@ -161,12 +161,12 @@ def _dense(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """The meaning of a mask function of transformers; unknown for functions without a pattern.
+    """Pattern of a mask function of transformers. A function without a pattern has an unknown meaning.
 
     Attributes:
-        is_causal: Whether no token sees a later one.
-        window: tokens that each token sees, including itself.
-        borders: [rows, S], the index of each token's document in its row.
+        is_causal: Whether no token attends to later tokens.
+        window: Number of tokens that each token attends to, including itself.
+        borders: Index of each token's document in its row, [rows, S].
     """
 
     is_causal: bool = False
@@ -190,7 +190,7 @@ def _with_pattern(function: Any, pattern: _Pattern | None) -> Any:
 
 
 def _joined(functions: tuple[Any, ...]) -> _Pattern | None:
-    """Return the pattern of the intersection of these functions."""
+    """Return the pattern of the intersection of these mask functions; None if it is unknown."""
     patterns = [_pattern_of(function) for function in functions]
     known = [pattern for pattern in patterns if pattern is not None]
     if len(known) < len(patterns):
@@ -202,16 +202,16 @@ def _joined(functions: tuple[Any, ...]) -> _Pattern | None:
     return _Pattern(any(p.is_causal for p in known), min(windows, default=None), borders[0] if borders else None)
 
 
-#: Functions of transformers that compose masks; the last one was added later than the others.
+#: Functions of transformers that compose masks. `_LATER` exists only in newer releases.
 _COMPOSED_OF = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
 _LATER = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
-    """Return replacements, by name, that also record the pattern, for transformers' functions that make or join masks.
+    """Return replacements, by name, for transformers' functions that create or join masks. They also set the pattern.
 
-    A window is equal in row positions and in document positions, because no token sees another document.
-    A release without these functions gets no replacements: its patterns are unknown.
+    A window has the same effect in row positions and in document positions, because no token attends to another
+    document. A release without these functions gets no replacements, so all patterns are unknown.
     """
     from transformers import masking_utils
 
@@ -241,11 +241,11 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
 def attention_by_documents(
     on_dense: Callable[[str], None] = lambda where: None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """Make models with sdpa attention compute it document by document within the context. Not thread-safe.
+    """Let models with sdpa attention compute it per document, within the context. Not thread-safe.
 
     Args:
-        on_dense: called with the cause whenever a dense mask is made.
-        enabled: False: only report dense masks.
+        on_dense: Function called with the reason whenever a dense mask is created.
+        enabled: Whether to compute per document. If False, only report dense masks.
     """
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -286,7 +286,7 @@ def _noting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]
 
 
 def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
-    """Return transformers' sdpa mask, or a `DocumentMask` if it knows the pattern."""
+    """Wrap transformers' sdpa mask function. The wrapper returns a `DocumentMask` if the pattern is known."""
     signature, noting = inspect.signature(plain), _noting(plain, "a mask of an unknown kind", on_dense)
 
     def make(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -307,7 +307,7 @@ _NEEDED |= {"attention_mask", "device"}
 
 
 def _documents_of(given: Mapping[str, Any]) -> Documents | None:
-    """Return the documents that a mask separates; None for another mask, or if no mask is needed."""
+    """Return the documents that a mask separates; None for other masks, or if no mask is needed."""
     from transformers import masking_utils
 
     if not given.keys() >= _NEEDED:
@@ -323,18 +323,18 @@ def _documents_of(given: Mapping[str, Any]) -> Documents | None:
         return None
     marks = padding if pattern.borders is None else pattern.borders
     lengths, may_be_parts = (length,) * num_rows, False
-    if isinstance(marks, FakeTensor):  # a plan assumes documents as long as rows, which take the most memory
+    if isinstance(marks, FakeTensor):  # documents as long as rows need the most memory
         may_be_parts = bool(masking_utils.is_tracing(marks))
     elif marks is not None:
         if marks.shape != (num_rows, length):
             return None
-        values = np.asarray(marks.tolist())  # read from the host's copy of the inputs, if there is one
+        values = np.asarray(marks.tolist())  # read from the host mirror, if there is one
         if padding is not None and not _ends_in_padding(values):
             return None
         lengths = tuple(length for row in values for length in _runs(row))
         may_be_parts = len(lengths) > num_rows
     if window is None and not may_be_parts:
-        return None  # whole rows: transformers needs no mask
+        return None  # sdpa needs no mask for whole rows
     return Documents(num_rows, length, lengths, window, torch.device(given["device"]))
 
 
@@ -343,7 +343,7 @@ def _is_shifted(offset: Any) -> bool:
 
 
 def _ends_in_padding(rows: npt.NDArray[Any]) -> bool:
-    """Return whether all padding follows the text, so that no text token sees it."""
+    """Return whether all padding follows the text, so that no text token attends to padding."""
     is_text = rows.astype(np.int8)
     return bool(is_text[:, 0].all() and (np.diff(is_text) <= 0).all())
 
@@ -358,7 +358,7 @@ def _runs(row: npt.NDArray[Any]) -> list[int]:
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' sdpa attention, which runs on each document if the mask is a `DocumentMask`."""
+    """Wrap transformers' sdpa attention. The wrapper runs on each document if the mask is a `DocumentMask`."""
     known = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
     others = inspect.signature(plain).parameters.keys() - known | {"softcap"}
 
@@ -373,8 +373,8 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        special = any(kwargs.get(name) is not None for name in others)  # a bias, a cap on scores
-        # Dropout is drawn for whole rows: in pieces it would differ from transformers.
+        special = any(kwargs.get(name) is not None for name in others)  # such as a bias or a soft cap
+        # Run whole rows with dropout, because its draws in pieces would differ from transformers.
         if (
             special
             or dropout
@@ -417,13 +417,13 @@ def _fits(documents: Documents, query: Tensor, key: Tensor) -> bool:
 def _each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Run attention on one document after the other, as transformers would on each alone.
+    """Run attention on each document separately, as transformers does without packing.
 
-    Uses `split` and `cat`, because the gradient of a slice is as large as its source.
+    Use `split` and `cat`, because the gradient of a slice is as large as its source.
 
     Args:
-        query: [tokens, heads, width], like `key` and `value`.
-        attend: transformers' attention for [1, heads, tokens, width].
+        query: Queries [tokens, heads, width]. `key` and `value` have the same layout.
+        attend: Attention of transformers for [1, heads, tokens, width].
     """
     lengths = list(documents.lengths)
     outputs: list[Tensor] = []
@@ -438,7 +438,7 @@ def _each_document(
 
 
 def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Run attention over a window, piece by piece: the first token of a piece sees `window - 1` earlier tokens."""
+    """Run windowed attention in pieces. The first token of a piece attends to `window - 1` earlier tokens."""
     rows = max(window, _FEWEST_WINDOW_TOKENS)
     before = k[:, :, :0], v[:, :, :0]
     for queries, keys, values in zip(*(torch.split(tensor, rows, dim=2) for tensor in (q, k, v)), strict=True):
@@ -456,7 +456,7 @@ def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[...,
 
 
 def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's flash attention for sequences of several lengths supports these tensors."""
+    """Return whether torch's variable-length flash attention supports these tensors."""
     width = query.shape[-1]
     return (
         (query.device.type == "cuda" or stands_for_gpu(query))
@@ -471,19 +471,19 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _has_flash(query: Tensor) -> bool:
     if stands_for_gpu(query) or (isinstance(query, FakeTensor) and not torch.cuda.is_available()):
-        return True  # without its GPU, a plan assumes one with flash attention
+        return True  # plans without a GPU assume flash attention
     is_nvidia = torch.version.hip is None and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _OLDEST_CAPABILITY
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    """Run attention on all documents: [tokens, heads, width]. Deterministic if torch is set to be."""
+    """Run attention on all documents, [tokens, heads, width]. Deterministic if torch's deterministic mode is on."""
     out: Tensor = _Varlen.apply(query, key, value, documents, scale)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Varlen(torch.autograd.Function):
-    """torch's flash attention over concatenated sequences; the wrapper in torch 2.10 has no windows."""
+    """Flash attention of torch over concatenated sequences. The wrapper in torch 2.10 does not support windows."""
 
     @staticmethod
     def forward(
@@ -493,7 +493,7 @@ class _Varlen(torch.autograd.Function):
         ctx.documents, ctx.is_causal = documents, window is None
         ctx.options = {
             "scale": scale,
-            "window_size_left": -1 if window is None else window - 1,  # the kernel counts earlier tokens only
+            "window_size_left": -1 if window is None else window - 1,  # kernel counts only earlier tokens
             "window_size_right": 0,
         }
         outputs: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""Cuts the fused experts of a mixture into parts, each a separate unit.
+"""Fused experts of a mixture, cut into parts that are separate units.
 
-Transformers keeps the experts of a layer in a few 3-D tensors, `[experts, ...]`, of one module, which one of its
-registered implementations runs. The module's inputs are tokens, the chosen experts of each token, and their routing
-weights. No other module of the layer reads its parameters. If the tensors are larger than a part, the module's forward
-becomes a sum over parts. Each part is a module with some experts, and returns their contribution to each token. The
-model keeps its tensors and names on the meta device; only the parts have weights.
+In transformers, one module holds all experts of a layer in a few 3-D tensors, `[experts, ...]`. Its inputs are tokens,
+the chosen experts of each token, and their routing weights. No other module of the layer reads its parameters. If the
+tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module with some of the
+experts, and returns their contribution to each token. The model keeps its tensors and names on the meta device, and
+only the parts have weights.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertsInParts", "ExpertsPart", "has_experts_to_cut"]
 
-#: Default elements of a part: 64 MiB in fp32, like other parts (``base/layout.py``). Large models have larger parts.
+#: Default elements per part, 64 MiB in fp32, like other parts (``base/layout.py``). Large models have larger parts.
 EXPERTS_ELEMENTS = PART_ELEMENTS
-#: Approximate maximum of parts in a model: each is a visit, forward and backward, and a plan counts all of them.
+#: Approximate maximum number of parts in a model, because a plan counts two visits per part.
 MAX_EXPERTS_PARTS = 512
-#: Parameter names in transformers' implementations of experts.
+#: Names of parameters in transformers' implementations of experts.
 _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 
 
 @torch.library.custom_op("megatrain::places_of_experts", mutates_args=())
 def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return the positions in ``chosen`` of experts ``first`` to ``stop``: indexes into ``chosen``, sorted by expert.
+    """Return the flat indexes of experts ``first`` to ``stop`` in ``chosen``, sorted by expert.
 
-    The host waits for their number.
+    Synchronizes the host, which needs the number of indexes.
     """
     flat = chosen.reshape(-1)
     places = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
@@ -49,19 +49,19 @@ def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
 
 @places_of_experts.register_fake
 def _most_places(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return the maximum size for memory planning: all tokens may go to the experts of one part."""
+    """Return the maximum size for memory planning, because all tokens can be routed to one part."""
     return chosen.new_empty(chosen.numel())
 
 
 class ExpertsInParts(ModelConverter):
-    """Cuts each layer with large fused experts into units: parts of the experts, and the surrounding modules."""
+    """Converter that cuts layers with large fused experts into units: parts of the experts, and surrounding modules."""
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Record the size of the model, because larger models have larger parts."""
+        """Record the size of the model, because large models have larger parts."""
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units of a layer whose experts are larger than a part; empty without such experts."""
+        """Return the units of a layer whose experts are larger than a part; empty for other layers."""
         cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
         if not cut:
             return ()
@@ -76,15 +76,15 @@ class ExpertsInParts(ModelConverter):
 
 
 class ExpertsPart(nn.Module):
-    """Some of the experts of a layer, a `LayerPart`.
+    """`LayerPart` with some of the experts of a layer.
 
     Args:
-        first: Index of its first expert.
-        stop: Index after its last expert.
+        first: Index of the first expert.
+        stop: Index after the last expert.
 
     Attributes:
-        rows: Indexes of its experts.
-        num_all: Number of experts of the layer.
+        rows: Indexes of the experts.
+        num_all: Number of experts in the layer.
     """
 
     def __init__(self, experts: nn.Module, first: int, stop: int) -> None:
@@ -92,7 +92,7 @@ class ExpertsPart(nn.Module):
         self.rows = range(first, stop)
         self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
-        # Held in a tuple, so that it is not a submodule: its parameters belong to all experts.
+        # Keep it in a tuple, so that it is not a submodule, because its parameters belong to all experts.
         self._whole: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
             shape = (stop - first, *parameter.shape[1:])
@@ -101,30 +101,30 @@ class ExpertsPart(nn.Module):
 
     @property
     def whole(self) -> nn.Module:
-        """The module with all experts of the layer."""
+        """Module with all experts of the layer."""
         (whole,) = self._whole
         found: nn.Module = whole
         return found
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Grouping key of parts with equal computation and memory."""
+        """Key that is equal for parts with equal computation and memory."""
         shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
         return (type(self._whole[0]), shapes)
 
     @property
     def siblings(self) -> tuple[ExpertsPart, ...]:
-        """All parts of the layer, in call order; they are called consecutively."""
+        """All parts of the layer, in the order of their consecutive calls."""
         return self._siblings
 
-    # Calls have the arguments of ``forward``; the second one holds the chosen experts of each token.
+    # `arguments` are the arguments of ``forward``. The second one holds the chosen experts of each token.
 
     def is_routed(self, arguments: Sequence[Any]) -> bool:
-        """Return whether the chosen experts of a call have values."""
+        """Return whether the chosen experts of a call have values, unlike in a trace."""
         return _hit_experts(arguments[1]) is not None
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether no token of a call is routed to the part. The first use of a routing synchronizes the host."""
+        """Return whether no token of a call is routed to the part. Synchronizes the host once per routing."""
         hit = _hit_experts(arguments[1])
         return hit is not None and hit.isdisjoint(self.rows)
 
@@ -134,7 +134,7 @@ class ExpertsPart(nn.Module):
         return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
 
     def uncomputed(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return a placeholder result; weights get gradients only if no argument requires one."""
+        """Return a placeholder result. Weights get gradients only if no argument requires a gradient."""
         weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
         made: Tensor = _Uncomputed.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
         return made
@@ -143,9 +143,9 @@ class ExpertsPart(nn.Module):
         """Return the contribution of the part's experts to each token, in fp32.
 
         Args:
-            hidden_states: [tokens, width].
+            hidden_states: Tokens, [tokens, width].
             chosen: Chosen experts of each token, [tokens, experts per token].
-            weights: Routing weights of their results, [tokens, experts per token].
+            weights: Routing weights of the chosen experts, [tokens, experts per token].
         """
         from transformers.integrations.moe import _grouped_linear
 
@@ -159,7 +159,7 @@ class ExpertsPart(nn.Module):
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
             bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
-            if not len(places):  # zero gradients, not None, because other experts of the layer have gradients
+            if not len(places):  # zero gradients instead of None, as other experts have gradients
                 width = weight.shape[-1 if whole.is_transposed else -2]
                 zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
                 return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
@@ -175,7 +175,7 @@ class ExpertsPart(nn.Module):
 
 
 class _Uncomputed(torch.autograd.Function):
-    """Placeholder of some experts: returns an fp32 sum, and gradients for all inputs that need one."""
+    """Placeholder for some experts. It returns an fp32 result, and gradients for all inputs that need one."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
@@ -188,12 +188,12 @@ class _Uncomputed(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
 
 
-#: Attribute of a tensor of chosen experts: the set of these experts, on the host.
+#: Attribute of a tensor of chosen experts that caches the set of these experts on the host.
 _HIT = "_megatrain_hit_experts"
 
 
 def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
-    """Return the experts that receive tokens, read once for all parts of a layer; None without values."""
+    """Return the experts that get tokens, read once for all parts of a layer; None in a trace."""
     if isinstance(chosen, FakeTensor) or chosen.is_meta:
         return None
     found: frozenset[int] | None = getattr(chosen, _HIT, None)
@@ -205,18 +205,18 @@ def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
 
 @dataclass(frozen=True)
 class _CutExperts:
-    """The parts of one module of experts."""
+    """Parts of one module of experts."""
 
     module: nn.Module
     parts: tuple[ExpertsPart, ...]
 
 
 def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
-    """Cut the experts of a layer that are larger than a part; their forwards become sums over the parts.
+    """Cut the modules of experts that are larger than a part. Their forwards become sums over the parts.
 
     Args:
-        layer: Called once per forward; reads parameters only in its submodules.
-        model_elements: Elements of all parameters of the model; large models have larger parts, not more.
+        layer: Layer that the model calls once per forward, and that reads parameters only in submodules.
+        model_elements: Number of elements of all parameters, which determines the size of the parts.
     """
     found: list[_CutExperts] = []
     for module, step in list(_to_cut(layer, model_elements)):
@@ -230,12 +230,12 @@ def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
 
 
 def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool:
-    """Return whether `ExpertsInParts` would cut experts in any of these layers; cuts nothing."""
+    """Return whether `ExpertsInParts` would cut experts in any of these layers."""
     return any(True for layer in layers for _ in _to_cut(layer, model_elements))
 
 
 def _to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each module of experts that is larger than a part, and the number of experts per part."""
+    """Yield each module of experts that is larger than a part, with the number of experts per part."""
     most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
@@ -250,7 +250,7 @@ def _to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, 
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """Return whether transformers' implementations can run a module, and it has nothing else."""
+    """Return whether a module has exactly the parameters that transformers' implementations of experts use."""
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "_apply_gate")
     if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
         return False
@@ -268,7 +268,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
-    """Return the forward of all experts: the sum of the parts' results, in order."""
+    """Return the forward of all experts, which adds the results of the parts in order."""
     signature = inspect.signature(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -282,14 +282,14 @@ def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Te
 
 
 def _around(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a layer that together have all its parameters, with local paths, in model order.
+    """Yield (local path, module) of modules that together have all parameters of a layer, in model order.
 
     Args:
-        layer: A layer with several units.
+        layer: Layer with several units.
         experts: Ids of the modules of experts.
 
     Raises:
-        ValueError: a module around experts directly owns parameters.
+        ValueError: If a module that contains experts directly owns parameters.
     """
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -309,11 +309,11 @@ def _around(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn
 
 
 def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Make the attention of a layer return None for its weights, [rows, heads, S, S], as fused kernels do.
+    """Let a layer's attention return None for its weights, [rows, heads, S, S], like fused kernels.
 
-    If a layer is one unit, these weights are freed within its forward. If attention is a separate unit, the layer would
-    hold unused weights of all micro-batches until its last part has run. transformers' output recorders specify the
-    modules that return weights, and the index.
+    If a layer is one unit, its forward frees these weights. If attention is a separate unit, the layer would hold
+    unused weights of all micro-batches until its last part has run. transformers' output recorders specify the modules
+    that return weights, and the index of the weights.
     """
     places = dict(_places_of_attention_weights(model))
     for module in layer.modules():
@@ -332,11 +332,11 @@ def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[
             if isinstance(spec, OutputRecorder):
                 yield spec.target_class, spec.index
             elif isinstance(spec, type):
-                yield spec, 1  # the index that transformers' hooks use
+                yield spec, 1  # default of transformers' hooks
 
 
 def _without(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Return a forward that returns None at one index of its results."""
+    """Wrap a forward so that it returns None at one index of its results."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

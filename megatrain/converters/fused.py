@@ -1,7 +1,7 @@
-"""Rules for parameters of transformers' models that fuse several logical matrices, by module and parameter name.
+"""Rules for parameters of transformers' models that fuse several matrices, by module and parameter name.
 
-A rule reads sizes from the module that owns the product. If its result does not fit a parameter's shape, the parameter
-is reported as fused in an unknown way.
+A rule computes the sizes from the module that owns the parameter. If the sizes do not match the parameter's shape, the
+parameter is reported as fused in an unknown way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_fused"]
 
-#: Names of products that a model probably splits afterwards.
+#: Names of parameters whose products the model probably splits.
 _LOOKS_FUSED = re.compile(
     r"qkv|query_key_value|^c_attn$|gate_up|up_gate|gate_and_up|^in_proj(_ba)?$|^kv_(proj|b_proj)$|^w13$"
 )
@@ -70,7 +70,7 @@ def _gates_in_each_head(owner: Any, length: int) -> FusedMatrix:
 
 _Rule = Callable[[Any, int], FusedMatrix]
 
-#: Rules by the end of the owner's class name and the product's name.
+#: (end of the owner's class name, name of the parameter or its module) -> rule.
 _RULES: Mapping[tuple[str, str], _Rule] = {
     ("Phi3Attention", "qkv_proj"): _query_and_grouped_key_value,
     ("Phi4MultimodalAttention", "qkv_proj"): _query_and_grouped_key_value,
@@ -89,7 +89,7 @@ _RULES: Mapping[tuple[str, str], _Rule] = {
 
 
 def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
-    """Return how trained parameters fuse matrices, by full name, and the names that look fused in an unknown way."""
+    """Return the fused matrices of trained parameters, by full name, and names that look fused in an unknown way."""
     found: dict[str, FusedMatrix] = {}
     unknown: list[str] = []
     model = graph.model
@@ -111,7 +111,7 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
 
 
 def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return how a product is fused; None if no rule fits."""
+    """Return the fused matrices of a parameter; None if no rule matches."""
     if len(shape) == 3:
         return _of_experts(owner, product, shape)
     kind = type(owner).__name__
@@ -123,7 +123,7 @@ def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatri
 
 
 def _of_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return how gate and up projections of stacked experts are fused, according to transformers' attributes."""
+    """Return the fused gate and up projections of stacked experts, according to transformers' attributes."""
     if product != "gate_up_proj" or not hasattr(owner, "is_transposed"):
         return None
     by_column = bool(getattr(owner, "is_transposed", False))

@@ -1,12 +1,12 @@
-"""Reward heads: a model returns one number per text, in place of the language model's head.
+"""Reward heads, which return one number per text and replace the language model's head.
 
-The model is transformers' class for sequence classification with one label. Its forward decides the pooling: the last
-non-padding token of a decoder, or the first token of BERT. The outputs are small, so they are not cut into pieces as
-the logits of a vocabulary are. Only the loss differs: transformers has a mean over a micro-batch, and a step needs a
-mean over all its pairs. The loss runs after the model's forward, which runs without labels.
+The model is transformers' class for sequence classification with one label. Its forward determines the pooling: a
+decoder uses the last token before padding, BERT the first token. The outputs are small, so the head does not run in
+pieces like a vocabulary head. Only the loss differs: transformers computes the mean over a micro-batch, but a step
+needs the mean over all its pairs. The model's forward runs without labels, and then the loss runs on its outputs.
 
-Labels are stored one place later than their text, like labels of a language model, so the engine shifts and counts both
-in the same way.
+Labels are stored one position after their text, so that the engine shifts and counts them like those for a language
+model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Head", "HeadSpec"]
 
-#: `config.json` of a model with one label.
+#: Entries of `config.json` for a model with one label.
 _ID_TO_LABEL, _LABEL_TO_ID = {0: "LABEL_0"}, {"LABEL_0": 0}
 
 
@@ -40,9 +40,9 @@ class HeadSpec:
     """Loss and padding of a reward head.
 
     Attributes:
-        center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps their mean near zero
-            (arXiv 2312.09244); 0 turns it off.
-        pad_token_id: Padding token, by which a decoder's forward finds the last token of a text.
+        center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps the mean reward near zero
+            (arXiv 2312.09244); 0 to disable.
+        pad_token_id: Padding token, which a decoder's forward uses to find the last token of a text.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -54,20 +54,20 @@ class HeadSpec:
 
 
 class Head(ModelConverter):
-    """Builds transformers' class for sequence classification, and runs the loss after its forward.
+    """Converter that builds transformers' class for sequence classification, and runs the loss after its forward.
 
     Args:
-        spec: loss and padding.
+        spec: Loss and padding.
     """
 
     def __init__(self, spec: HeadSpec) -> None:
         self._spec = spec
 
     def model_class(self, config: PretrainedConfig) -> Any:
-        """Return transformers' class, and give its configuration one label.
+        """Return transformers' class, and set one label in the configuration.
 
         Raises:
-            UnsupportedModelError: transformers has no such class.
+            UnsupportedModelError: If transformers has no such class for the model type.
         """
         from transformers import AutoModelForSequenceClassification as Auto
 
@@ -88,10 +88,10 @@ class Head(ModelConverter):
         return found
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Run the loss after the model's forward."""
+        """Let the loss run after the model's forward."""
         prefix = re.escape(model.base_model_prefix)
-        model.config.pad_token_id = self._spec.pad_token_id  # not earlier: the embedding would not train this row
-        # A pooler also belongs to the head: checkpoints of masked language models have none.
+        model.config.pad_token_id = self._spec.pad_token_id  # set here, because the embedding would not train this row
+        # The pooler belongs to the head, because checkpoints of masked language models have no pooler.
         head_names = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
         values = {
             "id2label": {str(number): name for number, name in _ID_TO_LABEL.items()},
@@ -112,13 +112,13 @@ def _with_loss(
     num_items_in_batch: int | None = None,
     **batch: Any,
 ) -> Any:
-    """Run a model's forward without labels, and add the loss of its rewards.
+    """Run a model's forward without labels, and add the loss of its rewards to the output.
 
     Args:
-        loss: returns the summed loss and the number of pairs, from rewards, labels and margins.
-        labels: labels of the texts, one place later than the texts.
-        num_items_in_batch: pairs of the whole step; None for the pairs of this micro-batch.
-        batch: other tensors of the micro-batch.
+        loss: Function from rewards, labels and margins to the summed loss and the number of pairs.
+        labels: Labels of the texts, one position after the texts.
+        num_items_in_batch: Number of pairs in the whole step; None for the pairs of this micro-batch.
+        batch: Other tensors of the micro-batch.
     """
     margin = batch.pop(MARGIN, None)
     output = forward(**batch)
@@ -133,12 +133,12 @@ def reward_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of pairs, as in TRL's RewardTrainer, and the number of pairs.
 
-    It is ``-log sigmoid(chosen - rejected - margin)``, plus ``center * (chosen + rejected)**2`` with centering.
+    The loss of a pair is ``-log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)**2``.
 
     Args:
-        logits: Rewards [2 P, 1], all chosen texts first.
-        labels: [2 P, 2 or more], -100 in the second column of padding pairs.
-        margin: Margin of each chosen text [P]; default: no margin.
+        logits: Rewards [2 P, 1] of the chosen texts, followed by the rejected texts.
+        labels: Labels [2 P, 2 or more], with -100 in the second column of padding pairs.
+        margin: Margin of each pair [P]; None for no margin.
     """
     chosen, rejected = logits.squeeze(-1).chunk(2)
     is_there = labels[: len(chosen), 1] != IGNORED_LABEL

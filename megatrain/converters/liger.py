@@ -1,7 +1,7 @@
-"""Kernels of the package liger-kernel for the norms and gated MLPs of a model.
+"""Kernels of the package liger-kernel for a model's norms and gated MLPs.
 
-Its rotary embedding is not used, because it replaces a function of the whole process. Its cross entropies are not used,
-because they need whole rows of logits, and the head makes logits for a part of the vocabulary at a time.
+The package's rotary embedding is not used, because it replaces a function for the whole process. Its cross entropies
+are not used, because they need whole rows of logits, and the head computes logits in parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_liger_kernels", "check_liger_kernels", "has_liger_kernels"]
 
 _KEY = "model.use_liger_kernel = true"
-#: Arguments of liger's functions; arguments that a function lacks are dropped.
+#: Arguments of liger's functions. A function without one of these parameters does not get it.
 _LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 _NO_MLP = {"swiglu": False, "geglu": False}
 
@@ -33,10 +33,10 @@ def has_liger_kernels() -> bool:
 
 
 def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
-    """Check whether ``apply_liger_kernels`` would succeed.
+    """Check that ``apply_liger_kernels`` can be called.
 
     Raises:
-        UnsupportedModelError: not on a GPU; not installed; no kernels for this kind of model.
+        UnsupportedModelError: If the device is no GPU, the package is missing, or it has no kernels for the model type.
     """
     if device.type != "cuda":
         raise UnsupportedModelError(_KEY, "its kernels need a GPU. Write use_liger_kernel = false")
@@ -44,23 +44,23 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
-    """Make the modules of ``model`` compute with liger's kernels; parameters and their names stay.
+    """Let the modules of ``model`` compute with liger's kernels. Parameters and their names do not change.
 
-    Rounding differs from the model's own code, but is the same at every placement. A trace counts the
-    reads and writes of these kernels (``engine/kernel_work.py``).
+    Rounding differs from the model's own code, but not between placements. A trace counts the reads and writes of these
+    kernels (``trace/kernel_work.py``).
 
     Raises:
-        UnsupportedModelError: as `check_liger_kernels`, or liger does not fit the model's layers.
+        UnsupportedModelError: If `check_liger_kernels` fails, or if liger does not support the model's layers.
     """
     function = _function_for(model)
     wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
     known = inspect.signature(function).parameters
-    # It changes this model's modules, and also classes for later models, which are restored below.
+    # The function changes the modules of this model, and classes for later models. The classes are restored below.
     namespace = vars(sys.modules[type(model).__module__])
     before = dict(namespace)
     try:
         function(model=model, **{name: value for name, value in wanted.items() if name in known})
-    except Exception as error:  # each family's function assumes a layer structure and fails differently
+    except Exception as error:  # each family's function fails differently
         raise UnsupportedModelError(
             _KEY,
             f"liger-kernel does not fit {type(model).__name__} ({type(error).__name__}: {error}). "
@@ -88,5 +88,5 @@ def _cannot_be_used(error: ImportError) -> UnsupportedModelError:
     return UnsupportedModelError(
         _KEY,
         f"the package liger-kernel cannot be used here ({error}). Install it: pip install 'megatrain-tier[gpu]'. A new "
-        "run may write use_liger_kernel = false; one that began with these kernels keeps them",
+        "run can set use_liger_kernel = false; a run that began with these kernels keeps them",
     )

@@ -1,7 +1,7 @@
-"""The parts of a model that read other inputs than text: a vision tower and its projection, an audio encoder.
+"""Modules of a model that do not read text, such as a vision tower with its projection, or an audio encoder.
 
-If rows have no images, these modules are not loaded, but copied into an export unchanged (``models/passthrough.py``).
-If rows have images, they are streamed, frozen or trained, and a micro-batch without images skips their units.
+If rows have no images, these modules are not loaded, and exports contain unchanged copies (``models/passthrough.py``).
+If rows have images, the modules are streamed, either frozen or trained, and micro-batches without images skip them.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Images", "MultimodalModules", "non_text_modules", "text_modules"]
 
-#: Treatment of the image modules: passed through unchanged, streamed but not trained, or trained with the rest.
+#: Treatment of the image modules: not loaded, streamed but frozen, or trained.
 Images = Literal["off", "frozen", "trained"]
 
 
 class MultimodalModules(ModelConverter):
-    """Passes through, freezes or trains the modules of a model that read other inputs than text.
+    """Converter that passes through, freezes or trains the modules of a model that do not read text.
 
     Args:
-        images: Treatment of the image modules; audio modules are never trained.
+        images: Treatment of the image modules. Audio modules are never trained.
     """
 
     def __init__(self, images: Images) -> None:
         self._images = images
-        self._text: frozenset[int] | None = None  # ids of the language model's modules, once all exist
+        self._text: frozenset[int] | None = None  # ids of the language model's modules
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Pass through or freeze the modules that are not trained.
+        """Remove or freeze the modules that are not trained.
 
         Raises:
-            UnsupportedModelError: transformers does not separate its language model, or it reads no images.
+            UnsupportedModelError: If the language model is not separate, or the model cannot read images.
         """
         if self._images != "off":
             check_internals(with_images=True)
@@ -51,7 +51,7 @@ class MultimodalModules(ModelConverter):
             _remove_non_text(model)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Record the model: other converters may replace its modules before its units are found."""
+        """Record the model. Its modules are read later, because other converters can replace them."""
         self._model = model
 
     def is_optional(self, module: nn.Module) -> bool:
@@ -64,13 +64,13 @@ class MultimodalModules(ModelConverter):
 
 
 def _remove_non_text(model: PreTrainedModel) -> None:
-    """Remove the parameters and buffers from a skeleton that only non-text inputs reach.
+    """Remove the parameters and buffers that only non-text inputs use from a skeleton.
 
-    The language model is transformers' decoder, with the embedding and the head. All other owners of parameters are
-    passed through. Their placeholders raise an error if they are used, so a wrong guess fails instead of training.
+    The language model consists of transformers' decoder, the embedding and the head. All other modules with parameters
+    are passed through. Their placeholders raise an error if they are used, so a wrong assumption cannot go unnoticed.
 
     Raises:
-        UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and another module.
+        UnsupportedModelError: If the model has no decoder, or if the decoder shares a weight with another module.
     """
     if model.config.get_text_config() is model.config:
         return
@@ -79,7 +79,7 @@ def _remove_non_text(model: PreTrainedModel) -> None:
     persistent = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
-    places: dict[tuple[int, str], TensorPlace] = {}  # a module may have several names
+    places: dict[tuple[int, str], TensorPlace] = {}  # by identity, because a module can have several names
     for path, module, contains_text in _modules_outside(text, model, remove_duplicate=False):
         own: list[tuple[str, Tensor, bool]] = [
             (leaf, p, True) for leaf, p in module._parameters.items() if p is not None
@@ -105,20 +105,20 @@ def _remove_non_text(model: PreTrainedModel) -> None:
 
 
 def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
-    """Freeze the parts of an image-text model that are not trained: audio modules, and image modules if "frozen".
+    """Freeze the audio modules of an image-text model, and the image modules if ``images`` is "frozen".
 
     Args:
-        model: A skeleton with all of its modules.
+        model: Skeleton with all of its modules.
         images: "frozen" or "trained".
 
     Raises:
-        UnsupportedModelError: the model has no decoder, or does not read images.
+        UnsupportedModelError: If the model has no decoder, or does not read images.
     """
     modalities = model.input_modalities
     if "image" not in ((modalities,) if isinstance(modalities, str) else modalities):
         raise UnsupportedModelError(
             type(model).__name__,
-            f'it does not read images, and the config says model.images = "{images}". Leave that out, or take an '
+            f'it does not read images, but the config sets model.images = "{images}". Remove this key, or use an '
             "image-text model",
         )
     text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
@@ -129,12 +129,12 @@ def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
 
 
 def text_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return all modules of a model's language model, including the embedding and the head."""
+    """Return all modules of the language model in a model, including the embedding and the head."""
     return [module for part in _language_model(model) for module in part.modules()]
 
 
 def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
-    """Return paths of the outermost modules with weights outside of a model's language model.
+    """Return the paths of the outermost modules with weights outside of the language model.
 
     Args:
         sounds: Whether to include audio modules.
@@ -151,7 +151,7 @@ def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str
 def _modules_outside(
     text: Sequence[nn.Module], model: PreTrainedModel, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield each module outside of the language model: its path, and whether it contains a part of that model."""
+    """Yield (path, module, whether it contains a part of the language model) for each module outside of it."""
     inside = {id(module) for part in text for module in part.modules()}
     above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):
@@ -177,6 +177,6 @@ def _language_model(model: PreTrainedModel) -> list[nn.Module]:
         decoder = None
     if decoder in (None, model, model.base_model):
         raise UnsupportedModelError(
-            type(model).__name__, "transformers does not separate its language model from the rest. Take a text model"
+            type(model).__name__, "transformers does not separate its language model from the rest. Use a text model"
         )
     return [part for part in parts if isinstance(part, nn.Module)]

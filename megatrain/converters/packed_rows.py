@@ -1,9 +1,9 @@
-"""Checks on a small copy whether a model keeps documents that share a row apart.
+"""Check with a small copy of a model whether it computes the documents of a packed row separately.
 
-Only restarting positions separate the documents of a row. Attention treats them as a border if its class passes the
-positions to the mask. Recurrences, scans and short convolutions mostly carry their state across the border. Some
-attention also ignores it (biases by distance, masks made without positions). transformers declares none of this. So a
-document is computed behind another one and alone, and the results are compared.
+In a packed row, positions start again at each document. Attention respects this boundary if the model passes positions
+to the mask. Recurrences, scans and short convolutions usually carry their state across the boundary, and some attention
+ignores it (distance biases, masks built without positions). transformers does not declare which models do. The check
+therefore computes a document after another document and alone, and compares the results.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _MIXES = "it carries state from one document of a row into the following one"
 _HAS_IMAGES = "rows with images have special positions and masks"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
 
-_TOKENS = (37, 41)  # of the first document, and of the compared one; longer than a small copy's windows
-_ROWS = 4  # in a single row, the chosen experts or keys may happen to agree
-_FIRST_TOKEN = 3  # lower ids are mostly padding, begin and end of text
-#: Relative to the largest logit. Another order of sums changes 1e-5 at most, mixed documents 1e-3 at least.
+_TOKENS = (37, 41)  # of both documents; longer than a small copy's windows
+_ROWS = 4  # in a single row, the chosen experts or keys could agree by chance
+_FIRST_TOKEN = 3  # lower ids are usually special tokens
+#: Relative to the largest logit. Different summation orders change at most 1e-5, mixed documents at least 1e-3.
 _TOLERANCE = 1e-4
-_FEW_LAYERS, _MANY_LAYERS = 3, 16  # of the copy; the larger number if a kind of module is missing in the smaller copy
+_FEW_LAYERS, _MANY_LAYERS = 3, 16  # of the copy; the larger copy serves if the smaller one lacks a module class
 
-_found: dict[object, str | None] = {}  # cached, because alternatives to a plan use the same model
+_found: dict[object, str | None] = {}  # cache, because alternatives of a plan share a model
 
 
 def settle_packing(
     model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
 ) -> tuple[PackingMode, str]:
-    """Return the packing that suits a model, and a warning if it differs from the default.
+    """Return a packing that the model supports, and a warning if it differs from the default.
 
-    "concat" promises no border between texts, so it suits every text model.
+    "concat" does not separate texts, so every text model supports it.
 
     Args:
         is_default: Whether the config leaves packing at its default.
 
     Raises:
-        UnsupportedModelError: the config asks for packing, and the model would mix documents.
+        UnsupportedModelError: If the config requests packing, but the model would mix documents.
     """
     if packing and model.table.images != "off":
         if is_default:
@@ -72,13 +72,13 @@ def settle_packing(
 
 def _off_by_itself(name: str, problem: str) -> str:
     return (
-        f"data.packing is off, one document a row, where it is on by default: {name}: {problem}. "
+        f"data.packing, on by default, is off, with one document per row: {name}: {problem}. "
         "Write data.packing = false to silence this warning"
     )
 
 
 def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
-    """Return the result of :func:`settle_packing` without a plan; an unusable model changes nothing."""
+    """Return the result of `settle_packing` without a plan. For an unusable model, return ``packing``."""
     if not packing:
         return packing, ""
     try:
@@ -88,17 +88,17 @@ def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: boo
 
 
 def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None:
-    """Return why a model may mix the documents of a row, or None if it computes each as if alone.
+    """Return why a model may mix the documents of a row; None if it computes them separately.
 
-    GPU kernels are judged by the same model on the CPU: a separation that exists only on the GPU counts as mixing.
+    The check runs on the CPU, so a model that separates documents only on a GPU counts as mixing.
 
     Args:
-        graph: the model, without weights.
-        attn_implementation: as in transformers, or "auto".
+        graph: Graph of the model, without weights.
+        attn_implementation: Attention implementation of transformers, or "auto".
     """
     if passthrough_modules(graph.model) is not None:
-        return f"as it also reads images, {_MIXES_PERHAPS}"  # small copies are causal language models only
-    attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # not available on a CPU
+        return f"as it also reads images, {_MIXES_PERHAPS}"  # small copies are text models
+    attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # needs a GPU
     kinds = _kinds(graph.model)
     key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
     if key not in _found:
@@ -117,7 +117,7 @@ def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | Non
             break
     try:
         is_apart = _is_apart(model)
-    except Exception as error:  # each class refuses inputs differently
+    except Exception as error:  # each class raises different errors
         return f"{_MIXES_PERHAPS}: that cannot be tried ({type(error).__name__}: {error})"
     if not is_apart:
         return _MIXES
@@ -127,11 +127,11 @@ def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | Non
 
 
 def _is_apart(model: PreTrainedModel) -> bool:
-    """Compare the logits of a document behind another one, as in packed rows, with its logits alone."""
+    """Return whether a document has the same logits after another document and alone."""
     generator = torch.Generator().manual_seed(0)
     num_words = model.get_input_embeddings().weight.shape[0]
     most = getattr(model.config, "max_position_embeddings", None)
-    longest = most // 2 if isinstance(most, int) else max(_TOKENS)  # some masks have a fixed number of positions
+    longest = most // 2 if isinstance(most, int) else max(_TOKENS)  # limit of some masks
     before, document = (
         torch.randint(_FIRST_TOKEN, num_words, (_ROWS, min(n, longest)), generator=generator) for n in _TOKENS
     )
@@ -149,5 +149,5 @@ def _logits(model: PreTrainedModel, *documents: Tensor) -> Tensor:
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:
-    """Return the classes of a model's modules that its module file defines."""
+    """Return the names of the classes of a model's modules that its own source file defines."""
     return {type(module).__name__ for module in model.modules() if type(module).__module__ == type(model).__module__}

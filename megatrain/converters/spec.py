@@ -1,4 +1,4 @@
-"""The model of a run, and the converters that build it; the only file that imports all converters."""
+"""The model of a run, and the converters that build it. No other file imports all converters."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def converters_for(
     text_only: bool = False,
     of_task: ConverterSpec | None = None,
 ) -> tuple[ModelConverter, ...]:
-    """Return new converters for one graph, in the order in which they change it.
+    """Return new converters for one graph, in the order in which they change the model.
 
     Args:
-        images: Treatment of image modules: "off" passes them through, otherwise they are in the model.
-        lora: Adapters, to train or only to run; they freeze the model's weights.
-        cuts_experts: Whether fused experts that are larger than a part become several units.
-        text_only: Whether no folder has weights of the model, so that nothing can be passed through.
-        of_task: Converter settings that turn a language model into the task's model, if it is another one.
+        images: Treatment of image modules. "off" passes them through; other values keep them in the model.
+        lora: Settings of adapters, which freeze the model's weights; None for no adapters.
+        cuts_experts: Whether to cut fused experts that are larger than a part into several units.
+        text_only: Whether the model has no folder with weights, so that no tensors can be passed through.
+        of_task: Settings of the converter that turns a language model into the model of the task, if any.
     """
     found: list[ModelConverter] = []
     if of_task is not None:
@@ -69,18 +69,13 @@ def build_graph(
     """Build the graph of a model with the converters that it needs.
 
     Args:
-        config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
-        images: As in `converters_for`.
-        lora: As in `converters_for`.
-        cuts_experts: As in `converters_for`.
-        text_only: As in `converters_for`, and in `converted_graph`.
-        of_task: As in `converters_for`.
-        options: Options of `converted_graph`.
+        config_or_folder: Hugging Face configuration, or a folder with `config.json`.
+        options: Arguments of `converted_graph`. All other arguments are described at `converters_for`.
 
     Raises:
-        UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
-        FreezeError: a pattern matches nothing, or everything is frozen.
-        AdapterError: the model has no place for such adapters.
+        UnsupportedModelError: If the model is no language model, has no layers, or would train quantized weights.
+        FreezeError: If a pattern matches no parameter, or if all parameters are frozen.
+        AdapterError: If the model does not support these adapters.
     """
     converters = converters_for(
         images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only, of_task=of_task
@@ -90,16 +85,16 @@ def build_graph(
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The trained model and its kernels.
+    """Specification of a run's model and its kernels.
 
     Attributes:
         table: The ``[model]`` table.
         folder: Hugging Face folder with config.json and safetensors.
-        tokenizer_folder: folder with the tokenizer's files.
-        hub: the hub model whose cache the folder is; None for the user's folder.
-        lora: adapters that are trained instead of the model, if any.
-        is_trained: False if the model is only run, with all weights frozen.
-        of_task: converter settings that turn a language model into the task's model, if it is another one.
+        tokenizer_folder: Folder with the tokenizer's files.
+        hub: Hub model, if ``folder`` is in the hub's cache; None for a folder of the user.
+        lora: Settings of the adapters that are trained instead of the model, if any.
+        is_trained: Whether weights are trained. If False, all weights are frozen.
+        of_task: Settings of the converter that turns a language model into the model of the task, if any.
     """
 
     table: ModelConfig
@@ -112,11 +107,11 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """The id on the hub, or the folder."""
+        """Id on the hub, or the folder."""
         return self.folder if self.hub is None else self.hub.id
 
     def build(self, dtype: torch.dtype) -> ModelGraph:
-        """Return the graph of the model, on the meta device. Raises as :func:`build_graph`."""
+        """Return the graph of the model on the meta device. Raises the errors of `build_graph`."""
         return build_graph(
             self.folder,
             images=self.table.images,

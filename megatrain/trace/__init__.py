@@ -1,1 +1,1 @@
-"""The trace of one step without computing: visits, their memory and their work."""
+"""Trace of one step without computation: its visits, with their memory and work."""

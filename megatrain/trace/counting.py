@@ -1,4 +1,4 @@
-"""Counts of operators on fake tensors: live bytes, work and FLOPs, also of a whole step."""
+"""Counts of live bytes, work and FLOPs of operators on fake tensors, and FLOPs of a whole step."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from megatrain.engine.unneeded import changed_arguments
 from megatrain.engine.work import NO_WORK, Work, moved_nbytes
 from megatrain.trace.repeated_layers import Recorder
 
-_RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
+_RAISES = 2  # debug mode of torch in which nondeterministic operations raise
 _DEVICE_OF = torch.ops.prim.device.default
 #: Largest number of elements of a tensor whose values the trace computes.
 _MOST_KNOWN = 1 << 25
-#: Operators whose known values would differ from a run's, or are of no use.
+#: Operators that do not run on known values, because the result would be random or uninitialized.
 _NOT_REPEATED = frozenset(
     {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
 )
 
 
 class CountingError(RuntimeError):
-    """The trace failed at counting, not the model at running. Its counts are wrong."""
+    """Raised if counting fails, not the model. The counts of the trace are then wrong."""
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that counts work and the bytes of live storages, and guesses the values that fake tensors do not have.
+    """Mode that counts work and live bytes, and guesses values that fake tensors do not have.
 
     Attributes:
-        peak_nbytes: Largest ``live_nbytes`` since its last reset.
-        work: Work of the operators since its last reset.
-        num_storages: Number of storages made so far.
-        new_nbytes: Bytes of live storages made since its last clear, by storage.
-        uncounted: Operators without a FLOP formula, and why.
-        on_launch: Called with the tensors of each launch that is not an operator of torch; None without an observer.
-        recorder: Called with each operator, and with the work and tensors of such a launch; None without a recorder.
+        peak_nbytes: Maximum of ``live_nbytes`` since the last reset.
+        work: Work of the operators since the last reset.
+        num_storages: Number of storages created so far.
+        new_nbytes: Bytes of live storages created since the last clear, by storage.
+        uncounted: Operators without a FLOP formula, with reasons.
+        on_launch: Observer of the tensors of each kernel launch outside of torch operators, if any.
+        recorder: Observer of each operator, and of the work and tensors of each such launch, if any.
     """
 
     def __init__(self) -> None:
@@ -64,21 +64,21 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._guesses: dict[str, list[str]] = {}
         self.new_nbytes: dict[int, int] = {}
         self.num_storages = 0
-        self._known: dict[int, tuple[int, int]] = {}  # live storage -> its bytes, and the number of earlier storages
+        self._known: dict[int, tuple[int, int]] = {}  # live storage -> bytes, number of earlier storages
         self._paused = False
-        self._values = WeakTensorKeyDictionary()  # fake tensor -> real tensor with its values
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> real values
 
     def nbytes_made_before(self, number: int) -> int:
         """Return the bytes of the live storages among the first ``number`` storages."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the number of storages made before a tensor's storage; None if it was made elsewhere."""
+        """Return the number of storages created before a tensor's storage; None if created outside of the mode."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
-        """Count work that is not done by operators of torch.
+        """Count work outside of torch operators.
 
         Args:
             uncounted: Description of uncounted work, or "".
@@ -93,7 +93,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the memory of tensors made inside, which are in blocks."""
+        """Ignore the memory of tensors created within the context, because they represent blocks."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -101,13 +101,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Give a fake tensor the values of a real host tensor. Results computed from it are also known."""
+        """Give a fake tensor the values of a real host tensor. Values computed from it are then also known."""
         with _disable_current_modes():
             self._values[tensor] = value.clone()
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Record guesses under the name of a unit."""
+        """Record guesses within the context under the name of a unit."""
         before, self.where = self.where, name
         try:
             yield
@@ -115,7 +115,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.where = before
 
     def guess(self, what: str) -> None:
-        """Record a guessed value, and the reason. It is reported once for all units that have it."""
+        """Record a guessed value with the reason. Guesses with the same text are reported once for all units."""
         self.num_guesses += 1
         names = self._guesses.setdefault(what, [])
         if self.where not in names:
@@ -123,7 +123,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """Guessed values, with place and reason, one sentence each."""
+        """One sentence for each guessed value, with place and reason."""
         return tuple(
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
             for what, names in self._guesses.items()
@@ -141,13 +141,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
+            raise CountingError(f"{func} cannot be counted: {type(error).__name__}: {error}") from error
         if self.recorder is not None:
             self.recorder(func, args, kwargs, result)
         return result
 
     def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator whose tensors may be known, and store the values of its result."""
+        """Return the result of an operator. If its inputs have known values, store the values of the result."""
         inputs: list[Tensor] = []
         tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
@@ -184,7 +184,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _numbered(self, indices: Sequence[Any]) -> list[Any]:
-        """Return indices with known masks replaced by the selected numbers, because a mask's count is unknown."""
+        """Replace known masks in ``indices`` by the indexes that they select, because a fake mask has no count."""
         found: list[Any] = []
         for index in indices:
             if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
@@ -198,21 +198,21 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator: fake tensors, or a guessed number."""
+        """Return the result of an operator on fake tensors, or a guessed number."""
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
             if (known := getattr(args[0], "constant", None)) is not None:
                 return known.item()
-            self.guess("it reads a value that is not known before it runs; taken as 0, or as true")
+            self.guess("it reads a value that is unknown before it runs; assumed to be 0 or true")
             if args[0].dtype == torch.bool:
-                return True  # validity checks pass
+                return True  # lets validity checks pass
             return 0.0 if args[0].is_floating_point() else 0
         if func is aten.nonzero.default:
-            self.guess("the number of nonzero elements is not known before it runs; taken as the longest side")
+            self.guess("the number of nonzero elements is unknown before it runs; assumed to be the longest side")
             found = max(args[0].shape, default=1)
             return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
         if func is aten.rand.default and not args[0]:
-            # Layer drop: a layer is skipped if this number is below a rate. The plan is for all layers.
+            # Layer drop skips a layer if this number is below a rate. Return 1, because the plan is for all layers.
             return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernel also accepts fp32.
@@ -235,7 +235,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
-        """Return the work of a call. If torch's FLOP formula fails, only MFU is lost: the plan continues."""
+        """Return the work of a call. If torch's FLOP formula fails, the plan continues without MFU."""
         flops = 0
         try:
             flops = count_flops(func, args, kwargs, result)
@@ -267,7 +267,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has real values, like constants in the model's code, even in a trace."""
+    """Return whether a tensor has real values, as constants in model code have even in a trace."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
@@ -285,14 +285,14 @@ def _has_dynamic_shape(func: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of one optimizer step; 0 if the trace does not know all FLOPs.
+    """FLOPs of one optimizer step; 0 if some of its FLOPs are unknown.
 
-    Matrix products, convolutions and attention are counted, with two FLOPs for each multiplication and addition. Causal
-    attention counts in full, as kernels are rated. The optimizer does not count.
+    The counts include matrix products, convolutions and attention, with two FLOPs per multiply-add. Causal attention
+    counts in full, as in published kernel benchmarks. The optimizer is not included.
 
     Attributes:
-        model: FLOPs of one forward and one backward of the tokens that are not padding.
-        hardware: All executed FLOPs, with recomputed forwards and padding.
+        model: FLOPs of one forward and one backward of all tokens except padding.
+        hardware: All executed FLOPs, including recomputes and padding.
     """
 
     model: int = 0
@@ -300,7 +300,7 @@ class StepFlops:
 
 
 def is_counted(trace: VisitTrace) -> bool:
-    """Return whether a trace knows the FLOPs of everything that it ran."""
+    """Return whether a trace has the FLOPs of all operators that it ran."""
     return trace.exact and not trace.uncounted and bool(trace.num_tokens)
 
 
@@ -314,14 +314,14 @@ def step_flops(
 ) -> StepFlops:
     """Return the FLOPs of a step, scaled from the traced micro-batch.
 
-    Layers cost the same for each position of a row, the head for each trained token. Attention counts as in rows of the
-    traced length, which is too much if rows are shorter.
+    The cost of layers is proportional to row positions, and the cost of the head to trained tokens. Attention counts as
+    in rows of the traced length, so the result is too high for shorter rows.
 
     Args:
-        num_places: Tokens of all micro-batches, with padding.
-        num_real_tokens: Tokens without padding.
-        num_trained_tokens: Tokens with a label.
-        recompute: Forward results kept for the backward. For a loss that compares rows, it keeps no logits.
+        num_places: Number of tokens of all micro-batches, including padding.
+        num_real_tokens: Number of tokens without padding.
+        num_trained_tokens: Number of tokens with a label.
+        recompute: Forward results kept for the backward. Must keep no logits if the loss compares rows.
     """
     if not is_counted(trace):
         return StepFlops()
@@ -350,16 +350,16 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 @cache
 def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return operator -> formula: torch's formulas, and additional ones."""
+    """Return operator -> FLOP formula, from torch and from this file."""
     from torch.utils import flop_counter
 
-    counter: Any = flop_counter  # its functions carry no types
+    counter: Any = flop_counter  # an untyped module
 
     return {**counter.flop_registry, torch.ops.aten._grouped_mm: _grouped_mm}
 
 
 def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of groups of rows [M, K] times one matrix each [E, K, N], or of their backward."""
+    """Return the FLOPs of grouped products, groups of rows [M, K] @ matrices [E, K, N], or of their backward."""
     rows, inner = a.shape[-2:]
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return int(2 * groups * rows * inner * b.shape[-1])

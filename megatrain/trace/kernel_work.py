@@ -1,7 +1,7 @@
-"""Work of Triton kernels that other packages launch, counted in a trace, which has no device to run them on.
+"""Work of Triton kernels of other packages, counted in a trace, which cannot run them because it has no device.
 
-A kernel reads a tensor if its source loads through the argument, and writes it if it stores through it, once each.
-Repeated reads by several programs of a launch, such as the weight of a norm, hit a cache.
+A kernel counts as reading a tensor once if its source loads through the argument, and as writing it once if its source
+stores through the argument. Repeated reads by several programs of a launch, such as the weight of a norm, hit a cache.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from torch import Tensor
 
 from megatrain.engine.work import Work
 
-#: Functions of Triton's language -> number of accesses to the memory behind their pointer.
+#: Function of Triton's language -> number of accesses through its pointer.
 _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}
 
 
 @contextmanager
 def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Report the work of each launch of a Triton kernel on fake tensors to `book`, and launch nothing.
+    """Report each launch of a Triton kernel on fake tensors to `book` instead of launching it, within the context.
 
-    `book` also gets a note about uncounted work, or "", because the size of a kernel's products is unknown. And it gets
-    the tensors among the arguments, some of which may depend on the others afterwards.
+    `book` gets the work, a note about uncounted work or "", and the tensors among the arguments, which may depend on
+    each other after the launch. Products in a kernel are not counted, because their size is unknown.
 
-    The setting is process-wide: launches on real tensors continue. The output of a counted kernel stays without values,
-    like all fake tensors.
+    The setting is process-wide. Launches on real tensors are unaffected.
     """
-    if "triton" not in sys.modules:  # then no kernel exists
+    if "triton" not in sys.modules:  # no kernels exist
         yield
         return
     from torch._subclasses.fake_tensor import FakeTensor
@@ -65,7 +64,7 @@ def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iter
 
 def _function_of(kernel: Any) -> FunctionType:
     function = kernel
-    while not inspect.isfunction(function):  # autotuners and heuristics wrap a kernel, and each other
+    while not inspect.isfunction(function):  # autotuners and heuristics wrap a kernel
         function = function.fn
     return function
 
@@ -91,7 +90,7 @@ def _tree_of(function: Callable[..., Any]) -> ast.AST | None:
 
 @cache
 def has_products(function: Callable[..., Any]) -> bool:
-    """Return whether a kernel itself multiplies matrices, by its source."""
+    """Return whether the source of a kernel contains matrix products."""
     tree = _tree_of(function)
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if tree is not None else set()
     return bool(names & {"dot", "dot_scaled"})
@@ -99,10 +98,10 @@ def has_products(function: Callable[..., Any]) -> bool:
 
 @cache
 def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
-    """Return a kernel's accesses to the memory behind each argument: 1 for reading or writing it, 2 for both.
+    """Return the number of a kernel's accesses through each argument: 1 for a read or a write, 2 for both.
 
-    Pointers are followed through sums and assignments in the kernel itself. Accesses by functions that it calls do not
-    count. Without source, the result is empty.
+    Pointers are traced through sums and assignments in the kernel, but not into functions that it calls. Without
+    source, the result is empty.
     """
     tree = _tree_of(function)
     if tree is None:
@@ -111,7 +110,7 @@ def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     found: dict[str, set[str]] = {}
 
     def behind(node: ast.AST) -> set[str]:
-        """Return the arguments that an address is made of, without arguments that it was loaded from."""
+        """Return the arguments from which an address is computed, except through loads."""
         if isinstance(node, ast.Call):
             return set()
         own = sources.get(node.id, set()) if isinstance(node, ast.Name) else set()

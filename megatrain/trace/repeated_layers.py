@@ -1,11 +1,13 @@
-"""Layers that repeat an earlier one: a trace copies the earlier backward's counts, and does not run theirs.
+"""Layers that repeat an earlier layer. The trace copies the counts of the earlier backward instead of running theirs.
 
-A large model has a hundred layers. Their backwards, each with a recompute, take most of a trace's time. No config says
-which layers are equal: a model's code may treat any layer differently. So the forward of each layer runs, and is
-compared with earlier forwards, operator by operator: operator, arguments and results. Tensors are compared by origin (a
-weight, a buffer, an argument, an earlier operator), shape, strides and dtype; numbers by value. If all of these,
-autograd's graph and the arriving gradients are equal, the backward is equal. A layer with any difference is traced
-whole, and so is a layer with a guessed value. docs/decisions/0087-layers-that-are-alike-are-traced-once.md
+A large model has a hundred layers. Their backwards, each with a recompute, take most of the time of a trace. No config
+says which layers are equal, because model code can treat any layer differently. The trace therefore runs the forward of
+each layer and compares it with earlier forwards: operators, arguments and results. It compares tensors by origin (a
+weight, a buffer, an argument, an earlier operator), shape, strides and dtype, and numbers by value. If these records,
+the autograd graphs and the incoming gradients are equal, the backwards are equal. The trace runs the backward of any
+other layer, and of layers with a guessed value.
+
+docs/decisions/0087-layers-that-are-alike-are-traced-once.md
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ if TYPE_CHECKING:
 #: Types that are compared by type and value.
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-#: Function that gets an operator, its arguments and its result.
+#: Observer of an operator, its arguments and its result.
 Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
 class _Counts(Protocol):
-    """Counts of the trace: see `CountingMode`."""
+    """Counts of the trace; see `CountingMode`."""
 
     num_guesses: int
     num_storages: int
@@ -43,10 +45,10 @@ class _Counts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Gradient of an input, with separate memory.
+    """Shape of an input gradient with separate memory.
 
     Attributes:
-        shape: Shape without gaps between elements.
+        shape: Shape of the contiguous gradient.
     """
 
     shape: torch.Size
@@ -54,18 +56,18 @@ class Gradient:
     device: torch.device
 
     def made(self) -> Tensor:
-        """Return a new tensor like it."""
+        """Return a new tensor with this shape, dtype and device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class CountedBackward:
-    """Backward that ran and was counted.
+    """Counts of a backward that the trace ran.
 
     Attributes:
-        owners: The unit's parameters, in their order, by owner's name.
-        work: Work of all its operators, including the recompute.
-        peak_nbytes: Peak on top of the bytes held at its start.
+        owners: Owners' names of the unit's parameters, in order.
+        work: Work of all operators, including the recompute.
+        peak_nbytes: Peak above the bytes held at the start.
     """
 
     visit: int
@@ -78,7 +80,7 @@ class CountedBackward:
 def gradients_of(
     found: Sequence[Tensor | None], num_before: int, counts: _Counts
 ) -> tuple[Gradient | None, ...] | None:
-    """Return the results of a backward; None if some of them share memory, or existed before.
+    """Return the results of a backward; None if results share memory, or existed before the backward.
 
     Args:
         num_before: Number of storages before the backward.
@@ -96,16 +98,16 @@ def gradients_of(
 
 
 class RepeatedLayers:
-    """Backwards of the layers of a trace, by the record of their forwards."""
+    """Counted backwards of the layers of a trace, by the records of their forwards."""
 
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
-        self._kinds: dict[Hashable, int] = {}  # record of a forward -> its number: a record may take megabytes
+        self._kinds: dict[Hashable, int] = {}  # record of a forward (may have megabytes) -> number
         self._forwards: dict[int, int] = {}
         self._backwards: dict[Hashable, CountedBackward] = {}
 
     def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a unit. If it is a layer, keep a record of it."""
+        """Run the forward of a unit. If the unit is a layer, keep a record of the forward."""
         counts, unit = self._counts, bound.unit
         if not unit.is_layer or unit.part is not None:
             return run(*args, **kwargs)
@@ -118,7 +120,7 @@ class RepeatedLayers:
         tree_map((args, kwargs), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         for index, tensor in enumerate(inputs):
             record.name(tensor, "argument", index)
-        record.note("begins with", tuple(inputs), {}, None)  # numbers appear in the operators that use them
+        record.note("begins with", tuple(inputs), {}, None)  # operators record number arguments
         num_guesses = counts.num_guesses
         with _recording(counts, record.note):
             result = run(*args, **kwargs)
@@ -130,7 +132,7 @@ class RepeatedLayers:
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
-        """Return a key for all inputs of a backward; None if it has to run."""
+        """Return a key for the forward record and the incoming gradients; None if the backward must run."""
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
@@ -142,16 +144,16 @@ class RepeatedLayers:
         return forward, tuple(arriving.entries)
 
     def earlier(self, key: Hashable) -> CountedBackward | None:
-        """Return the counted backward with that key."""
+        """Return the counted backward with this key, if any."""
         return self._backwards.get(key)
 
     def keep(self, key: Hashable, backward: CountedBackward) -> None:
-        """Keep a counted backward."""
+        """Store a counted backward."""
         self._backwards[key] = backward
 
 
 def _nodes_behind(result: Any) -> Hashable:
-    """Return autograd's graph of a result: the class of each node, and the nodes that its gradients go to."""
+    """Return the autograd graph of a result, as the class of each node and the nodes that receive its gradients."""
     found: dict[Any, int] = {}
     edges: list[Hashable] = []
 
@@ -172,7 +174,7 @@ def _nodes_behind(result: Any) -> Hashable:
 
 @contextmanager
 def _recording(counts: _Counts, recorder: Recorder) -> Iterator[None]:
-    assert counts.recorder is None, "a layer inside of a layer"
+    assert counts.recorder is None, "a layer is nested in a layer"
     counts.recorder = recorder
     try:
         yield
@@ -186,7 +188,7 @@ class _Opaque(Exception):
 
 @dataclass(slots=True)
 class _CallRecord:
-    """Record of executed operators, in comparable values.
+    """Record of executed operators, as comparable values.
 
     Attributes:
         entries: Operators in order.
@@ -197,14 +199,14 @@ class _CallRecord:
     entries: list[Hashable] = field(default_factory=list)
     is_complete: bool = True
     _num_before: int = 0
-    _names: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)  # storage -> its names
+    _names: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)  # storage -> names
     _starts: dict[int, int] = field(default_factory=dict)  # storage -> offset of the first named tensor in it
 
     def __post_init__(self) -> None:
         self._num_before = self.counts.num_storages
 
     def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
-        """Name the memory of a tensor that already exists and stays."""
+        """Name the memory of a tensor that exists before the record and outlives it."""
         with torch._C.DisableTorchFunction():
             key = tensor.untyped_storage()._cdata
             self._names[key] = (*self._names.get(key, ()), (kind, which))
@@ -214,7 +216,7 @@ class _CallRecord:
         """Record an operator, its arguments and its result."""
         if not self.is_complete:
             return
-        # Modes that observe a model's operations on weights or masks must not see this.
+        # Hide this code from modes that observe a model's operations on weights or masks.
         with torch._C.DisableTorchFunction():
             try:
                 self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
@@ -224,7 +226,7 @@ class _CallRecord:
     def _described(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             key = value.untyped_storage()._cdata
-            # One layer may get the first rows of a tensor, and the next layer the following rows.
+            # Use relative offsets, because each layer may get different rows of one tensor.
             start = value.storage_offset() - self._starts.get(key, 0)
             return (self._place_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
         if isinstance(value, _PLAIN):
@@ -243,7 +245,7 @@ class _CallRecord:
         number = self.counts.number_of(tensor)
         if number is not None and number >= self._num_before:
             return number - self._num_before
-        # Made elsewhere, and possibly freed before the end of the trace: only a number identifies it.
+        # A tensor from outside of the record may be freed before the trace ends, so only its number identifies it.
         if number is None:
             raise _Opaque
         return ("number", number)

@@ -1,8 +1,8 @@
-"""Trace of one forward and backward without computing: the visited units, and the memory and work of each visit.
+"""Trace of one forward and backward without computation: the visited units, and memory and work of each visit.
 
-The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. The tracer is its `BlockAccess`,
-and reads the counters at every tick. If a model reads values (a mixture of experts that loops over the experts with
-tokens), the trace guesses them and reports that its byte counts are estimates.
+The engine itself runs on fake tensors, which have shapes and dtypes but no memory. The tracer is the engine's
+`BlockAccess`, and reads the counters at every tick. If a model reads values (for example, to loop over the experts that
+have tokens), the trace guesses the values and reports that byte counts are estimates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from megatrain.models.graph import ModelGraph
 
-_TRACED_PIECES = 2  # of the head: the first piece begins the gradient, the others add to it
-_IMAGES_UNCOUNTED = "images: their number in a step is not known beforehand"
-_LOSS_NBYTES = 4  # bytes of each piece that stay until the end of the step
+_TRACED_PIECES = 2  # head pieces: the first begins the gradient, the second adds to it
+_IMAGES_UNCOUNTED = "images: their number per step is unknown before the run"
+_LOSS_NBYTES = 4  # bytes of the loss per piece, kept until the step ends
 
 
 def trace_visits(
@@ -53,17 +53,17 @@ def trace_visits(
     example: Mapping[str, Tensor] | None = None,
     top_k: int | None = None,
 ) -> VisitTrace:
-    """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
+    """Trace a micro-batch of `batch_size` x `seq_len` tokens, each with a label.
 
     Args:
         graph: Model, which does not change. Nothing is allocated on `device`.
-        device: Compute device: kernels and their workspaces differ between devices.
-        padded: Whether rows may have padding or hold several documents. If not, each row is one document.
-        is_compiled: Whether layers are compiled, for `ModelGraph.computing`. If not, rows of several documents may
-            count with the memory of rows of one document.
-        example: Micro-batch of that size with images, on the host. The trace knows the values that the model reads on
-            the host: numbers and sizes of images. None if all is text.
-        top_k: Number of likeliest tokens to score, in a trace of only a forward. None for forward and backward.
+        device: Compute device, which determines kernels and workspaces. Nothing is allocated on it.
+        padded: Whether rows can have padding or several documents. If False, each row is one document.
+        is_compiled: Whether layers are compiled, for `ModelGraph.computing`. If False, rows of several documents can
+            count like rows of one document.
+        example: Micro-batch of this size with images, on the host. It provides the values that model code reads:
+            numbers and sizes of images. None for text only.
+        top_k: Number of likeliest tokens to score in a trace without a backward. None to trace forward and backward.
 
     Raises:
         UnsupportedModelError: If the model cannot be streamed.
@@ -84,12 +84,12 @@ def trace_visits(
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-            # Outside of the pause, because pixels are held during the whole step.
+            # Count pixels (outside of the pause), because they are live during the whole step.
             for name, value in (example or {}).items():
                 batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
                 tracer.counts.know(batch[name], value)
             with tracer.counts.paused():
-                # All pieces of the head are equal: a few are traced, the rest is added below.
+                # Trace only a few pieces of the head. All pieces are equal, so the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
                 loss = objective.loss.of_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
@@ -100,7 +100,7 @@ def trace_visits(
                     list(tracer.runner.score_pass({0: batch}, {0: (rows, rows)}, top_k, 1.0))
     trace = tracer.trace()
     if top_k is not None:
-        trace = replace(trace, logits_flops=0)  # a forward computes the logits once
+        trace = replace(trace, logits_flops=0)  # a forward has one pass over logits
     trace = _with_all_pieces(trace, num_rows, num_tokens, objective.loss.row_nbytes)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
@@ -116,14 +116,14 @@ def trace_generation(
 
     Args:
         graph: Model, which does not change. Nothing is allocated on `device`.
-        batch_size: Prompts of a micro-batch.
-        seq_len: Tokens of a prompt and its completion together.
+        batch_size: Number of prompts in a micro-batch.
+        seq_len: Number of tokens of a prompt with its completion.
 
     Returns:
-        The trace, without visits of a head, and visit -> bytes of its cache.
+        Trace without a head phase, and visit -> bytes of its cache.
 
     Raises:
-        UnsupportedModelError: If the model cannot generate, or not with streamed weights.
+        UnsupportedModelError: If the model cannot generate text, or not with streamed weights.
     """
     from transformers import DynamicCache
 
@@ -161,7 +161,7 @@ def trace_generation(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device with its index. Without an index, operators on fake tensors would ask the driver for it."""
+    """Return the device with an index. Without it, operators on fake tensors would query the driver for the index."""
     if device != torch.device("cuda"):
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -169,7 +169,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 @contextmanager
 def _fake_buffers(model: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
-    """Replace a model's buffers by fake copies on the compute device. Yield the mode that makes fake tensors."""
+    """Replace a model's buffers by fake copies on the compute device, within the context. Yield the fake mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -187,7 +187,7 @@ def _fake_buffers(model: nn.Module, device: torch.device) -> Iterator[FakeTensor
 def _counted_run(
     tracer: Tracer, model: PreTrainedModel, inputs: Literal["text", "images"], *, padded: bool = True
 ) -> Iterator[None]:
-    """Count the work of kernels inside, explain failures of the model, and close the tracer."""
+    """Count the work of kernels within the context, explain failures of the model, and close the tracer on exit."""
     with (
         _lists_are_read(),
         kernels_counted(tracer.counts.book),
@@ -200,9 +200,9 @@ def _counted_run(
 
 @contextmanager
 def _lists_are_read() -> Iterator[None]:
-    """Support ``torch.tensor([scalars])`` under fake tensors, which torch reads outside of dispatch.
+    """Support ``torch.tensor([scalars])`` on fake scalars, whose values torch reads without dispatch.
 
-    Not a mode of torch functions: modes are off while such a function runs, and a forward may be suspended in one.
+    A torch function mode would not work: modes are off within such functions, and a forward can be suspended in one.
     """
     before = torch.tensor
 
@@ -220,7 +220,7 @@ def _lists_are_read() -> Iterator[None]:
 
 @contextmanager
 def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
-    """Explain an error of a model that also reads images, on text alone or on prepared images."""
+    """Explain the error of a model that also reads images, for inputs of only text or prepared images."""
     try:
         yield
     except UnsupportedModelError:
@@ -232,19 +232,19 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
         if inputs == "images":
             raise UnsupportedModelError(
                 type(model).__name__,
-                f"its forward cannot be planned with what the folder's processor makes of images ({reason}). Compare "
-                'the processor\'s files with those of the published model, or write model.images = "off"',
+                f"its forward cannot be planned with the output of the folder's image processor ({reason}). Compare "
+                'the processor\'s files with the published model, or write model.images = "off"',
             ) from error
         raise UnsupportedModelError(
             type(model).__name__,
-            f"only text can be trained, and its forward does not run on text alone ({reason}). Take a text model",
+            f"only text can be trained, but its forward does not run on text alone ({reason}). Use a text model",
         ) from error
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
-    """Return the trace of a head of ``num_tokens`` rows, given the trace of its first ``num_rows``.
+    """Return the trace of a head with ``num_tokens`` rows, given a trace with ``num_rows`` rows.
 
-    The traced run computed all parts of the vocabulary except the last a second time. That is not work of the model.
+    Exclude the second pass over the parts of the vocabulary, except the last part, because it is a recompute.
     """
     again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
     num_more = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))

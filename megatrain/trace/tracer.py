@@ -1,4 +1,4 @@
-"""The engine's access to blocks in a trace: fake weights, and counts read at every tick."""
+"""Block access of the engine in a trace. It provides fake weights and reads the counts at every tick."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from megatrain.models.converter import LayerPart
     from megatrain.models.graph import ModelGraph, Unit
 
-_ANY_NBYTES = 1 << 50  # of a fake tensor
-_ALIGNMENT_BYTES = 512  # allocators round sizes up to it
+_ANY_NBYTES = 1 << 50  # a fake tensor needs no memory
+_ALIGNMENT_BYTES = 512  # allocators round sizes up
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Phase:
 
 
 class Tracer:
-    """Engine run on fake tensors. Its `BlockAccess` provides fake weights and reads the counts at every tick."""
+    """`BlockAccess` of an engine on fake tensors. It provides fake weights and reads the counts at every tick."""
 
     def __init__(
         self,
@@ -65,24 +65,24 @@ class Tracer:
         is_compiled: bool = False,
     ) -> None:
         self.counts = CountingMode()
-        self._dense_masks: dict[str, None] = {}  # in the order of their first use
+        self._dense_masks: dict[str, None] = {}  # ordered set of reasons
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
-        self._counted: dict[Any, int] = {}  # kind of part -> its counted visit
-        self._alike: dict[int, int] = {}  # visit of a part -> counted visit of its kind
-        self._misses: dict[int, float] = {}  # visit of a part -> chance that a token is not routed to it
+        self._counted: dict[Any, int] = {}  # kind of part -> visit that runs for it
+        self._alike: dict[int, int] = {}  # visit of a part -> visit whose counts it shares
+        self._misses: dict[int, float] = {}  # visit of a part -> probability that a token skips it
         self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
-        self._savable: dict[int, tuple[Savable, Savable]] = {}  # visit -> results of attention, and of all products
+        self._savable: dict[int, tuple[Savable, Savable]] = {}  # visit -> results of attention, all results
         self._unneeded: dict[int, Unneeded] = {}
         self._filled: dict[int, set[str]] = {}
-        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are only rows
-        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are only looked up in
-        self._stays: dict[int, int] = {}  # visit -> bytes
+        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters that get only row gradients
+        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters used only for look-ups
+        self._stays: dict[int, int] = {}  # visit -> bytes live until its backward
         self._repeated = RepeatedLayers(self.counts)
         self.runner = LayerRunner(
             graph,
@@ -107,20 +107,20 @@ class Tracer:
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
-            self._note_visits()  # the forward is over, and the backward has not yet freed the visits' shared memory
+            self._note_visits()  # before the backward frees shared memory
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
         self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
 
     def close(self) -> None:
-        """Read the peak and the work of the tick that ends."""
+        """Record peak and work of the tick that ends."""
         if self._phases:
             self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
             self._phases[-1].work = self.counts.work
 
     def _note_visits(self) -> None:
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
-        # Made before a visit and live at the end of the forward, so not a stream: the next visit would make a new one.
+        # Storages created before a visit and live at the end of the forward are not hidden states, which die sooner.
         for phase in self._phases:
             if phase.name == "forward":
                 self._stays[phase.visit] = self.counts.nbytes_made_before(phase.first_storage)
@@ -139,7 +139,7 @@ class Tracer:
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         names = {owner for _, owner, _ in unit.params}
-        with self.counts.paused():  # these are blocks, or counted by the planner
+        with self.counts.paused():  # blocks, or counted by the planner
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
         accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
         yield accumulator
@@ -159,12 +159,12 @@ class Tracer:
         yield self._saved[visit][index]
 
     def results_room(self, visit: int, micro_batch: int) -> NoReturn:
-        raise AssertionError("a trace measures results, and saves none")
+        raise AssertionError("a trace measures results but does not save them")
 
     def _guessing(self, bound: BoundUnit) -> Callable[..., Any]:
-        """Return the unit's forward. If a layer fails on guessed values, its input is taken as its output.
+        """Return the unit's forward, with a fallback. If a layer fails on guessed values, its input becomes its output.
 
-        The gradients of its parameters are still counted, but nothing that it computes inside.
+        The gradients of the layer's parameters still count, but its operators do not.
         """
         forward = bound.forward
 
@@ -176,14 +176,14 @@ class Tracer:
                 except (UnsupportedModelError, CountingError):
                     raise
                 except Exception as error:
-                    self.counts.work = work  # drop the work before the failure, which is only a part
+                    self.counts.work = work  # drop the incomplete work
                     stream = args[0] if args else kwargs.get("hidden_states")
                     if not bound.unit.is_layer or not isinstance(stream, Tensor):
                         raise
                     self.counts.guess(
                         f"its forward failed on tensors without values ({type(error).__name__}: "
-                        f"{str(error).partition(chr(10))[0]}); planned as if it returned its input, without the memory "
-                        "it uses inside"
+                        f"{str(error).partition(chr(10))[0]}); the plan assumes that it returns its input, without "
+                        "other work or memory"
                     )
                     return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
 
@@ -191,7 +191,7 @@ class Tracer:
 
     @contextmanager
     def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
-        """Record the weights of a unit whose rows a run takes once, by `F.embedding`, without other uses."""
+        """Record the weights of a unit that a run uses only for one look-up of rows with `F.embedding`."""
         uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
         with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
             yield
@@ -200,9 +200,9 @@ class Tracer:
         self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
     def _once(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a part. Only one of all equal parts runs and is counted.
+        """Return the forward of a part. Only the first of several equal parts runs and is counted.
 
-        A large model has a thousand such visits.
+        This saves time, because a large model has a thousand visits of parts.
         """
 
         def once(*args: Tensor) -> Tensor:
@@ -211,12 +211,12 @@ class Tracer:
             self._misses[visit] = part.chance_of_no_token(args)
             if self._alike[visit] == visit:
                 return cast("Tensor", forward(*args))
-            return part.uncomputed(args)  # the counts of the other visit include the gradients of its weights
+            return part.uncomputed(args)  # the first one's counts include weight gradients
 
         return once
 
     def _measured(self, bound: BoundUnit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a unit's forward that measures a recompute: the graph that it builds, and its unneeded products."""
+        """Return a unit's forward that, in a recompute, measures the graph and finds the unneeded products."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not self._phases or self._phases[-1].name != "backward":
@@ -243,7 +243,8 @@ class Tracer:
             finally:
                 self.counts.on_launch = None
             self._note_graph(value, saved)
-            # After a guess, a run may take a different path. For a part, the number of its tokens is unknown.
+            # Skip units with guesses, because a run may take a different path, and parts, whose number of tokens is
+            # unknown.
             if self.counts.num_guesses == num_guesses and bound.unit.part is None:
                 self._unneeded[visit] = uses.unneeded(tensors_in(value))
             unneeded = self._unneeded.get(visit, NOTHING_UNNEEDED)
@@ -284,11 +285,11 @@ class Tracer:
         return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
 
     def _note_graph(self, value: Any, saved: Collection[int | None]) -> None:
-        """Record the size of a recompute's graph: the live storages that the visit made since its backward began.
+        """Record the size of a recompute's graph, from the live storages created since the backward of the visit began.
 
         Args:
-            value: Result of the unit, held by the rest of the model. The graph holds the saved tensors in it.
-            saved: Numbers of the storages that autograd saved. Addresses may have been reused by now.
+            value: Result of the unit. Its tensors belong to the rest of the model, unless autograd saved them.
+            saved: Numbers of the storages that autograd saved. Addresses cannot identify storages, as they are reused.
         """
         alive = dict(self.counts.new_nbytes)
 
@@ -303,7 +304,7 @@ class Tracer:
 
     def trace(self) -> VisitTrace:
         """Return the trace."""
-        if not self._units:  # only a forward, of a model that is not cut
+        if not self._units:  # only a forward, without a head
             self._note_visits()
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
@@ -331,7 +332,7 @@ class Tracer:
         """Return the counts of one visit.
 
         Args:
-            last_stays: Bytes that stay until the backward after the last layer.
+            last_stays: Bytes that are live between the last layer and the backward.
         """
         unit, is_head = self._graph.units[self._units[number]], number >= first_head
         counted = self._alike.get(number, number)
@@ -341,7 +342,7 @@ class Tracer:
         held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
         stays_nbytes = min(held_nbytes, self._stays.get(number, last_stays))
         graph_nbytes = self._graph_nbytes.get(counted, 0)
-        # A part was counted with all tokens, which bounds the memory. Its work is scaled to its share.
+        # A part was counted with all tokens. This is an upper bound of its memory, but its work is scaled to its share.
         memory = VisitMemory(held_nbytes, stays_nbytes, forward.peak_nbytes, backward.peak_nbytes, graph_nbytes)
         unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
         saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
@@ -350,7 +351,7 @@ class Tracer:
         if saved and not is_head and unit.part is None and not reused:
             attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
         by_part = self.runner.by_part_in_head
-        if not is_head:  # saved inputs are read for one run, and a look-up of rows would be another run
+        if not is_head:  # the look-up is a second run, but saved inputs are read once
             rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
             by_part = frozenset() if saved else frozenset(rows)
         return TracedVisit(
@@ -371,7 +372,7 @@ class Tracer:
 
 
 class GenerationTracer(Tracer):
-    """Tracer of forwards that use a cache. Its cache blocks have no limit.
+    """Tracer of forwards that use a cache. Its cache blocks have unlimited size.
 
     Attributes:
         units: Visit -> index of its unit.
@@ -388,7 +389,7 @@ class GenerationTracer(Tracer):
             yield weights
 
     def visits_of_forward(self) -> Iterator[TracedVisit]:
-        """Yield the counts of each visit."""
+        """Yield the trace of each visit."""
         phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
         for number, phase in phases.items():
             unit, counted = self.units[number], phases[self._alike.get(number, number)]
@@ -405,14 +406,14 @@ class GenerationTracer(Tracer):
 
 
 class _Uses(TorchFunctionMode):
-    """Mode that counts the uses of weights by functions of torch.
+    """Mode that counts the uses of weights in torch functions.
 
     Args:
         owners: Id of a weight -> its owner's name.
 
     Attributes:
-        num_look_ups: Plain calls of `F.embedding`, by owner's name.
-        others: Owners' names of weights with other uses.
+        num_look_ups: Number of plain calls of `F.embedding`, by owner's name.
+        others: Owners' names of the weights with other uses.
     """
 
     def __init__(self, owners: Mapping[int, str]) -> None:
@@ -447,11 +448,11 @@ def _is_plain_look_up(
 
 
 class _TracedAccumulator(GradientAccumulator):
-    """Accumulators that only take memory and FLOPs.
+    """Accumulators that record which kinds of gradients each parameter gets.
 
     Attributes:
-        with_rows: Parameters to which rows were added.
-        with_more: Parameters to which something else was added.
+        with_rows: Parameters with row gradients.
+        with_more: Parameters with other gradients.
     """
 
     def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
@@ -473,5 +474,5 @@ class _TracedAccumulator(GradientAccumulator):
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        # torch has no fake kernel for adding a product to a present sum.
+        # torch has no fake kernel that adds a half-precision product to an fp32 sum.
         torch.mm(left, right, out_dtype=target.dtype, out=target)

@@ -66,7 +66,7 @@ def test_check_plan_and_preview_know_images(run: SavedRun, folder: Path) -> None
     assert "kept as they are" not in said, "the tower is streamed"
     planned = call(run, "plan", **given)
     assert planned.exit_code == 0, planned.output
-    assert "images: their number in a step is not known beforehand" in " ".join(planned.stdout.split())
+    assert "images: their number per step is unknown before the run" in " ".join(planned.stdout.split())
     shown = call(run, "data", "preview", **given)
     assert shown.exit_code == 0 and shown.stdout.count("<image>") >= 3, shown.output
     assert "[[it is the whale of row 0" in shown.stdout

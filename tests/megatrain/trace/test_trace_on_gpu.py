@@ -249,7 +249,7 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
         count(ledger, tensor)
 
     monkeypatch.setattr(CountingMode, "_count", failing)
-    with pytest.raises(CountingError, match=r"aten\..* cannot be accounted for: AssertionError: counted twice"):
+    with pytest.raises(CountingError, match=r"aten\..* cannot be counted: AssertionError: counted twice"):
         trace_of()
 
 
@@ -283,7 +283,7 @@ def test_command_reports_if_the_plan_is_exact(is_exact: bool, tmp_path: Path, mo
     )
     assert plain.exit_code == as_json.exit_code == 0, plain.output
     found = json.loads(as_json.stdout)
-    said = "the workspace is estimated: model.layers.0 and 3 more: it reads a value that is not known before it runs"
+    said = "the workspace is estimated: model.layers.0 and 3 more: it reads a value that is unknown before it runs"
     assert ("logits; exact" in plain.stdout, said in plain.stdout.replace("\n", " ")) == (is_exact, not is_exact)
     if not torch.cuda.is_available():
         room = "768.0 MiB of free GPU memory are outside of the tier; libraries are allowed 102.4 MiB"
