@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from megatrain.engine.ranked import parts_of_program
+from megatrain.plan.plan import Plan
 from megatrain.ranks.collectives import check_same
+from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
+from megatrain.run.signals import RunSignals
 from megatrain.training.start import describe_model
-
-if TYPE_CHECKING:
-    from megatrain.plan.plan import Plan
-    from megatrain.ranks.group import RankGroup
-    from megatrain.run.signals import RunSignals
-    from megatrain.training.step_report import StepUsage
+from megatrain.training.step_report import StepUsage
 
 __all__ = ["Consensus", "check_alike"]
 

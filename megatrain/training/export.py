@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megatrain.base.layout import UnitLayout
 from megatrain.base.precision import decode, high_half
@@ -32,10 +32,6 @@ from megatrain.optim.average import EMA
 from megatrain.training.resolve import resolve_model
 from tiered.errors import TieredError
 from tiered.ext import dtype_from_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 __all__ = ["OnProgress", "export_checkpoint"]
 

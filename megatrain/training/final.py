@@ -7,23 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatrain.base.names import FINAL_NAME
+from megatrain.base.progress import Activity
+from megatrain.checkpoint.best import Best, BestSpec
 from megatrain.converters.adapters import adapters_of, export_adapter
+from megatrain.models.converter import WeightSource
 from megatrain.models.export import export_dtype, export_model
 from megatrain.models.passthrough import PASSTHROUGH_CHECKSUM
+from megatrain.plan.plan import Plan
+from megatrain.ranks.group import RankGroup
+from megatrain.run.signals import RunSignals
 from megatrain.training.export import export_checkpoint
-from megatrain.training.weights import ExportStopped, GatheredWeights
-
-if TYPE_CHECKING:
-    from megatrain.base.progress import Activity
-    from megatrain.checkpoint.best import Best, BestSpec
-    from megatrain.models.converter import WeightSource
-    from megatrain.plan.plan import Plan
-    from megatrain.ranks.group import RankGroup
-    from megatrain.run.signals import RunSignals
-    from megatrain.training.weights import Weights
+from megatrain.training.weights import ExportStopped, GatheredWeights, Weights
 
 __all__ = ["FinalExport"]
 

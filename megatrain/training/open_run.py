@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatrain.base.progress import Activity
 from megatrain.base.timeline import Timeline
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.converters.adapters import AdapterError, adapters_of
 from megatrain.engine.environment import (
     cublas_setting_read,
@@ -24,7 +24,8 @@ from megatrain.engine.freed_memory import freed_memory_kept, give_back_freed_mem
 from megatrain.engine.step import StepEngine
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.hub import fetch_weights, missing_files
-from megatrain.models.load import open_loader
+from megatrain.models.load import WeightLoader, open_loader
+from megatrain.plan.plan import Plan
 from megatrain.plan.process import most_resident_bytes
 from megatrain.plan.tiers import (
     check_drives,
@@ -38,14 +39,8 @@ from megatrain.plan.tiers import (
 )
 from megatrain.ranks.group import RankGroup
 from megatrain.training.weights import AdaptedWeights, RandomWeights, Weights, WeightSource
-from tiered import RamTier
+from tiered import RamTier, TieredStore
 from tiered.units import format_duration, format_size
-
-if TYPE_CHECKING:
-    from megatrain.checkpoint.document import Checkpoint
-    from megatrain.models.load import WeightLoader
-    from megatrain.plan.plan import Plan
-    from tiered import TieredStore
 
 __all__ = ["OpenRun", "StartWeights", "inspect_weights", "open_run", "open_weights"]
 

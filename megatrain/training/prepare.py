@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from megatrain.base.errors import ConfigError, ModelFolderError, UnsupportedModelError
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.owner import living_owner
@@ -32,7 +34,10 @@ from megatrain.config.resolved import (
     with_decided,
     with_values,
 )
+from megatrain.config.schema import RunConfig
 from megatrain.converters.adapters import AdapterError, adapters_of
+from megatrain.data.dataset import TokenDataset
+from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.data.stream import changed_sources, open_dataset
@@ -40,7 +45,7 @@ from megatrain.machine import machine
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.export import ExportError, check_target
 from megatrain.models.folder import ModelFolder, read_config, some
-from megatrain.models.graph import FreezeError
+from megatrain.models.graph import FreezeError, ModelGraph
 from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
 from megatrain.models.internals import TransformersVersionError
@@ -48,13 +53,21 @@ from megatrain.models.load import open_loader
 from megatrain.optim.lr import ScheduleError, make_schedule
 from megatrain.optim.plugins import OptimizerError
 from megatrain.plan.limits import drive_paths, find_objections, refuse
+from megatrain.plan.plan import Plan, RunSpec
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.tiers import check_drives, check_folders
 from megatrain.plan.traced import check_positions
 from megatrain.run.loggers import check_loggers
 from megatrain.tasks.advice import model_warnings, schedule_warnings
-from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.tasks.evaluation import (
+    EvaluatedWeights,
+    EvaluationSet,
+    Sampler,
+    load_evaluation_sets,
+    make_samplers,
+    plans_of_evaluations,
+)
 from megatrain.tasks.registry import task_class
 from megatrain.training.open_run import StartWeights, open_weights
 from megatrain.training.resolve import (
@@ -74,15 +87,7 @@ from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.units import format_size
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
-
-    from megatrain.config.schema import RunConfig
-    from megatrain.data.dataset import TokenDataset
-    from megatrain.data.loader import BatchLoader
-    from megatrain.models.graph import ModelGraph
-    from megatrain.plan.plan import Plan, RunSpec
-    from megatrain.tasks.evaluation import EvaluatedWeights
 
 __all__ = ["CheckResult", "Preparation", "check_run", "plan_one_rank", "refuse_early", "with_choices"]
 
@@ -155,30 +160,32 @@ def plan_one_rank(config: RunConfig) -> Plan:
 
 
 class Preparation:
-    """The parts that a planned run needs before its first step.
+    """The parts that a planned run needs before its first step. Each is made at its first use, and then kept.
 
-    Each method prepares one part and stores it here. Some methods yield findings. Call them in the order of this class.
+    Methods check parts or yield findings about them. A run calls them in the order of this class, cheap checks first.
 
     Args:
         config: Config of the run, with the choices of the plan.
-
-    Attributes:
-        dataset: Rows to train on, or None before ``rows``.
-        learning_rate: Learning rate by step.
-        samplers: Generators of continuations for evaluated rows, by the weights that they use.
-        weights: Checked weights to start from, or None before ``storage``.
+        on_message: Called with messages for the user while a part is made.
+        gather: Returns the number of each process. A collective.
+        dataset: Rows to train on, if they have been read and checked already.
     """
 
-    loader: BatchLoader
-    num_steps: int
-
-    def __init__(self, plan: Plan, config: RunConfig) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        config: RunConfig,
+        on_message: Callable[[str], None] = lambda text: None,
+        *,
+        gather: Callable[[int], Sequence[int]] = lambda number: [number],
+        dataset: TokenDataset | None = None,
+    ) -> None:
         self.plan, self.run = plan, plan.run
         self.evaluation, self.logging = resolve_evaluation(config), resolve_logging(config)
         self.best = resolve_best(config)
-        self.weights: StartWeights | None = None
-        self.dataset: TokenDataset | None = None
-        self._config = config
+        self._config, self._on_message, self._gather = config, on_message, gather
+        if dataset is not None:
+            self.dataset = dataset
 
     @cached_property
     def evaluation_plans(self) -> Mapping[EvaluatedWeights, Plan]:
@@ -203,66 +210,84 @@ class Preparation:
         check_writable(self._config)
         check_target(self.run.output_dir / FINAL_NAME)
 
-    def storage(self, on_message: Callable[[str], None]) -> None:
-        """Check the model's weights, the free space of the drives and their folders before the long tokenization."""
-        if self.weights is None:
-            check_drives(self.plan)
-            check_folders(self.run.checkpoint)
-            self.weights = open_weights(self.plan, on_message)
+    @cached_property
+    def weights(self) -> StartWeights:
+        """Weights to start from. The free space of the drives and their folders are checked first."""
+        check_drives(self.plan)
+        check_folders(self.run.checkpoint)
+        return open_weights(self.plan, self._on_message)
 
-    def rows(self, on_message: Callable[[str], None]) -> Iterator[CheckResult]:
-        """Read and tokenize the rows to train on, or find them in the cache."""
-        data = self.run.data
-        self.dataset = dataset = open_dataset(data, self.tokenizer, on_message)
+    @cached_property
+    def dataset(self) -> TokenDataset:
+        """Rows to train on, tokenized or found in the cache."""
+        dataset = open_dataset(self.run.data, self.tokenizer, self._on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
+        return dataset
+
+    def rows(self) -> Iterator[CheckResult]:
+        """Yield the report on the rows to train on, and a warning for each source that lost many of them.
+
+        Raises:
+            DataError: More than ``data.max_dropped`` of a source is dropped or cut.
+        """
+        data, report = self.run.data, self.dataset.report
         try:
-            losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
+            losses = check_losses(report, data.source_names, data.table.max_dropped)
         except DataError:
-            on_message(str(dataset.report))  # why rows were dropped
+            self._on_message(str(report))  # why rows were dropped
             raise
-        yield CheckResult("data", "ok", str(dataset.report))
+        yield CheckResult("data", "ok", str(report))
         yield from (CheckResult("data", "warning", text) for text in losses)
 
-    def make_loader(self) -> BatchLoader:
-        """Return the batches of the run from its first step."""
-        assert self.dataset is not None, "the rows are read before"
+    @cached_property
+    def loader(self) -> BatchLoader:
+        """Batches of the run. ``RunStart.state`` seeks to the position of a checkpoint."""
         return make_loader(self.plan, self.dataset, self.tokenizer)
 
-    def steps(self) -> None:
-        """Split the rows into the batches of steps."""
-        self.loader = self.make_loader()
-        self.num_steps = self.loader.num_steps(self.run.num_epochs, self.run.max_steps)
+    @cached_property
+    def num_steps(self) -> int:
+        """Number of steps of the run."""
+        return self.loader.num_steps(self.run.num_epochs, self.run.max_steps)
 
-    def schedule(self) -> None:
-        """Create the schedule of the learning rate.
+    @cached_property
+    def learning_rate(self) -> Callable[[int], float]:
+        """Learning rate by step.
 
         Raises:
             ScheduleError: The warm-up is longer than the run.
         """
-        self.learning_rate = make_schedule(self.run.optimizer, self.num_steps)
+        return make_schedule(self.run.optimizer, self.num_steps)
 
-    def evaluated_rows(self) -> Iterator[CheckResult]:
-        """Read and tokenize the rows to evaluate on."""
+    @cached_property
+    def _evaluated(self) -> tuple[Sequence[EvaluationSet], Sequence[CheckResult]]:
         found: list[CheckResult] = []
-        self.evaluation_sets = load_evaluation_sets(
+        sets = load_evaluation_sets(
             self.evaluation,
             self.plan,
             self.tokenizer,
             lambda text: found.append(CheckResult("eval data", "ok", text)),
-            self.dataset,
+            None if self.run.data.table.val_size is None else self.dataset,
             lambda text: found.append(CheckResult("eval data", "warning", text)),
         )
-        yield from found
+        return sets, found
 
-    def samples(self, gather: Callable[[int], Sequence[int]] = lambda number: [number]) -> None:
-        """Create the samplers of evaluated rows, and check that the metric of the best evaluation exists.
+    @property
+    def evaluation_sets(self) -> Sequence[EvaluationSet]:
+        """Rows to evaluate on."""
+        return self._evaluated[0]
 
-        Args:
-            gather: Returns the number of each process. A collective.
-        """
-        self.samplers = make_samplers(
-            self.evaluation, self.evaluation_plans, self.evaluation_sets, self.tokenizer, gather
-        )
+    def evaluated_rows(self) -> Sequence[CheckResult]:
+        """Return the findings about the rows to evaluate on."""
+        return self._evaluated[1]
+
+    @cached_property
+    def samplers(self) -> Mapping[EvaluatedWeights, Sampler]:
+        """Generators of continuations for evaluated rows, by the weights that they use."""
+        return make_samplers(self.evaluation, self.evaluation_plans, self.evaluation_sets, self.tokenizer, self._gather)
+
+    def check_evaluations(self) -> None:
+        """Refuse samples that do not fit, and a best evaluation by a metric that no evaluation has."""
+        assert self.samplers is not None, "samples that do not fit are refused here"
         self.best.check(self.evaluation.evaluations_of(each.name for each in self.evaluation_sets))
 
     def remarks(self) -> Iterator[CheckResult]:
@@ -581,8 +606,7 @@ class _WholeCheck:
             return
         plan = plan_one_rank(self._config)
         self._config = with_choices(self._config, plan.run)
-        self._prepared = Preparation(plan, self._config)
-        self._prepared.dataset = self._dataset
+        self._prepared = Preparation(plan, self._config, dataset=self._dataset)
         yield from self._prepared.remarks()
         sizes = ", ".join(
             f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
@@ -600,7 +624,7 @@ class _WholeCheck:
             yield replace(each, text=each.text.splitlines()[0]) if each.severity == "ok" else each
         for rows in prepared.evaluation_sets if self._config.data.eval else ():
             yield from self._remarks("eval data", rows.loader.dataset, f"{rows.name}: ")
-        prepared.samples()
+        prepared.check_evaluations()
 
     def _drives(self) -> Iterator[CheckResult]:
         """Yield the location of each path of the NVMe tier, and configured resources that this machine lacks."""
@@ -643,15 +667,14 @@ class _WholeCheck:
         prepared = self._prepared
         if prepared is None or self._dataset is None:
             return
-        prepared.steps()
+        per_epoch = prepared.loader.steps_per_epoch
         self._is_cut = True
         try:
-            prepared.schedule()
+            assert prepared.learning_rate is not None, "a warm-up that is longer than the run is refused here"
         except ScheduleError as error:
             yield CheckResult.of_error("steps", error)
         for text in schedule_warnings(prepared.run.optimizer, prepared.num_steps):
             yield CheckResult("steps", "warning", text)
-        per_epoch = prepared.loader.steps_per_epoch
         epochs = prepared.num_steps / per_epoch
         text = f"{_count(prepared.num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
         yield CheckResult("steps", "ok", f"{text} of {_count(per_epoch, 'step')} each")

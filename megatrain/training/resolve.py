@@ -6,7 +6,8 @@ Code below the trainer uses these records and does not know the config. Each rec
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.combinations import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.config.schema import RunConfig
 from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import NAME
@@ -24,7 +26,7 @@ from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice
 from megatrain.machine import machine
-from megatrain.machine.machine import TierSpecs
+from megatrain.machine.machine import PlannedMachine, TierSpecs
 from megatrain.machine.table import TiersConfig
 from megatrain.models.hub import locate
 from megatrain.plan.budgets import FOLDER, tier_names
@@ -35,13 +37,6 @@ from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.tasks.registry import task_class
 from megatrain.tasks.table import TASK_FACTS
 from megatrain.training.resolve_rows import resolve_data, resolve_folders
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Literal
-
-    from megatrain.config.schema import RunConfig
-    from megatrain.machine.machine import PlannedMachine
 
 __all__ = [
     "check_scorable",

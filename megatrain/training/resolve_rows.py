@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import DataSpec
+from megatrain.data.table import DatasetConfig
 from megatrain.models.hub import locate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megatrain.config.schema import RunConfig
-    from megatrain.data.table import DatasetConfig
 
 __all__ = ["resolve_data", "resolve_folders"]
 

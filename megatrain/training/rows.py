@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import TokenDataset, check_ids
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.data.stream import StreamDataset, StreamLoader
+from megatrain.models.graph import ModelGraph
+from megatrain.plan.plan import Plan
 from megatrain.tasks.distillation import Distillation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from megatrain.converters.spec import ModelSpec
-    from megatrain.models.graph import ModelGraph
-    from megatrain.plan.plan import Plan
 
 __all__ = ["check_token_ids", "make_loader", "tokenizer_of"]
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.copier import CheckpointCopier
-from megatrain.checkpoint.document import read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, read_checkpoints
 from megatrain.checkpoint.resume import is_not_after
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
+from megatrain.plan.plan import Plan
+from megatrain.ranks.group import RankGroup
 from megatrain.training.weights import saved_places
-
-if TYPE_CHECKING:
-    from megatrain.checkpoint.document import Checkpoint
-    from megatrain.plan.plan import Plan
-    from megatrain.ranks.group import RankGroup
-    from tiered import TieredStore
+from tiered import TieredStore
 
 __all__ = ["make_copier", "make_writer"]
 

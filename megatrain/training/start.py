@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatrain.base.changes import ConfigChanges
 from megatrain.base.observer import RunSummary
-from megatrain.checkpoint.best import Best
+from megatrain.checkpoint.best import Best, BestSpec
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.remote import bring_back, rules_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
@@ -24,20 +26,15 @@ from megatrain.checkpoint.resume import (
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
 from megatrain.config.resolved import config_from_toml
+from megatrain.data.loader import BatchLoader
 from megatrain.models.hub import missing_weights
 from megatrain.models.load import open_loader
 from megatrain.optim.base import decays
+from megatrain.plan.plan import Plan, RunSpec
 from megatrain.run.loggers import METRICS_NAME, last_evaluations
 from megatrain.training.resolve import resolve_best
 from megatrain.training.weights import folder_record
 from tiered import checksum
-
-if TYPE_CHECKING:
-    from megatrain.base.changes import ConfigChanges
-    from megatrain.checkpoint.best import BestSpec
-    from megatrain.checkpoint.document import Checkpoint
-    from megatrain.data.loader import BatchLoader
-    from megatrain.plan.plan import Plan, RunSpec
 
 __all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
 

@@ -7,20 +7,18 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import psutil
 
 from megatrain.base.observer import StepMetrics
+from megatrain.checkpoint.state import RunState
+from megatrain.data.loader import StepBatch
+from megatrain.engine.step import StepEngine, StepResult
+from megatrain.plan.plan import Plan
+from megatrain.ranks.record import StepRecord
 from megatrain.trace.counting import step_flops
-
-if TYPE_CHECKING:
-    from megatrain.checkpoint.state import RunState
-    from megatrain.data.loader import StepBatch
-    from megatrain.engine.step import StepEngine, StepResult
-    from megatrain.plan.plan import Plan
-    from megatrain.ranks.record import StepRecord
-    from tiered import StoreStats, TieredStore
+from tiered import StoreStats, TieredStore
 
 __all__ = ["StepMeter", "StepUsage", "added", "link_bytes"]
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.base.observer import Observers, RunInfo, RunObserver, RunSummary
@@ -25,8 +25,10 @@ from megatrain.config.resolved import (
     with_commit,
     write_resolved,
 )
+from megatrain.config.schema import RunConfig
 from megatrain.data.loader import BatchLoader
 from megatrain.models.export import RECORD_FILE
+from megatrain.plan.plan import Plan, RunSpec
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import check_same
@@ -42,19 +44,14 @@ from megatrain.tasks.registry import task_class
 from megatrain.tasks.task import PrepareContext
 from megatrain.training.consensus import Consensus, check_alike
 from megatrain.training.final import FinalExport
-from megatrain.training.open_run import OpenRun, open_run
-from megatrain.training.prepare import Preparation, with_choices
+from megatrain.training.open_run import OpenRun, StartWeights, open_run
+from megatrain.training.prepare import CheckResult, Preparation, with_choices
 from megatrain.training.resolve import resolve
 from megatrain.training.saving import make_copier, make_writer
 from megatrain.training.start import RunStart, with_kept_rules
 from megatrain.training.step_report import StepMeter, added, link_bytes
 from megatrain.training.weights import ExportStopped
-
-if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
-    from megatrain.plan.plan import Plan, RunSpec
-    from megatrain.training.prepare import CheckResult
-    from tiered import StoreStats
+from tiered import StoreStats
 
 __all__ = ["Trainer"]
 
@@ -87,7 +84,7 @@ class Trainer:
         config: The given config, with the ``data.packing`` that the model supports, and the commit of a hub model.
         plan: Homes of all blocks, and the traffic of each step.
         run: The values from which the plan was made.
-        prepared: Rows, evaluation sets and learning rates, created by ``prepare``.
+        prepared: Weights, rows, evaluation sets and learning rates, each made at its first use.
         opened: Store of the run, during ``train``.
         state: Progress of the run, during ``train``.
 
@@ -122,7 +119,7 @@ class Trainer:
         self.config = with_commit(with_choices(config, self.run), self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
-        self.prepared = Preparation(self.plan, self.config)
+        self.prepared = self._preparation()
         self._allow_config_change = allow_config_change
         self._exit_code_of = exit_code_of
         self._saver: Saver | None = None
@@ -160,9 +157,9 @@ class Trainer:
             start = self.prepared.start(self.config, self.observer.on_message, allows_changes=self._allow_config_change)
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
             if summary is None:
-                self.prepared.storage(self.observer.on_message)
+                weights = self.prepared.weights
                 self._report_start(candidates, lines)
-                with self.open() as self.opened, self._resumed(start, candidates):
+                with self.open(weights) as self.opened, self._resumed(start, candidates):
                     summary = self._run()
                     if self.group.world.is_first:
                         write_summary(summary, self.run.output_dir)
@@ -219,28 +216,34 @@ class Trainer:
 
     # -- before anything is written ------------------------------------------------------------------------------
 
+    def _preparation(self) -> Preparation:
+        """Return the parts that the run needs before its first step. None of them is made yet."""
+        return Preparation(
+            self.plan, self.config, lambda text: self.observer.on_message(text), gather=self.group.gather
+        )
+
     def prepare(self) -> Iterator[CheckResult]:
         """Prepare everything for the first step, and yield the findings. A collective.
 
         Raises:
             Exception: The first error, as in ``train``.
         """
-        prepared, group, on_message = self.prepared, self.group, self.observer.on_message
+        self.prepared, group = self._preparation(), self.group
+        prepared = self.prepared
         prepared.limits()
         if group.world.is_first:
             prepared.folders()
         # A finished run needs neither weights nor free space, but only the data determines whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
-            prepared.storage(on_message)
+            assert prepared.weights, "unusable weights and full drives are refused here"
         self.activity.begin("reading the data")
         # The first rank of a host tokenizes into the cache; the others find it there.
-        yield from group.one_after_the_other(lambda: list(prepared.rows(on_message)))
-        prepared.steps()
+        yield from group.one_after_the_other(lambda: list(prepared.rows()))
         fingerprint = {"the fingerprint of the rows": prepared.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
-        prepared.schedule()
-        yield from group.one_after_the_other(lambda: list(prepared.evaluated_rows()))
-        prepared.samples(group.gather)
+        assert prepared.learning_rate is not None, "a warm-up that is longer than the run is refused here"
+        yield from group.one_after_the_other(prepared.evaluated_rows)
+        prepared.check_evaluations()
         yield from prepared.remarks()
         yield from prepared.warnings()
 
@@ -253,9 +256,10 @@ class Trainer:
         Raises:
             DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
-        for each in self.prepared.rows(self.observer.on_message):
+        prepared = self._preparation()
+        for each in prepared.rows():
             (on_message or self.observer.on_message)(each.line)
-        return self.prepared.make_loader()
+        return prepared.loader
 
     @contextmanager
     def _in_folder(self) -> Iterator[None]:
@@ -301,14 +305,18 @@ class Trainer:
 
     # -- load ----------------------------------------------------------------------------------------------------
 
-    def open(self) -> AbstractContextManager[OpenRun]:
-        """Open the store of the run, without blocks; leaving closes it. Raises as ``open_run``."""
+    def open(self, weights: StartWeights | None = None) -> AbstractContextManager[OpenRun]:
+        """Open the store of the run, without blocks; leaving closes it. Raises as ``open_run``.
+
+        Args:
+            weights: Weights already checked by ``open_weights``. If None, they are checked here.
+        """
         return open_run(
             self.plan,
             on_message=self.observer.on_message,
             activity=self.activity,
             group=self.group,
-            weights=self.prepared.weights,
+            weights=weights,
         )
 
     @contextmanager

@@ -10,37 +10,34 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from megatrain.base.layout import TensorEntry, UnitLayout, entries_within
 from megatrain.base.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.base.progress import Activity
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.converters.adapters import AdapterError, AdapterWeights, adapters_of
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.updates import weight_is_split
+from megatrain.models.converter import ReadMaster
 from megatrain.models.folder import BASE_CHECKSUM
-from megatrain.models.graph import cut_otherwise
-from megatrain.models.in_place import FolderSource, frozen_blocks
+from megatrain.models.graph import ModelGraph, cut_otherwise
+from megatrain.models.in_place import FolderSource, FrozenBlock, frozen_blocks
 from megatrain.models.initialize import Initializer
+from megatrain.models.load import Origin, WeightLoader
 from megatrain.models.passthrough import PASSTHROUGH_CHECKSUM
 from megatrain.optim.average import EMA
+from megatrain.optim.base import StateKind
+from megatrain.plan.plan import Plan
+from megatrain.ranks.group import RankGroup
+from tiered import Lease, TieredStore
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
-
-    from megatrain.checkpoint.document import Checkpoint
-    from megatrain.models.converter import ReadMaster
-    from megatrain.models.graph import ModelGraph
-    from megatrain.models.in_place import FrozenBlock
-    from megatrain.models.load import Origin, WeightLoader
-    from megatrain.optim.base import StateKind
-    from megatrain.plan.plan import Plan
-    from megatrain.ranks.group import RankGroup
-    from tiered import Lease, TieredStore
 
 #: Elements read at a time from a checkpoint whose blocks divide a weight differently.
 _READ_ELEMENTS = 1 << 20
