@@ -218,7 +218,7 @@ def _places(seen: _Seen) -> list[tuple[str, str]]:
     from tiered.units import format_size
 
     lines = [
-        ("drive", f"{format_size(nbytes)} of its checkpoints lie in {path}: deleting that folder destroys them")
+        ("drive", f"{format_size(nbytes)} of its checkpoints are in {path}: deleting that folder destroys them")
         for path, nbytes in seen.drive_bytes.items()
     ]
     if seen.copied_steps:
@@ -605,11 +605,11 @@ def _describe_ended(run: Path) -> str:
 
 def _what_next(run: Path) -> str:
     """Return the step from which a run would continue, and the checkpoints that were lost with a drive."""
-    from megatrain.checkpoint.locations import foreign_drives
+    from megatrain.checkpoint.locations import refused_drives
     from megatrain.checkpoint.scan import usable_checkpoint
 
     found, lost = usable_checkpoint(run), _lost(run)
-    if foreign := foreign_drives(run):
+    if foreign := refused_drives(run):
         return "\n".join(["it cannot continue", *foreign, *[lost] * bool(lost)])
     if found is not None:
         where = "the copy of step" if found.is_copy else "step"

@@ -1,4 +1,4 @@
-"""megatrain: trains Hugging Face decoders layer by layer from a tiered store; its parts work in other trainers."""
+"""Training of Hugging Face decoders, layer by layer from a tiered store. Other trainers can use its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.plan.planner import plan_run as plan_run
     from megatrain.training.trainer import Trainer as Trainer
 else:
-    # `plan_run`, not `plan`: importing the package `megatrain.plan` binds that name here.
+    # The public name is `plan_run`, because importing the package `megatrain.plan` binds `plan` in this module.
     __getattr__, _names, __all__ = lazy_names(__name__, distribution="megatrain-tier")
 
     def __dir__() -> list[str]:
@@ -41,12 +41,12 @@ else:
 
 
 def _ask_for_repeatable_products() -> None:
-    """Make the matrix-product libraries add in a fixed order, while this can still be set.
+    """Set the environment variables that make matrix products add in a fixed order.
 
-    Each library reads its variable once, at its first product, possibly long before the engine exists. By default,
-    MKL's sums depend on the number of threads, and ranks of one host have fewer than a single process. Its strict mode
-    also gives a row the same bits among any other rows, on an Intel processor. The cuBLAS variable stays unset if CUDA
-    is already in use, so that ``megatrain.engine.environment`` can detect it.
+    This must happen at import, because each library reads its variable at its first product. By default, MKL's sums
+    depend on the number of threads, and ranks of one host have fewer threads than a single process. On Intel CPUs, MKL's
+    strict mode also makes the result of a row independent of all other rows. The cuBLAS variable stays unset if CUDA is
+    already in use, so that ``megatrain.engine.environment`` can detect this.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch = sys.modules.get("torch")
@@ -55,14 +55,14 @@ def _ask_for_repeatable_products() -> None:
 
 
 def _shorten_openmp_spinning() -> None:
-    """Let OpenMP threads spin for about 0.1 ms and then sleep, unless the user chose how they wait.
+    """Let OpenMP threads spin for about 0.1 ms before they sleep, unless the user has set ``OMP_WAIT_POLICY``.
 
-    A spinning thread takes a core from the threads that transfer and update blocks. Waking a thread takes longer than
-    an operator of a small model (decision 0111). Has no effect if the process has imported torch already.
+    A spinning thread takes a core from the threads that transfer and update blocks. But waking a thread takes longer
+    than an operator of a small model (decision 0111). The setting has no effect if torch is already imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # GNU, in torch's packages for Linux
-        os.environ.setdefault("KMP_BLOCKTIME", "1")  # LLVM and Intel, in milliseconds
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # GNU OpenMP, in torch's packages for Linux
+        os.environ.setdefault("KMP_BLOCKTIME", "1")  # LLVM and Intel OpenMP, in milliseconds
 
 
 _ask_for_repeatable_products()

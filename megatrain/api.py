@@ -1,7 +1,7 @@
-"""Names of the trainer for the tools in ``megatrain.extras``: report, doctor, verify and others.
+"""Names of the trainer that the tools in ``megatrain.extras`` use: report, doctor, verify and others.
 
-These tools import this module, ``megatrain.base``, ``tiered`` and each other. ``tests/test_architecture.py`` lists the
-few exceptions with their reasons. A wheel without the tools trains.
+The tools import only this module, ``megatrain.base``, ``tiered`` and each other. ``tests/test_architecture.py`` lists the
+exceptions with their reasons. The trainer also works in a wheel without the tools.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        num_worse: consecutive evaluations that were not better by more than the threshold.
+        num_worse: Number of consecutive evaluations that were not better by more than the threshold.
     """
 
     metric: str
@@ -33,7 +33,7 @@ class Best:
 
     @classmethod
     def of_state(cls, values: Mapping[str, Any] | None) -> Best | None:
-        """Return the object that ``to_state`` was called on."""
+        """Return the best evaluation from the result of ``to_state``."""
         return None if values is None else cls(**values)
 
     def to_state(self) -> dict[str, Any]:
@@ -46,10 +46,10 @@ class BestSpec:
     """The rule for the best evaluation, and its effects.
 
     Attributes:
-        metric: metric of an evaluation: "loss", or "NAME_loss" with several sets; "eval_" may precede it.
+        metric: Name of the metric: "loss", or "NAME_loss" with several sets. The prefix "eval_" is optional.
         is_greater_better: Whether greater values are better.
         is_kept: Whether the checkpoint of the best evaluation is kept and becomes the model of the run.
-        patience: consecutive evaluations without improvement that end the run; 0 disables this rule.
+        patience: Number of consecutive evaluations without improvement that end the run; 0 disables this rule.
         is_average: Whether the metric is measured with the averaged weights, which then are the best model.
     """
 
@@ -62,7 +62,7 @@ class BestSpec:
 
     @property
     def described(self) -> str:
-        """Return the metric and its better direction for messages."""
+        """The metric and its better direction for messages."""
         of_average = " of the average of the weights" if self.is_average else ""
         return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{of_average}"
 
@@ -72,7 +72,7 @@ class BestSpec:
         return self.is_kept or self.patience > 0
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that the metric belongs to one of these sets.
+        """Check that the metric belongs to one of the evaluation sets.
 
         Raises:
             ConfigError: no set has it.
@@ -84,7 +84,7 @@ class BestSpec:
             raise self._unknown(known)
 
     def value_of(self, evaluations: Mapping[str, EvaluationMetrics]) -> float:
-        """Return the metric's value; a metric without a set name is read from the first set.
+        """Return the metric's value. A metric without a set name is read from the first set.
 
         Args:
             evaluations: Evaluations of one step by set name.
@@ -104,11 +104,11 @@ class BestSpec:
 
     def _unknown(self, known: str) -> ConfigError:
         key = "evaluation.metric_for_best_model"
-        message = f'{key} = "{self.metric}", but no evaluation has this figure. There are {known}'
+        message = f'{key} = "{self.metric}", but no evaluation has this metric. Known metrics: {known}'
         return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
     def after(self, best: Best | None, step: int, value: float) -> Best:
-        """Return the best evaluation after one more. NaN is never better."""
+        """Return the best evaluation after one more evaluation. NaN is never better."""
         if best is None or best.value != best.value:
             return Best(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value
@@ -118,5 +118,5 @@ class BestSpec:
         return Best(self.metric, best.value, best.step, num_worse)
 
     def is_over(self, best: Best | None) -> bool:
-        """Return whether patience ends the run, although steps remain."""
+        """Return whether patience ends the run before its last step."""
         return self.patience > 0 and best is not None and best.num_worse >= self.patience

@@ -1,4 +1,4 @@
-"""Lists, finds, verifies and removes the checkpoints of a run without opening a store."""
+"""Functions that list, find, verify and remove the checkpoints of a run without opening a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.base.owner import living_owner
-from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, in_order
+from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, merge_by_save
 from megatrain.checkpoint.scan import is_listed, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError
 from tiered import BlockRecord, list_generations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def checkpoints_folder(run: Path | str) -> Path:
-    """Return the folder of checkpoints for an ``output_dir``, or for that folder itself.
+    """Return the folder of checkpoints of a run, given its ``output_dir`` or the folder itself.
 
-    Falls back to the whole copies if the checkpoints themselves are gone.
+    If the checkpoints are gone, return the folder of whole copies.
 
     Raises:
-        CheckpointError: there is no such folder, or no checkpoint was ever saved in it.
+        CheckpointError: The folder does not exist, or no checkpoint was ever saved in it.
     """
     folder = Path(os.path.abspath(run))
     for candidate in (folder / CHECKPOINTS_NAME, folder / COPIES_NAME, folder):
@@ -47,15 +47,15 @@ def checkpoints_folder(run: Path | str) -> Path:
 
 
 def list_checkpoints(run: Path | str) -> list[Checkpoint]:
-    """Return all checkpoints of a run, then their copies, oldest first; damaged ones carry their problem.
+    """Return all checkpoints of a run, oldest first, then their copies. Damaged ones have a ``problem``.
 
-    Reads only documents, and works during a run.
+    The function reads only documents, and can be called during a run.
 
     Raises:
-        CheckpointError: no checkpoint was ever saved there, or the document cannot be read.
+        CheckpointError: No checkpoint was ever saved there, or the document cannot be read.
     """
     found = [_scan(folder) for folder in _folders(run)]
-    newest = next(iter(_tried(found)), None)
+    newest = next(iter(_in_resume_order(found)), None)
     return [replace(each, is_newest=each is newest) for checkpoints in found for each in reversed(checkpoints)]
 
 
@@ -69,7 +69,7 @@ def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> lis
     for folder in _folders(run):
         notices += folder_notices(folder)
         if not list_generations(folder) and (problem := top_problem(folder)) is not None:
-            notices.append(problem)  # a run would end with this error
+            notices.append(problem)  # a run would raise this error
     return notices
 
 
@@ -77,22 +77,22 @@ def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint that a run would resume from, or None.
 
     Args:
-        checkpoints: the usable entries of ``list_checkpoints``, in its order.
+        checkpoints: Entries of ``list_checkpoints``, in the same order.
     """
     usable = [each for each in reversed(checkpoints) if each.problem is None]
     own, copies = ([each for each in usable if each.is_copy == is_copy] for is_copy in (False, True))
-    return next(iter(in_order(own, copies)), None)
+    return next(iter(merge_by_save(own, copies)), None)
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint of a step (default: the newest) that is usable, judged by documents and file names.
+    """Return the newest usable checkpoint (of one step), judged by documents and file names.
 
     Args:
         run_or_folder: ``output_dir``, its folder of checkpoints, or the folder ``snap/<generation>`` of one.
-        step: Steps done; the newest checkpoint wins if several have this step.
+        step: Number of finished steps. If several checkpoints have this step, the newest one is returned.
 
     Raises:
-            CheckpointError: there is none; the message lists the available steps.
+        CheckpointError: There is no such checkpoint. The message lists the available steps.
     """
     given = Path(os.path.abspath(run_or_folder))
     if given.parent.name == SNAPSHOT_FOLDER and is_number(given.name):
@@ -102,34 +102,34 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
     else:
         folder, *_ = folders = _folders(given)
         found = [_scan(each) for each in folders]
-        tried = _tried(found)
+        tried = _in_resume_order(found)
     chosen = next((each for each in tried if step in (None, each.step)), None)
     if chosen is not None:
         return chosen
     unusable = [each for checkpoints in found for each in checkpoints if each.problem is not None]
-    lost = {each.step: _described(each) for each in reversed(unusable) if each.step is not None}
+    lost = {each.step: _describe_problem(each) for each in reversed(unusable) if each.step is not None}
     if step in lost:
         raise CheckpointError(lost[step])
     if tried:
         known = ", ".join(map(str, sorted({each.step for each in tried if each.step is not None})))
-        raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. There are those of steps {known}")
+        raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. Saved steps: {known}")
     if unusable:
-        raise CheckpointError(f"no checkpoint in '{folder}' can be used: {_described(unusable[0])}")
+        raise CheckpointError(f"no checkpoint in '{folder}' can be used: {_describe_problem(unusable[0])}")
     raise CheckpointError(f"'{folder}' holds no checkpoint. Give the output_dir of a run that saved")
 
 
 def verify_checkpoints(
     run: Path | str, step: int | None = None, on_block: Callable[[int, str], None] | None = None
 ) -> Iterator[tuple[Checkpoint, list[str]]]:
-    """Read every byte of the checkpoints and yield each with its problems (empty if it is sound).
+    """Read every byte of the checkpoints, and yield each checkpoint with a list of its problems.
 
-    Works during a run. A checkpoint that the run prunes meanwhile is left out.
+    The function can be called during a run. It omits a checkpoint that the run prunes meanwhile.
 
     Args:
-        on_block: called with (number of the checkpoint, block) after each block.
+        on_block: Called with the number of the checkpoint and the block's key after each block.
 
     Raises:
-        CheckpointError: there is no checkpoint (of that step).
+        CheckpointError: There is no checkpoint, or none of this step.
     """
     checkpoints = [each for each in list_checkpoints(run) if step is None or each.step == step]
     if not checkpoints:
@@ -141,15 +141,15 @@ def verify_checkpoints(
 
 
 def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = False) -> int:
-    """Remove one checkpoint, including its parts on other drives; return the bytes freed.
+    """Remove one checkpoint, including its parts on drives, and return the freed bytes.
 
     Args:
-        force: remove it even if it is the last usable checkpoint.
+        force: Whether to remove the checkpoint even if it is the last usable one.
 
     Raises:
-        CheckpointError: it is the only usable one, or does not exist, or a live run uses the folder.
-        LockedError: a run that has just started uses it.
-        OSError: a file cannot be removed; a second call resumes the removal.
+        CheckpointError: The checkpoint is the only usable one or does not exist, or a live run uses the folder.
+        LockedError: A run that has just started uses the folder.
+        OSError: A file cannot be removed. A second call resumes the removal.
     """
     folder = checkpoint.folder
     check_not_in_use(folder)
@@ -177,10 +177,10 @@ def check_not_in_use(folder: Path) -> None:
 
 
 def _folders(run: Path | str) -> list[Path]:
-    """Return the folder of checkpoints, and the folder of copies if ``run`` is a whole run that has any.
+    """Return the folder of checkpoints, and also the folder of copies if ``run`` is an ``output_dir`` with copies.
 
     Raises:
-        CheckpointError: neither exists.
+        CheckpointError: Neither folder exists.
     """
     folder = checkpoints_folder(run)
     copies = folder.parent / COPIES_NAME
@@ -200,13 +200,13 @@ def _scan(folder: Path) -> list[Checkpoint]:
         raise CheckpointError(str(error)) from error
 
 
-def _tried(found: list[list[Checkpoint]]) -> list[Checkpoint]:
+def _in_resume_order(found: list[list[Checkpoint]]) -> list[Checkpoint]:
     """Merge scans of checkpoints and of copies in the order in which a run would try them, newest first."""
     own, *copies = [[each for each in one if each.problem is None] for one in found]
-    return in_order(own, copies[0]) if copies else own
+    return merge_by_save(own, copies[0]) if copies else own
 
 
-def _described(checkpoint: Checkpoint) -> str:
+def _describe_problem(checkpoint: Checkpoint) -> str:
     """Return why a checkpoint cannot be used."""
     if checkpoint.step is None:
         return str(checkpoint.problem)
@@ -219,7 +219,7 @@ def _is_same(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _problems(checkpoint: Checkpoint, on_block: Callable[[int, str], None] | None) -> list[str]:
-    from megatrain.checkpoint.reader import CheckpointReader  # needs torch, which a list does without
+    from megatrain.checkpoint.reader import CheckpointReader  # imports torch, which listing does not need
 
     def report(record: BlockRecord) -> None:
         if on_block is not None:

@@ -26,16 +26,19 @@ __all__ = ["CheckpointCopier"]
 
 
 class _CancelledError(Exception):
-    """The copy was cancelled."""
+    """The copy was cancelled before it was complete."""
 
 
 @dataclass
 class _CopyJob:
-    """One copy: its checkpoint, its thread and its result."""
+    """One copy: its checkpoint, its thread and its result.
+
+    Attributes:
+        kept: Generations of this rank's earlier copies that the copy does not prune.
+    """
 
     checkpoint: Checkpoint
-    stays: Sequence[int] = ()
-    """Generations of this rank's earlier copies that are kept."""
+    kept: Sequence[int] = ()
     thread: threading.Thread | None = None
     figures: CopyFigures | None = None
     error: Exception | None = None
@@ -43,19 +46,19 @@ class _CopyJob:
 
 
 class CheckpointCopier:
-    """Makes the copies that ``checkpoint.save_copy`` requests. Used by the training thread; a context manager.
+    """Maker of the copies that ``checkpoint.save_copy`` requests: a context manager for the training thread.
 
     One background thread makes one copy at a time. Its duty cycle of one half leaves at least half of a drive's
-    bandwidth to training; it runs at full speed once a caller waits for it. A checkpoint that is due during a copy is
-    queued; a later one replaces it in the queue. Training waits only if the checkpoint being copied would be pruned.
-    A failed copy is reported and never ends the run. ``RemoteCopier`` has different rules for copies at a URL.
+    bandwidth to training. It runs at full speed as soon as a caller waits for it. A checkpoint that is due during a
+    copy is queued; a later one replaces it in the queue. Training waits only if the checkpoint being copied would be
+    pruned. A failed copy is reported and never ends the run. ``RemoteCopier`` has different rules for copies at a URL.
 
-    Each rank copies its own part, and all call the same methods in the same order.
+    Each rank copies its own part, and all ranks call the same methods in the same order.
 
     Args:
-        drive_bytes: Bytes of one checkpoint that are stored on drives and get copied, summed over ranks. 0 if
+        drive_bytes: Bytes of one checkpoint that are stored on drives and must be copied, summed over ranks. 0 if
             checkpoints are whole without copies.
-        gather: all-gathers one object per rank (``RankGroup.gather``); default: one rank.
+        gather: All-gathers one object per rank (``RankGroup.gather``). Defaults to a single rank.
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class CheckpointCopier:
             self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
             self._drives = [path / own for path in spec.drives]
         self._copies: WholeCopies | None = None
-        self._job: _CopyJob | None = None  # in flight
-        self._next: _CopyJob | None = None  # due next
+        self._job: _CopyJob | None = None  # copy in flight
+        self._next: _CopyJob | None = None  # queued copy
         self._has_reported_slow = False
         self._hurry = threading.Event()
         self._cancelled = threading.Event()
@@ -95,15 +98,15 @@ class CheckpointCopier:
 
     @property
     def remote_save_number(self) -> int:
-        """Largest save number whose copy was at the URL at the start; 0 if there was none."""
+        """Largest save number of the copies at the URL when the run started; 0 if there was no copy."""
         return 0 if self._remote is None else self._remote.save_number
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
-        """Copy a new checkpoint, if one is due.
+        """Copy a new checkpoint, if a copy is due.
 
         Args:
             checkpoint: A checkpoint in the stores of these ranks.
-            is_last: Whether it is the last checkpoint of this start, which is always copied.
+            is_last: Whether it is the last checkpoint of the process, which is always copied.
         """
         if self._remote is not None:
             self._remote.offer(checkpoint)
@@ -120,7 +123,7 @@ class CheckpointCopier:
             self._next = job
 
     def poll(self) -> None:
-        """Report a copy that has finished, and start the next one."""
+        """Report a finished copy, and start the next one."""
         if self._remote is not None:
             self._remote.poll()
         if self._job is None or self._job.thread is None:
@@ -130,7 +133,7 @@ class CheckpointCopier:
         job, self._job = self._job, None
         moved, problem = self._writer.finish(job.checkpoint, job.figures, job.error)
         if self._copies is not None and moved is not None:
-            with contextlib.suppress(OSError):  # the next copy tries this again
+            with contextlib.suppress(OSError):  # the next copy prunes again
                 self._copies.keep_only(self._writer.folder.generations(self._writer.folder.known))
         self._report(job, moved, problem)
         if self._next is not None:
@@ -144,14 +147,14 @@ class CheckpointCopier:
             self._remote.wait_for_pruned(outgoing, should_stop)
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
-        self._skip_next()  # the checkpoint committed now replaces it in the queue
+        self._skip_next()  # the checkpoint that is being saved replaces it in the queue
         self._wait()
 
     def finish(self) -> None:
-        """Lift the throttle, and wait for all copies that are due.
+        """Disable throttling, and wait for all copies that are due.
 
         Raises:
-            CheckpointError: a copy cannot be sent to its URL.
+            CheckpointError: A copy cannot be sent to its URL.
         """
         if self._remote is not None:
             self._remote.finish()
@@ -179,7 +182,7 @@ class CheckpointCopier:
     # -- one copy ----------------------------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Return whether ``copy_every`` checkpoints were saved since the newest copy, by their numbers."""
+        """Return whether ``copy_every`` checkpoints were saved since the newest copy, judged by their numbers."""
         if self._every is None:
             return False
         newest = self._newest()
@@ -187,7 +190,7 @@ class CheckpointCopier:
         return number - newest >= self._every or number < newest
 
     def _newest(self) -> int:
-        """Return the number of the newest copy, including unfinished ones, or 0."""
+        """Return the number of the newest copy, including unfinished copies, or 0 without copies."""
         pending = [job.checkpoint.number for job in (self._job, self._next) if job is not None]
         return max(self._writer.folder.newest_number, *pending, 0)
 
@@ -205,7 +208,7 @@ class CheckpointCopier:
 
     def _start(self, job: _CopyJob) -> None:
         self._hurry.clear()
-        job.stays = self._writer.begin()
+        job.kept = self._writer.begin()
         job.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-copy")
         self._job = job
         job.thread.start()
@@ -226,11 +229,11 @@ class CheckpointCopier:
             self._copies = WholeCopies(self._path)
         copies = self._copies
         # Prune first, so that the drive never holds more than the plan says. The newest copy always stays.
-        copies.keep_only(job.stays)
+        copies.keep_only(job.kept)
         free, need = shutil.disk_usage(self._path).free, self._drive_bytes + self._min_free_disk
         if free < need:
             raise TieredError(
-                f"the drive of '{self._path}' has {format_size(free)} free, a copy takes "
+                f"the drive of '{self._path}' has {format_size(free)} free, but a copy takes "
                 f"{format_size(self._drive_bytes)} and checkpoint.min_free_disk is {format_size(self._min_free_disk)}. "
                 f"Free {format_size(need - free)}"
             )
@@ -238,7 +241,7 @@ class CheckpointCopier:
         return copies.copy(reader, _Pace(self._hurry, self._cancelled).rest)
 
     def _wait(self) -> None:
-        """Wait for the copy in flight, and start the next one; a signal may interrupt the wait."""
+        """Wait for the copy in flight, and start the next one. A signal can interrupt the wait."""
         assert self._job is not None and self._job.thread is not None
         self._hurry.set()
         self._job.thread.join()
@@ -268,7 +271,7 @@ class _Pace:
         self._since_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Sleep for the time the last piece took. Raises ``_CancelledError`` after a cancellation."""
+        """Sleep as long as the last piece took. Raises ``_CancelledError`` if the copy was cancelled."""
         if not self._hurry.is_set():
             self._hurry.wait(time.perf_counter() - self._since_s)
         if self._cancelled.is_set():

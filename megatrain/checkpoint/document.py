@@ -4,13 +4,14 @@
     output_dir/checkpoints/rank00000/...     the directory of a rank's store
     output_dir/checkpoints/snap/00000003/    one process: a generation, whose sealed manifest is the document
 
-A save has two phases. Every rank commits a generation of its store. When all are whole, rank 0 replaces the document,
-and the checkpoint exists. Before that, no reader knows of it, and its generations count as an abandoned future
-(`Generations`). So the document names only generations that are whole on all ranks, whenever a rank dies.
+A save has two phases. First, every rank commits a generation of its store. When all generations are whole, rank 0
+replaces the document, and only then the checkpoint exists for readers. Without the second phase, the generations count
+as an abandoned future (`Generations`). So the document names only generations that are whole on all ranks, whenever a
+rank dies.
 
-One process needs no second file: its store writes the manifest of a generation at the moment when it is whole, so
-nothing happens between the phases. `_of_one_process` reads this form and `_of_document` the other. Both return the same
-type, and only the writers ask which form it was.
+A single process needs no second file, because its store writes the manifest of a generation when the generation is
+whole. `_read_generations` reads this form, and `_read_document` reads `RANKS.json`. Both return the same type, and only
+writers distinguish the two forms.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
     "RankGeneration",
     "folder_notices",
     "forget_checkpoint",
-    "in_order",
+    "merge_by_save",
     "manifest_checksum",
     "order_key",
     "prune",
@@ -54,17 +55,17 @@ __all__ = [
 
 #: Format of ``RANKS.json``. Readers refuse newer ones.
 RANKS_FORMAT = 2
-_MANIFEST_NAME = "MANIFEST.json"  # of tiered.durable.manifest
-_NUM_KEPT_KEY = "num_kept_tensors"  # of megatrain.models.passthrough, which imports torch
-_LAST = (sys.maxsize, "")  # after any save
+_MANIFEST_NAME = "MANIFEST.json"  # same as in tiered.durable.manifest
+_NUM_KEPT_KEY = "num_kept_tensors"  # same as in megatrain.models.passthrough, which imports torch
+_LAST = (sys.maxsize, "")  # larger than the key of any save
 
 
 class Saved(Protocol):
-    """The order of checkpoints, local or at a URL, among the saves of their run."""
+    """Position of a local or remote checkpoint among the saves of its run."""
 
     @property
     def save_number(self) -> int:
-        """Number of the save; 0 if it was not counted."""
+        """Number of the save; 0 if an older version did not count it."""
         ...
 
     @property
@@ -78,9 +79,10 @@ class RankGeneration:
     """One rank's part of a checkpoint.
 
     Attributes:
-        path: directory of its store, next to the document: ``"rank00003"``; "" if one process has the folder itself.
-        xxh3_64: checksum of the generation's manifest, so that no other generation passes for it; "" if that
-            manifest is the document.
+        path: Directory of the rank's store, next to the document, for example ``"rank00003"``. "" if a single process
+            uses the folder itself.
+        xxh3_64: Checksum of the generation's manifest, so that no other generation can replace it. "" if the manifest
+            is the document.
     """
 
     path: str
@@ -92,17 +94,19 @@ class RankGeneration:
 class Checkpoint:
     """A checkpoint, or a whole copy of one; its blocks are not read yet.
 
-    The fields from ``nbytes`` on are results of a scan (``scan.py``). Before it, their defaults mean "no problem".
+    A scan (``scan.py``) sets ``nbytes`` and all later fields. Before a scan, their defaults mean "no problem".
 
     Attributes:
-        number: Larger than the number of any earlier checkpoint; the generation's number if one process wrote it.
+        number: Larger than the number of any earlier checkpoint. If a single process wrote the checkpoint, the number
+            of its generation.
         meta: ``RunState`` as JSON; empty if it cannot be read.
         elements: Elements by block, without the padding of shards; empty if blocks have their recorded length.
         outside: Drives outside a copied or moved run that hold parts of its checkpoint.
-        problem: why it cannot be used, judged by documents and file names; None if it looks sound.
-        is_foreign: Whether another program or a newer version wrote it. A run refuses it, and does not skip it.
-        is_newest: whether a run would continue from it.
-        manifest: manifest of its only generation, if that is its document and was read.
+        problem: Why the checkpoint cannot be used, judged by documents and file names; None if it looks sound.
+        is_foreign: Whether another program or a newer version wrote it. A run then ends with an error instead of
+            skipping the checkpoint.
+        is_newest: Whether a run would resume from it.
+        manifest: Manifest of its only generation, if that is its document and was read.
     """
 
     folder: Path
@@ -126,7 +130,7 @@ class Checkpoint:
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` names it. Otherwise the manifest of its only generation is its document."""
+        """Whether ``RANKS.json`` lists it. Otherwise the manifest of its only generation is its document."""
         return self.ranks[0].path != ""
 
     @property
@@ -139,29 +143,29 @@ class Checkpoint:
         if (folder / "config.json").is_file():
             return None
         return (
-            f"an export needs the {model[_NUM_KEPT_KEY]} tensors that were kept in '{folder}', which is not there. "
+            f"an export needs the {model[_NUM_KEPT_KEY]} tensors that were kept in '{folder}', which does not exist. "
             "Restore it, or name a copy of it: megatrain-tier export --model FOLDER"
         )
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a whole copy, which is unknown to the store of the run."""
+        """Whether it is a whole copy, which the store of the run does not know."""
         return self.folder.name == COPIES_NAME
 
     @property
     def is_gone(self) -> bool:
-        """Whether parts are certainly gone. Drives of several ranks may be on hosts that this process cannot see."""
+        """Whether parts are certainly gone. With several ranks, they may be on drives of hosts that are not visible."""
         return bool(self.lost) and not self.is_listed
 
     @property
     def step(self) -> int | None:
-        """Steps done; None if that cannot be read."""
+        """Number of finished steps; None if it cannot be read."""
         step = self.meta.get("step")
         return step if type(step) is int else None
 
     @property
     def saved_at(self) -> str:
-        """Date and time, ISO 8601; "" if that cannot be read."""
+        """Date and time, ISO 8601; "" if they cannot be read."""
         return str(self.meta.get("saved_at", ""))
 
     @property
@@ -172,18 +176,18 @@ class Checkpoint:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step; None if that cannot be read."""
+        """Loss of the last step; None if it cannot be read."""
         loss = self.meta.get("last_loss")
         return loss if isinstance(loss, float) else None
 
     @property
     def where(self) -> str:
-        """Return the name of its document for messages."""
+        """The name of its document for messages."""
         return f"{'checkpoint' if self.is_listed else 'generation'} {self.number} in '{self.folder}'"
 
     @property
     def state(self) -> RunState:
-        """Return the state of the run.
+        """The state of the run.
 
         Raises:
             CheckpointError: ``meta`` is not the state of a run, or a newer version wrote it.
@@ -191,12 +195,12 @@ class Checkpoint:
         return RunState.from_meta(self.meta, where=self.where)
 
     def is_in_stores(self, output_dir: Path, size: int) -> bool:
-        """Return whether the stores of a run of ``size`` ranks hold it, and so take over its files unchanged."""
+        """Return whether the stores of a run of ``size`` ranks hold it, so that they reuse its files unchanged."""
         is_theirs = [each.path for each in self.ranks] == store_paths(size)
         return is_theirs and self.folder == output_dir / CHECKPOINTS_NAME
 
-    def is_of(self, output_dir: Path) -> bool:
-        """Return whether it belongs to this run, and not to another run that this one starts from."""
+    def belongs_to(self, output_dir: Path) -> bool:
+        """Return whether it belongs to the run in ``output_dir``, not to another run from which that run starts."""
         return self.folder.parent == output_dir
 
     def __str__(self) -> str:
@@ -206,7 +210,7 @@ class Checkpoint:
 
     @contextmanager
     def naming(self, rank: int) -> Iterator[None]:
-        """Add the rank to errors about its part, if there are several ranks."""
+        """Add the rank's number to errors about its part, if there are several ranks."""
         try:
             yield
         except CorruptBlockError as error:
@@ -236,38 +240,38 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
     """Return all checkpoints in a folder, oldest first, including those that cannot be read.
 
     Args:
-        on_damage: called if ``RANKS.json`` cannot be read: its checkpoints are skipped.
+        on_damage: Called if ``RANKS.json`` cannot be read. Its checkpoints are then skipped.
 
     Raises:
-        GenerationError: ``RANKS.json`` is damaged, and there is no ``on_damage``.
-        NewerFormatError: a newer version of this program wrote it.
+        GenerationError: ``RANKS.json`` is damaged, and ``on_damage`` is None.
+        NewerFormatError: A newer version of this program wrote ``RANKS.json``, and ``on_damage`` is None.
     """
     listed: list[Checkpoint] = []
     try:
-        listed = _of_document(folder)
+        listed = _read_document(folder)
     except GenerationError as error:
         if on_damage is None:
             raise
         on_damage(error)
-    return in_order(list(_of_one_process(folder))[::-1], listed[::-1])[::-1]
+    return merge_by_save(list(_read_generations(folder))[::-1], listed[::-1])[::-1]
 
 
 def order_key(checkpoint: Saved) -> tuple[int, str]:
-    """Return the sort key of a checkpoint: its save number, which grows whatever the clocks do.
+    """Return the sort key of a checkpoint: its save number, which grows even if clocks go backwards.
 
     Older versions did not count saves. Their checkpoints precede all counted ones and are ordered by time.
     """
     return checkpoint.save_number, "" if checkpoint.save_number else checkpoint.saved_at
 
 
-def in_order(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Merge two sequences by save numbers; on a tie the entry of the first sequence comes first.
+def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Merge two sequences by save number. On a tie, the entry of the first sequence comes first.
 
-    Each sequence keeps its order. A checkpoint that cannot be read stays behind the one before it.
+    Each sequence keeps its order. A checkpoint that cannot be read stays directly behind the one before it.
 
     Args:
-        own: newest first.
-        others: newest first, for example the copies of ``own``.
+        own: Checkpoints, newest first.
+        others: Checkpoints, newest first, for example the copies of ``own``.
     """
 
     def keys(checkpoints: Sequence[Checkpoint]) -> list[tuple[int, str]]:
@@ -290,9 +294,9 @@ def in_order(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Ch
 
 
 def folder_notices(folder: Path) -> list[str]:
-    """Return notices about documents in a folder of checkpoints that are older than the files they name.
+    """Return notices about documents in a folder of checkpoints that are older than the files they describe.
 
-    Such a folder is a copy of a live run, or a crash came before the last write.
+    The folder is then a copy of a live run, or the run crashed before it wrote the document.
     """
     notices = []
     with contextlib.suppress(NewerFormatError):  # the reader of the generations reports it
@@ -304,7 +308,7 @@ def folder_notices(folder: Path) -> list[str]:
             for path in sorted(folder.glob("rank?????"))
             if (generations := list_generations(path))
         }
-        if unnamed and not _of_document(folder):
+        if unnamed and not _read_document(folder):
             parts = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in unnamed.items())
             notices.append(
                 f"'{folder / RANKS_NAME}' names no checkpoint, so these generations of ranks are not checkpoints: "
@@ -313,14 +317,14 @@ def folder_notices(folder: Path) -> list[str]:
     return notices
 
 
-def _of_one_process(folder: Path) -> Iterator[Checkpoint]:
-    """Yield the checkpoints of one process, oldest first: generations of a store in the folder itself."""
+def _read_generations(folder: Path) -> Iterator[Checkpoint]:
+    """Yield the checkpoints of a single process, oldest first: generations of a store in the folder itself."""
     for number in list_generations(folder):
         ranks = (RankGeneration("", number),)
         try:
             manifest = read_manifest(folder, number)
         except GenerationError as error:
-            if number in list_generations(folder):  # else a live run has just removed it
+            if number in list_generations(folder):  # otherwise a live run has just removed the generation
                 is_newer = isinstance(error, NewerFormatError)
                 yield Checkpoint(folder, number, ranks, problem=str(error), is_foreign=is_newer)
         else:
@@ -328,7 +332,7 @@ def _of_one_process(folder: Path) -> Iterator[Checkpoint]:
             yield Checkpoint(folder, number, ranks, meta, manifest=manifest)
 
 
-def _of_document(folder: Path) -> list[Checkpoint]:
+def _read_document(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints in the folder's ``RANKS.json``, oldest first; empty without this file."""
     path = folder / RANKS_NAME
     try:
@@ -339,19 +343,20 @@ def _of_document(folder: Path) -> list[Checkpoint]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GenerationError(f"'{path}' cannot be read: {error}. Restore it from a backup of the folder") from error
     if not isinstance(version, int) or version > RANKS_FORMAT:
-        raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {RANKS_FORMAT}: upgrade")
+        raise NewerFormatError(f"'{path}' has format {version}, but this version reads up to {RANKS_FORMAT}: upgrade")
     if checksum(json.dumps(body, sort_keys=True).encode()) != expected:
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Restore it from a backup")
     try:
         return [_checkpoint(folder, each) for each in body]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise GenerationError(f"'{path}' makes no sense: {error}. Restore it from a backup") from error
+        raise GenerationError(f"'{path}' is invalid: {error}. Restore it from a backup") from error
 
 
 def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
     """Return a validated checkpoint. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
 
-    The document may be untrusted, and generations are removed by it: no folder name may lead out of the folder.
+    The document may be untrusted and determines which generations are removed. So no folder name in it may lead out of
+    the folder.
     """
     ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
     for rank, each in enumerate(ranks):
@@ -372,7 +377,7 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
     """Return the manifest of each rank's generation.
 
     Raises:
-        GenerationError: a generation is missing, differs, or lacks a block. With several ranks, the rank is named.
+        GenerationError: A generation is missing, differs, or lacks a block. With several ranks, it names the rank.
     """
     found: list[Manifest] = []
     for rank, each in enumerate(checkpoint.ranks):
@@ -391,13 +396,13 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
 
 
 def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[str, BlockRecord]:
-    """Return the blocks of a checkpoint by key: the shards of all ranks joined, without their padding.
+    """Return the blocks of a checkpoint by key, with the shards of all ranks joined and without their padding.
 
     Returns:
         Records with the shape of the whole block and the checksums of the shards.
 
     Raises:
-        GenerationError: a block cannot have the length in the document.
+        GenerationError: The shards of a block cannot hold the number of elements in the document.
     """
     if not checkpoint.is_listed:
         return {block.key: block for block in manifests[0].blocks}
@@ -433,7 +438,7 @@ def manifest_checksum(directory: Path, generation: int) -> str:
 
 
 def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Atomically and durably write these checkpoints to ``RANKS.json``."""
+    """Write checkpoints to ``RANKS.json``, atomically and durably."""
     body = [
         {
             "number": each.number,
@@ -452,10 +457,10 @@ def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def forget_checkpoint(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint: first from its document, then the generations that no other checkpoint names.
+    """Remove a checkpoint from its document, then remove the generations that no other checkpoint names.
 
     Raises:
-        LockedError: a run uses one of the stores.
+        LockedError: A run uses one of the stores.
         OSError: a file cannot be removed.
     """
     folder = checkpoint.folder
@@ -467,22 +472,22 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
         directory = folder / rank.path
         if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
             continue
-        # Through a link, remove only the generation sealed in the document: others may belong to another run.
+        # Through a link, remove only the generation whose checksum the document has: others may belong to another run.
         if not directory.is_symlink() or rank.xxh3_64 in ("", manifest_checksum(directory, rank.generation)):
             _remove_generation(directory, rank.generation)
 
 
 def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
-    """Remove generations that no kept checkpoint names, except in this run's own stores, which prune themselves.
+    """Remove generations that no kept checkpoint names, except in this run's stores, which prune themselves.
 
     Args:
-        own: paths of the stores of this run, as in ``RankGeneration``.
+        own: Paths of the stores of this run, as in ``RankGeneration``.
 
     Raises:
-        GenerationError: the document cannot be read, so the generations in use are unknown.
+        GenerationError: The document cannot be read, so the generations in use are unknown.
         OSError: a file cannot be removed.
     """
-    _of_document(folder)
+    _read_document(folder)
     named = _named(stay)
     for name in ["", *sorted(path.name for path in folder.glob("rank?????"))]:
         if name not in own:

@@ -1,4 +1,4 @@
-"""Messages about folders on drives: they hold checkpoints and must not be deleted."""
+"""Messages that name the folders on drives that hold checkpoints and must not be deleted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
     """Return messages about the drives that hold, or will hold, parts of a run's checkpoints.
 
     Args:
-        drive_bytes: bytes of one checkpoint that stay on drives, by the plan.
+        drive_bytes: Planned bytes of one checkpoint that stay on drives.
     """
     drives = spec.drives
     found = bytes_on_drives(spec.output_dir, drives)
@@ -29,14 +29,14 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
     if drive_bytes and spec.table.is_on:
         names = _names(drives)
         now = sum(found.get(path, 0) for path in drives)
-        lies = f"{format_size(drive_bytes)} of each checkpoint stay in {names}, {format_size(now)} lie there now"
+        lies = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(now)})"
         lines.append(f"{lies}: deleting that folder destroys them. {_advice(spec)}")
     elif any(path in found for path in drives):
         there = [path for path in drives if path in found]
         nbytes = format_size(sum(found[path] for path in there))
-        lines.append(f"{nbytes} of this run's checkpoints lie in {_names(there)}: deleting that destroys them")
+        lines.append(f"{nbytes} of this run's checkpoints are in {_names(there)}: deleting that destroys them")
     others = {path: nbytes for path, nbytes in found.items() if path not in drives}
-    lines += [f"{format_size(size)} of this run's earlier checkpoints lie in '{path}'" for path, size in others.items()]
+    lines += [f"{format_size(size)} of this run's earlier checkpoints are in '{path}'" for path, size in others.items()]
     return lines
 
 

@@ -1,6 +1,6 @@
-"""Locates the files of a run's checkpoints, and checks by name and size whether they still exist.
+"""Locations of the files of a run's checkpoints, with checks by name whether the files still exist.
 
-Imports neither torch nor a store, so that ``status`` answers at once. Contents are verified when they are read.
+This module imports neither torch nor a store, so that ``status`` starts fast. Contents are verified when they are read.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = [
     "LostPart",
     "bytes_on_drives",
     "drives_of_config",
-    "foreign_drives",
+    "refused_drives",
     "lost_parts",
     "outside_drives",
 ]
 
-_ATTRIBUTES_KEY = "megatrain"  # of tiered.tiers.layout
-_STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # of tiered.tiers.directory and ownership
+_ATTRIBUTES_KEY = "megatrain"  # same as in tiered.tiers.layout
+_STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # same as in tiered.tiers.directory and ownership
 
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """Blocks of a checkpoint that are gone with one drive.
+    """Blocks of a checkpoint that were lost with one drive.
 
     Attributes:
-        path: Folder on the drive. For a copied run it is the folder of the copy.
-        is_there: whether that path exists; otherwise the drive may not be mounted.
-        blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
-        nbytes: full size of ``blocks``; a striped block has only some of its bytes on this drive.
-        recorded: path of the drive when the checkpoint was saved.
+        path: Folder on the drive. For a copied run, the folder of the copy.
+        is_there: Whether that path exists. If not, the drive may be unmounted.
+        blocks: Keys of the blocks that had files there, for example ``"model.layers.0/weight"``.
+        nbytes: Full size of ``blocks``. A striped block has only some of its bytes on this drive.
+        recorded: Path of the drive when the checkpoint was saved.
     """
 
     path: str
@@ -75,7 +75,7 @@ class LostPart:
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
-    """Return the parts of a generation that are gone with drives; empty if a live run has just removed it."""
+    """Return the parts of a generation that were lost with drives; empty if a live run has just removed it."""
     missing = _missing_parts(manifest, directory, search)
     if not missing or manifest.generation not in list_generations(directory):
         return ()
@@ -95,7 +95,7 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
 
 
 def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> list[DrivePlace]:
-    """Return the recorded drives that supply parts of a generation in a copied or moved directory."""
+    """Return the drives outside a copied or moved directory that supply parts of a generation."""
     places = drive_places(manifest, directory)
     outside = [place for place in places if place.is_outside]
     if not outside:
@@ -108,21 +108,21 @@ def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] =
 
 
 def _supplies(snap: Path, others: Sequence[Path]) -> bool:
-    """Return whether a folder has a file of a block that no other folder has; links of the others do not count."""
+    """Return whether a folder has a block file that no other folder has as a regular file."""
     files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
     places = ([other / file.relative_to(snap) for other in others] for file in files)
     return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in each) for each in places)
 
 
 def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
-    """Return the drives that lost the folder of a generation, each with the blocks that had files there.
+    """Return the drives that lost the folder of a generation, with the keys of the blocks that had files there.
 
-    A missing file in an existing folder is damage, which the reader of the generation reports.
+    A single missing file in an existing folder is not included, because the reader of the generation reports it.
     """
     name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
     known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
     if all(holds_part(drive, manifest) for drive in known):
-        return {}  # skip the check of each block: a run may have thousands of checkpoints
+        return {}  # avoids the check of each block, because a run may have thousands of checkpoints
     moved = {place.recorded: place.path for place in drives}
     missing: dict[Path, dict[str, None]] = {}
     paths = [path for path in (*search, *(place.path for place in drives)) if holds_part(path, manifest)]
@@ -138,9 +138,9 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
             missing.setdefault(drive, {})[block.key] = None
             continue
         for number in range(num_files):
-            # A failed or unreadable drive counts as gone, because ``os.path`` raises nothing.
+            # ``os.path`` raises no errors, so a failed or unreadable drive counts as gone.
             if not any(os.path.exists(place / "c" / str(number)) for place in places):
-                lay = _where_it_lay(named / "c" / str(number), depth)
+                lay = _recorded_drive(named / "c" / str(number), depth)
                 missing.setdefault(moved.get(lay, lay), {})[block.key] = None
     return {
         drive: tuple(keys) for drive, keys in missing.items() if drive != folder and not holds_part(drive, manifest)
@@ -148,17 +148,17 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
 
 
 def _drives_of_locations(manifest: Manifest, folder: Path, name: str) -> set[str]:
-    """Return the drives of arrays whose tier has no recorded paths."""
+    """Return the drives of blocks whose tier has no recorded paths."""
     blocks = [block for block in manifest.blocks if block.home not in manifest.paths]
     above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in blocks}
     return {os.path.normpath(os.path.join(folder, place)) for place in above}
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
-    """Return the bytes of this run's checkpoints by drive path, each file counted once.
+    """Return the bytes of this run's checkpoints by drive path, counting each file once.
 
     Args:
-        drives: paths to search in addition to those in the manifests and the last config of the run.
+        drives: Paths to search in addition to the paths in the manifests and the last config of the run.
     """
     root = Path(os.path.abspath(output_dir))
     folder = root / CHECKPOINTS_NAME
@@ -175,16 +175,16 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
     return dict(found)
 
 
-def foreign_drives(output_dir: Path | str) -> list[str]:
-    """Return why a run would refuse the folders on its last config's drives; empty if it accepts them."""
+def refused_drives(output_dir: Path | str) -> list[str]:
+    """Return the reasons why a run would refuse the drive folders in its last config; empty if it accepts them."""
     found = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:
             if not os.listdir(path) or _ATTRIBUTES_KEY in _read(path / "zarr.json").get("attributes", {}):
                 continue
-        except (OSError, TypeError):  # the run creates the folder, or reports why it cannot
+        except (OSError, TypeError):  # the run will create the folder or report the error
             continue
-        from tiered.ext import check_claimable  # imported late, because the store's rule imports torch
+        from tiered.ext import check_claimable  # imported late, because it imports torch
 
         try:
             check_claimable(path)
@@ -194,14 +194,14 @@ def foreign_drives(output_dir: Path | str) -> list[str]:
 
 
 def _paths_of_tiers(directory: Path) -> Iterator[Path]:
-    """Yield the current paths of file tiers of the generations in a directory."""
+    """Yield the current paths of the drives that the generations in a directory use."""
     for generation in list_generations(directory):
         with contextlib.suppress(GenerationError):
             yield from (place.path for place in drive_places(read_manifest(directory, generation), directory))
 
 
 def _bytes_of(snap: Path, store: object) -> dict[int, int]:
-    """Return bytes by inode of the chunk files in one store's snapshots; a live run may remove files meanwhile."""
+    """Return bytes by inode of the chunk files in one store's snapshots. A live run may remove files meanwhile."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
         if not is_number(name) or _read(snap / name / _OWNER_NAME).get("id") != store:
@@ -227,8 +227,8 @@ def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
     return None
 
 
-def _where_it_lay(file: Path, depth: int) -> Path:
-    """Return the drive path of a missing file: the target of its link, or the location of its array.
+def _recorded_drive(file: Path, depth: int) -> Path:
+    """Return the drive path of a missing file, from the target of its link or the location of its array.
 
     Args:
         file: ``<drive>/snap/<generation>/<key>/c/<number>``.
@@ -238,9 +238,9 @@ def _where_it_lay(file: Path, depth: int) -> Path:
 
 
 def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
-    """Return the drives in the config of a folder's last run, because parts of checkpoints may have moved.
+    """Return the drives in the config of a folder's last run, which may hold parts of checkpoints that have moved.
 
-    The place relative to ``output_dir`` is tried before the recorded path, as in ``drive_places``.
+    The path relative to ``output_dir`` takes precedence over the recorded path, as in ``drive_places``.
     """
     try:
         values = tomllib.loads((output_dir / RESOLVED_NAME).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Reads the blocks of a checkpoint as if one process had written them.
+"""Reading of a checkpoint's blocks as if a single process had written them.
 
 The ranks hold a block as consecutive shards of equal length, zero-padded at the end (`megatrain/ranks/shards.py`).
-It is read as one block, in ranges. So another number of ranks, an export and a single process read the same bytes.
+The reader joins the shards, so a different number of ranks, a single process or an export reads the same bytes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["CheckpointReader"]
 
 
 class CheckpointReader:
-    """The blocks of a checkpoint.
+    """Reader of the blocks of a checkpoint.
 
-    Takes no lock. Reads and verifies whole pieces of each rank's shard.
+    It takes no lock, and reads and verifies whole pieces of each rank's shard.
 
     Args:
-        search: paths of file tiers, for parts that have moved; default: the drives in the last config of the run.
+        search: Paths of file tiers for parts that have moved. Defaults to the drives in the last config of the run.
 
     Attributes:
-        blocks: records by key, with the shape of the whole block and the checksums of its shards.
+        blocks: Records by key, with the shape of the whole block and the checksums of its shards.
 
     Raises:
-        GenerationError: a generation is missing, differs, or lacks a block. With several ranks, the rank is named.
+        GenerationError: A generation is missing, differs, or lacks a block. With several ranks, it names the rank.
     """
 
     piece_bytes = GenerationReader.piece_bytes
@@ -62,7 +62,7 @@ class CheckpointReader:
         if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
             raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
         if len(self._readers) == 1 and self._shard_bytes(key) == spec.nbytes:
-            self._readers[0].read(key, out)  # directly into ``out``
+            self._readers[0].read(key, out)  # avoids a copy
             return
         memory = out.reshape(-1).view(torch.uint8)
         for start in range(0, spec.nbytes, self.piece_bytes):
@@ -70,15 +70,15 @@ class CheckpointReader:
             memory[start:stop] = self.read_range(key, start, stop)
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return bytes ``start`` to ``stop`` of a block, verified, from the ranks that hold them.
+        """Read and verify bytes ``start`` to ``stop`` of a block from the ranks that hold them.
 
         Returns:
             1-D uint8 in host memory.
 
         Raises:
-            CorruptBlockError: damaged; with several ranks, the rank is named.
-            GenerationError: a part is missing; with several ranks, the rank is named.
-            TransferError: the drive returned an error.
+            CorruptBlockError: The block is damaged. With several ranks, the error names the rank.
+            GenerationError: A part is missing. With several ranks, the error names the rank.
+            TransferError: The drive returned an error.
         """
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
@@ -98,7 +98,7 @@ class CheckpointReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Read all blocks and yield a sentence about every damage; with several ranks, the rank is named."""
+        """Read all blocks and yield a sentence about each problem, with the rank if there are several ranks."""
         for rank, reader in enumerate(self._readers):
             for problem in reader.problems(on_block, with_top=with_top):
                 yield f"rank {rank}: {problem}" if self.checkpoint.is_listed else problem

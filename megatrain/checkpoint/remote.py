@@ -1,12 +1,12 @@
-"""Checkpoints at a URL: upload, commit by a document that is written last, verification and download.
+"""Checkpoints at a URL: upload, commit, verification and download. The document of a checkpoint is written last.
 
     s3://bucket/run/RUN.json                                    the run that owns the URL
-    s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last: without it there is no copy
+    s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last; without it, the copy does not exist
     s3://bucket/run/00000003-step-600/rank00000/OBJECTS.json    size and SHA-256 of each object of a rank
     s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
-    s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder; rank 0 sends them
+    s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder, sent by rank 0
 
-A run of one process has no rank folder. The layout equals ``output_dir/checkpoints``, so ``GenerationReader`` can read
+A single process has no rank folder. ``output_dir/checkpoints`` has the same layout, so ``GenerationReader`` can read
 a copy that any tool has downloaded. This file uses only these methods of fsspec's file system: ``ls``, ``open``,
 ``pipe_file``, ``cat_file``, ``rm_file``, ``rm`` and ``makedirs``.
 """
@@ -58,7 +58,7 @@ __all__ = [
     "TakenError",
     "Upload",
     "UploadCancelledError",
-    "bring_back",
+    "download_newest",
     "find_run_files",
     "identity",
     "list_at_url",
@@ -68,13 +68,13 @@ __all__ = [
 #: Format of the documents at the URL. Readers refuse newer ones.
 REMOTE_FORMAT = 1
 RUN_NAME, CHECKPOINT_NAME, OBJECTS_NAME = "RUN.json", "CHECKPOINT.json", "OBJECTS.json"
-#: File in ``output_dir``: the run's identity at the URL.
+#: File in ``output_dir`` with the run's identity at the URL.
 IDENTITY_NAME = "save_copy.json"
-#: Folder in ``output_dir``: an unfinished download.
+#: Folder in ``output_dir`` with an unfinished download.
 PART_NAME = "checkpoints.part"
-#: Concurrent uploads or downloads; each takes a piece of 16 MiB plus fsspec's buffers.
+#: Number of concurrent uploads or downloads; each takes a piece of 16 MiB plus fsspec's buffers.
 NUM_WORKERS = 2
-#: Largest object of a block.
+#: Maximum size of an object.
 OBJECT_BYTES = 512 * MiB
 #: Bytes per part of an upload, and per read.
 PART_BYTES = 8 * MiB
@@ -97,7 +97,7 @@ class RemoteError(CheckpointError):
 
 
 class DamagedError(RemoteError):
-    """An object differs from the written one."""
+    """An object differs from the uploaded one."""
 
 
 class TakenError(RemoteError):
@@ -105,7 +105,7 @@ class TakenError(RemoteError):
 
 
 class UploadCancelledError(Exception):
-    """The copy was cancelled."""
+    """The upload was cancelled before it was complete."""
 
 
 def identity(checkpoint: Checkpoint | RemoteCheckpoint) -> tuple[int | None, str]:
@@ -118,7 +118,7 @@ class RemotePart:
     """One rank's part of a copy.
 
     Attributes:
-        path: Folder of the rank, as in ``RankGeneration``.
+        path: Folder of the rank, as in ``RankGeneration.path``.
     """
 
     path: str
@@ -133,7 +133,7 @@ class RemoteCheckpoint:
     """A whole copy at the URL.
 
     Attributes:
-        number: Grows with every copy, whichever machine makes it.
+        number: Number of the copy, which grows with every copy, whichever machine makes it.
         parts: Parts by rank.
     """
 
@@ -156,11 +156,11 @@ class RemoteCheckpoint:
 
     @property
     def save_number(self) -> int:
-        """Number of the save within the run; 0 if it was not counted."""
+        """Number of the save within the run; 0 if an older version did not count it."""
         return self.as_checkpoint(Path()).save_number
 
     def as_checkpoint(self, folder: Path) -> Checkpoint:
-        """Return a description of this copy as a checkpoint in a folder."""
+        """Return this copy's description in the form of a checkpoint in a folder."""
         ranks = tuple(RankGeneration(part.path, part.generation) for part in self.parts)
         return Checkpoint(folder, self.number, ranks, self.meta, self.lanes, dict(self.elements))
 
@@ -172,13 +172,13 @@ class RemoteCheckpoint:
 
 @dataclass
 class Upload:
-    """Progress of one upload, so that a retry resumes it; and its controls.
+    """Controls of one upload, and its progress, so that a retry can resume it.
 
     Attributes:
         hurry: Set to disable throttling.
         cancelled: Set to end the upload.
         sums: Size and SHA-256 by object name.
-        compared: names of the objects that were read back and match.
+        compared: Names of the objects that were read back and match.
     """
 
     hurry: threading.Event
@@ -193,13 +193,13 @@ class Upload:
 
 
 class RemoteFolder:
-    """The copies at a URL. Opening it reads nothing; used by several threads.
+    """The copies at a URL. The constructor reads nothing. Several threads may use the object.
 
     Args:
         url: Any URL that fsspec opens, e.g. ``"s3://bucket/run"``; credentials come from the environment.
 
     Raises:
-        RemoteError: its fsspec package is missing, or it is not the URL of a file system.
+        RemoteError: The fsspec package for the URL is missing, or the URL does not name a file system.
     """
 
     def __init__(self, url: str) -> None:
@@ -228,12 +228,12 @@ class RemoteFolder:
         """Claim the URL for a run, and check that it is writable.
 
         Args:
-            output_dir: folder of the run, which stores the identity.
-            is_empty: whether it holds no checkpoint. Then the run that owns the URL may continue here.
+            output_dir: Folder of the run, which stores the identity.
+            is_empty: Whether ``output_dir`` holds no checkpoint. The run that owns the URL may then continue in it.
 
         Raises:
-            TakenError: another run owns it.
-            RemoteError: it cannot be read or written.
+            TakenError: Another run owns the URL.
+            RemoteError: The URL cannot be read or written.
         """
         path, own = output_dir / IDENTITY_NAME, None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -242,7 +242,7 @@ class RemoteFolder:
         try:
             there = None if text is None else str(json.loads(text)["run"])
         except (ValueError, KeyError, TypeError) as error:
-            raise RemoteError(f"{self._title} has a {RUN_NAME} that cannot be read: name another URL") from error
+            raise RemoteError(f"{self._title} has a {RUN_NAME} that cannot be read: use another URL") from error
         run = (is_empty and there) or own or uuid.uuid4().hex
         if there not in (None, run) and self.checkpoints():
             raise TakenError(
@@ -250,7 +250,7 @@ class RemoteFolder:
                 "continue that run, an empty output_dir"
             )
         document = json.dumps({"format": REMOTE_FORMAT, "run": run})
-        self._write(RUN_NAME, document.encode())  # even if it exists: missing permissions show at once
+        self._write(RUN_NAME, document.encode())  # even if it exists, so that missing permissions are found at once
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, document, durable=True)
 
@@ -260,7 +260,7 @@ class RemoteFolder:
         """Return the whole copies, newest first, without incomplete copies and copies with a damaged document.
 
         Raises:
-            RemoteError: it cannot be read.
+            RemoteError: The URL cannot be read.
         """
         found = (self._checkpoint(name) for name in sorted(self._folders(), reverse=True))
         return [each for each in found if each is not None]
@@ -291,7 +291,7 @@ class RemoteFolder:
             step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
             paths = [part.path for part in parts]
             if not paths or paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
-                return None  # the document may be untrusted: no folder name may lead out of the copy
+                return None  # the document may be untrusted, so no folder name may lead out of the copy
             meta, lanes, elements = body["meta"], body["lanes"], body["elements"]
             if not isinstance(meta, dict) or not all(map(_is_count, [lanes, *elements.values()])):
                 return None
@@ -304,21 +304,21 @@ class RemoteFolder:
     def send(
         self, reader: GenerationReader, name: str, path: str, upload: Upload, files: Mapping[str, Path] | None = None
     ) -> RemotePart:
-        """Send a generation, read it back and compare it; a repeated call resumes an interrupted one.
+        """Send a generation, read it back and compare it. A repeated call resumes an interrupted call.
 
         Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 after the upload
-        of all objects. Takes about 110 MiB of memory, including s3fs's buffers.
+        of all objects. The upload takes about 110 MiB of memory, including s3fs's buffers.
 
         Args:
-            name: folder of the copy at the URL.
-            files: Files of the run's folder to send along, by name.
+            name: Folder of the copy at the URL.
+            files: Files of the run's folder to send with the generation, by name.
 
         Raises:
-            CorruptBlockError: a byte of the generation differs from the written one.
-            GenerationError: a part of the generation is missing.
-            TransferError: a drive returned an error.
-            RemoteError: the URL returned an error.
-            UploadCancelledError: the upload was cancelled.
+            CorruptBlockError: A byte of the generation differs from the written one.
+            GenerationError: A part of the generation is missing.
+            TransferError: A drive returned an error.
+            RemoteError: The URL returned an error.
+            UploadCancelledError: The upload was cancelled.
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_objects(reader, upload))
@@ -364,15 +364,15 @@ class RemoteFolder:
         upload.compared.add(name)
 
     def commit(self, made: RemoteCheckpoint) -> None:
-        """Turn the uploaded objects into a copy by writing its document.
+        """Complete a copy by writing its document after all objects.
 
         Raises:
-            TakenError: another process has made a copy since.
-            RemoteError: it cannot be written.
+            TakenError: Another process has made a copy in the meantime.
+            RemoteError: The document cannot be written.
         """
         others = [each for each in self.checkpoints() if each.number >= made.number]
         if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
-            return  # an earlier try wrote it, and the response was lost
+            return  # an earlier try wrote the document, but its response was lost
         if others:
             raise TakenError(
                 f"{self._title} received copy {others[0].number} from another process meanwhile: two runs share it. "
@@ -390,9 +390,9 @@ class RemoteFolder:
             raise DamagedError(f"{self._title}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
 
     def prune(self, keep: int, best_step: int | None) -> None:
-        """Remove older copies and incomplete ones, except the newest ``keep`` and the copy of ``best_step``.
+        """Remove older and incomplete copies, except the newest ``keep`` copies and the copy of ``best_step``.
 
-        Removes only folders older than the newest copy. Raises ``RemoteError``; a repeated call resumes the removal.
+        It removes only folders older than the newest copy. Raises ``RemoteError``. A repeated call resumes the removal.
         """
         whole = self.checkpoints()
         stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
@@ -406,7 +406,7 @@ class RemoteFolder:
                         self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
-        """Read all objects of a copy and yield a sentence about each one that is missing or differs."""
+        """Read all objects of a copy and yield a sentence about each object that is missing or differs."""
         for part in checkpoint.parts:
             try:
                 objects = self._listed(checkpoint, part)
@@ -430,15 +430,15 @@ class RemoteFolder:
     def fetch(self, checkpoint: RemoteCheckpoint, output_dir: Path, min_free_bytes: int) -> None:
         """Download a copy as a checkpoint of the run in ``output_dir``, as if it had been saved there.
 
-        An interrupted download is resumed: files on the drive are compared and not fetched again.
+        A repeated call resumes an interrupted download: it compares files on the drive and does not fetch them again.
 
         Args:
-            output_dir: folder of the run; no process trains in it.
-            min_free_bytes: Bytes to leave free on its drive.
+            output_dir: Folder of the run. No process may train in it.
+            min_free_bytes: Bytes to leave free on the drive.
 
         Raises:
-            DamagedError: an object is missing or differs from the written one.
-            RemoteError: the URL cannot be read, or the drive is too full.
+            DamagedError: An object is missing or differs from the uploaded one.
+            RemoteError: The URL cannot be read, or the drive is too full.
         """
         part_dir = output_dir / PART_NAME
         root = part_dir / checkpoint.name
@@ -462,12 +462,12 @@ class RemoteFolder:
                 )
             self._in_parallel(partial(self._fetch, checkpoint.name, root), objects)
             _restore_run_files(root / checkpoint.parts[0].path / _RUN_FILES_NAME, output_dir)
-            self._take_in(checkpoint, root, output_dir / CHECKPOINTS_NAME)
+            self._import_generations(checkpoint, root, output_dir / CHECKPOINTS_NAME)
             shutil.rmtree(part_dir)
         except (CorruptBlockError, GenerationError) as error:
             raise DamagedError(f"'{self.url}/{checkpoint.name}': {error}") from error
         except (OSError, TieredError) as error:
-            raise RemoteError(f"'{self.url}/{checkpoint.name}' cannot be brought back: {error}") from error
+            raise RemoteError(f"'{self.url}/{checkpoint.name}' cannot be downloaded: {error}") from error
 
     def _listed(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
         """Return the objects of a rank's part: size and SHA-256 by name."""
@@ -484,7 +484,7 @@ class RemoteFolder:
                     raise TypeError(f"{name!r} has the size {nbytes!r:.40} and the checksum {sum_!r:.80}")
                 found[name] = (nbytes, sum_)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"'{self.url}/{path}' makes no sense: {type(error).__name__}: {error}") from error
+            raise DamagedError(f"'{self.url}/{path}' is invalid: {type(error).__name__}: {error}") from error
         return found
 
     def _fetch(self, folder: str, root: Path, item: tuple[str, str, int, str]) -> None:
@@ -507,8 +507,8 @@ class RemoteFolder:
             problem = f"its SHA-256 is {digest.hexdigest()}, but was {expected} when it was written"
         raise DamagedError(f"'{self.url}/{where}' is damaged: {problem}")
 
-    def _take_in(self, checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
-        """Add downloaded generations to the run's stores: verify them, and hard-link their files."""
+    def _import_generations(self, checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
+        """Verify downloaded generations and hard-link their files into the run's stores."""
         known = read_checkpoints(folder, on_damage=lambda error: None)
         is_listed = checkpoint.parts[0].path != ""
         if is_listed:
@@ -549,7 +549,7 @@ class RemoteFolder:
                     raise DamagedError(f"'{self.url}/{name}' is missing") from error
 
     def _write(self, name: str, contents: bytes | Iterable[memoryview | bytes]) -> None:
-        """Write an object; an interrupted write leaves no object, or an incomplete one."""
+        """Write an object. An interrupted write leaves no object or an incomplete object."""
         path = f"{self._root}/{name}"
         with self._errors_explained(f"'{name}' cannot be written"):
             if self._has_folders:
@@ -591,7 +591,7 @@ class RemoteFolder:
             yield
         except (RemoteError, TieredError, UploadCancelledError):
             raise
-        except Exception as error:  # any fsspec file system, and its client, may raise any type
+        except Exception as error:  # fsspec file systems and their clients raise errors of any type
             raise self._error(what, error) from error
 
     def _error(self, what: str, error: Exception) -> RemoteError:
@@ -604,7 +604,7 @@ class RemoteFolder:
                 "GOOGLE_APPLICATION_CREDENTIALS (gs)"
             )
         elif isinstance(error, PermissionError):
-            text += ". These credentials may not do that: they need the right to list, read, write and delete there"
+            text += ". These credentials lack permission: they need the right to list, read, write and delete there"
         elif isinstance(error, FileNotFoundError):
             text += ". Is the name of the bucket right? The bucket must exist"
         return RemoteError(f"{self._title}: {what}: {text}")
@@ -612,12 +612,12 @@ class RemoteFolder:
 
 # -- the objects of a generation -------------------------------------------------------------------------------------
 
-#: Yields the bytes of an object.
+#: Function that yields the bytes of an object.
 _Contents = Callable[[], Iterator["memoryview | bytes"]]
 
 
 def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _Contents]]:
-    """Yield the names and contents of the objects that form a directory with one whole generation.
+    """Yield the name and contents of each object of a directory with one whole generation.
 
     The manifest follows `docs/checkpoints.md` and places all blocks next to it, in files of at most 512 MiB.
     """
@@ -650,7 +650,7 @@ def _file(path: Path) -> Iterator[bytes]:
 
 
 def find_run_files(output_dir: Path) -> dict[str, Path]:
-    """Return the files of a run's folder that are sent with each checkpoint, by relative name."""
+    """Return the files in a run's folder that are sent with each checkpoint, by relative name."""
     found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
     return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
 
@@ -669,8 +669,8 @@ def _is_count(value: object) -> bool:
 
 
 def _restore_run_files(folder: Path, output_dir: Path) -> None:
-    """Move files into the folder of a run, except files that it has already."""
-    for name, file in find_run_files(folder).items():  # ignores other files: the URL may be untrusted
+    """Move files into the folder of a run, except files that it already has."""
+    for name, file in find_run_files(folder).items():  # other files are ignored, because the URL may be untrusted
         target = output_dir / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -680,7 +680,7 @@ def _restore_run_files(folder: Path, output_dir: Path) -> None:
 def _chunk(
     reader: GenerationReader, key: str, start: int, chunk_bytes: int, upload: Upload
 ) -> Iterator[memoryview | bytes]:
-    """Yield a verified chunk of a block's array, zero-padded; pauses as long as each read took."""
+    """Yield a verified, zero-padded chunk of a block's array. Pause after each read for as long as the read took."""
     import torch
 
     files, nbytes = reader.files(key), reader.spec(key).nbytes
@@ -697,14 +697,14 @@ def _chunk(
 
 
 def _chunk_bytes(nbytes: int) -> int:
-    """Return the chunk size of an array: all chunks are equal, and no piece of 16 MiB spans two."""
+    """Return the chunk size of an array. All chunks have this size, and no piece of 16 MiB spans two chunks."""
     num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
     unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
 
 
 def _manifest_bytes(body: Mapping[str, Any]) -> bytes:
-    """Return a manifest in the format used on drives (`docs/checkpoints.md`)."""
+    """Return a manifest in the same format as on drives (`docs/checkpoints.md`)."""
     seal = checksum(json.dumps(body, sort_keys=True).encode())
     return json.dumps({"format": 1, "xxh3_64": seal, "body": body}, sort_keys=True).encode()
 
@@ -731,7 +731,7 @@ def _plain(text: str) -> str:
 
 
 def rules_at_url(url: str) -> KeptRules | None:
-    """Return the rules of the newest copy, or None without a copy. Raises ``RemoteError``."""
+    """Return the settings of the newest copy, or None without a copy. Raises ``RemoteError``."""
     found = (KeptRules.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)
 
@@ -739,14 +739,14 @@ def rules_at_url(url: str) -> KeptRules | None:
 def list_at_url(url: str) -> list[Checkpoint]:
     """Return the copies at a URL as checkpoints, oldest first. Raises ``RemoteError``."""
     found = RemoteFolder(url).checkpoints()
-    return [_shown(each, is_newest=each is found[0]) for each in reversed(found)]
+    return [_as_listed(each, is_newest=each is found[0]) for each in reversed(found)]
 
 
 def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoint, list[str]]]:
     """Read every object of the copies at a URL, and yield each copy with its problems, oldest first.
 
     Raises:
-        RemoteError: it cannot be read, or holds no copy of that step.
+        RemoteError: The URL cannot be read, or has no copy of that step.
     """
     folder = RemoteFolder(url)
     there = folder.checkpoints()
@@ -755,26 +755,26 @@ def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoin
         steps = ", ".join(str(each.step) for each in reversed(there)) or "none"
         raise RemoteError(f"'{url}' holds no copy of this step. Its steps: {steps}")
     for each in found:
-        yield _shown(each, is_newest=each is there[0]), list(folder.problems(each))
+        yield _as_listed(each, is_newest=each is there[0]), list(folder.problems(each))
 
 
-def _shown(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
+def _as_listed(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
     return replace(copy.as_checkpoint(Path(COPIES_NAME)), nbytes=copy.nbytes, is_newest=is_newest)
 
 
-def bring_back(
+def download_newest(
     spec: CheckpointSpec,
     on_message: Callable[[str], None],
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> None:
-    """Fetch the newest copy if it is newer than the local checkpoints, and the copy of the best evaluation with it.
+    """Download the newest copy, and the copy of the best evaluation, if it is newer than the local checkpoints.
 
     Args:
-        spec: where the run saves, and the URL.
-        check: called with the newest copy before the download; raises if the run cannot resume from it.
+        spec: Local folders of the run's checkpoints, and the URL.
+        check: Called with the newest copy before the download. It must raise if the run cannot resume from the copy.
 
     Raises:
-        RemoteError: the URL cannot be used, belongs to another run, or has no whole copy.
+        RemoteError: The URL cannot be used, belongs to another run, or has no whole copy.
     """
     url = spec.table.copy_url
     assert url is not None
@@ -785,7 +785,7 @@ def bring_back(
     whole = folder.checkpoints()
     newer = [each for each in whole if order_key(each) > newest]
     if not newer:
-        shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # a partial download of an earlier start
+        shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # left by an interrupted download
         return
     if spec.table.resume_from_checkpoint == "no":
         raise RemoteError(
@@ -800,7 +800,7 @@ def bring_back(
             for wanted in (best, each):
                 if wanted is not None and identity(wanted) not in map(identity, usable):
                     size = format_size(wanted.nbytes)
-                    on_message(f"bringing back the checkpoint of step {wanted.step} from '{url}', {size}")
+                    on_message(f"downloading the checkpoint of step {wanted.step} from '{url}', {size}")
                     folder.fetch(wanted, spec.output_dir, spec.table.min_free_disk)
             return
         except DamagedError as error:

@@ -1,4 +1,4 @@
-"""Copies every checkpoint to a URL, in order, on a thread concurrent with training, before it is pruned locally."""
+"""Copying of every checkpoint to a URL, in order and concurrently with training, before it is pruned locally."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteCopier"]
 
-#: Consecutive failed tries after which the end of a run stops waiting. During training, retries never end.
+#: Consecutive failed tries after which ``finish`` gives up. During training, retries never end.
 LAST_TRY = 8
 #: Longest pause between two tries.
 MAX_DELAY_S = 60.0
@@ -43,10 +43,11 @@ class _Job:
     """One copy: first each rank sends its parts, then rank 0 writes the document and removes old copies.
 
     Attributes:
-        uploads: Upload progress by part of this rank.
-        parts: Parts of all ranks, once all are sent.
-        num_failed: consecutive failed tries.
-        notice: Message to report after the copy is made.
+        uploads: Progress of this rank's uploads, by part.
+        parts: Parts of all ranks; empty until all parts are sent.
+        num_failed: Number of consecutive failed tries.
+        found: Parts that this rank has sent.
+        notice: Message to report after the copy is complete.
         problem: Kind and message of the error, or None.
     """
 
@@ -63,7 +64,7 @@ class _Job:
 
 
 class RemoteCopier:
-    """Copies every checkpoint to ``checkpoint.save_copy``. Used by the training thread.
+    """Copier of every checkpoint to the URL in ``checkpoint.save_copy``, called by the training thread.
 
     Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not at
     the URL yet. Failed tries are reported and retried with backoff, at most 60 s apart.
@@ -71,14 +72,14 @@ class RemoteCopier:
     Each rank sends its own part, and all ranks call the same methods in the same order.
 
     Args:
-        spec: where the run saves, and the URL.
-        gather: all-gathers one object per rank.
+        spec: Local folders of the run's checkpoints, and the URL.
+        gather: All-gathers one object per rank.
 
     Attributes:
-        save_number: largest save number whose copy was at the URL at the start; 0 if there was none.
+        save_number: Largest save number of the copies at the URL when the run started; 0 if there was no copy.
 
     Raises:
-        CheckpointError: the URL cannot be read.
+        CheckpointError: The URL cannot be read.
     """
 
     def __init__(self, spec: CheckpointSpec, on_message: Callable[[str], None], rank: int, gather: Gather) -> None:
@@ -114,7 +115,7 @@ class RemoteCopier:
     # -- called by the loop ------------------------------------------------------------------------------------------
 
     def offer(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint, unless the URL has it already."""
+        """Queue a checkpoint for copying, unless the URL already has it."""
         waiting = [identity(each) for each in self._waiting]
         if identity(checkpoint) not in self._copied and identity(checkpoint) not in waiting:
             self._queue.append(checkpoint)
@@ -124,7 +125,7 @@ class RemoteCopier:
         """Report a finished copy, retry a failed try, and start the next copy.
 
         Raises:
-            CheckpointError: another run uses the URL.
+            CheckpointError: Another run uses the URL.
         """
         job = self._job
         if job is None:
@@ -159,7 +160,8 @@ class RemoteCopier:
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until every checkpoint that the next commit prunes has been copied.
 
-        If a stop was requested and the URL is unreachable, they are pruned uncopied: the newest steps are worth more.
+        If a stop was requested and the URL is unreachable, the checkpoints are pruned without a copy, because the
+        newest steps are worth more.
         """
         going = [identity(each) for each in outgoing]
         while any(identity(each) in going for each in self._waiting):
@@ -180,10 +182,10 @@ class RemoteCopier:
             self.poll()
 
     def finish(self) -> None:
-        """Wait for all copies, unthrottled from now on.
+        """Wait for all copies, without throttling.
 
         Raises:
-            CheckpointError: one cannot be made.
+            CheckpointError: A copy still fails after ``LAST_TRY`` tries.
         """
         if self._queue and self._job is None:
             self._start_next()
@@ -267,17 +269,17 @@ class RemoteCopier:
         try:
             self._remote.prune(table.save_total_limit, None if best is None else best["step"])
         except RemoteError as error:
-            job.notice = f"old copies could not be removed: {error}. The next copy tries it again"
+            job.notice = f"old copies could not be removed: {error}. The next copy tries again"
 
     def _fail(self, job: _Job, kind: str, problem: str) -> None:
-        """Report the error, and retry if that may help."""
+        """Report the error, and retry unless the checkpoint is damaged or another run uses the URL."""
         step = job.checkpoint.step
         if kind == "taken":
             raise CheckpointError(problem)
         if kind == "damaged":
             self._job = None
             self._on_message(
-                f"the checkpoint of step {step} cannot be copied to '{self._url}', it is damaged: {problem}"
+                f"the checkpoint of step {step} cannot be copied to '{self._url}', because it is damaged: {problem}"
             )
             self._start_next()
             return

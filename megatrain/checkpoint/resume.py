@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a run resumes from: the newest complete one that matches its config."""
+"""Choice of the checkpoint that a run resumes from: the newest complete one that matches its config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
-from megatrain.checkpoint.document import Checkpoint, folder_notices, in_order, order_key, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, folder_notices, merge_by_save, order_key, read_checkpoints
 from megatrain.checkpoint.scan import Lost, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
 from megatrain.checkpoint.table import CheckpointSpec
@@ -32,7 +32,7 @@ __all__ = [
     "already_done",
     "check_changes",
     "rules_of_newest",
-    "continued_position",
+    "resumed_position",
     "find_candidates",
     "is_not_after",
 ]
@@ -51,7 +51,7 @@ _KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # a checkpoint holds the state in 
 
 
 class ConfigChangedError(Exception):
-    """The config would continue a checkpoint with other results than the run that wrote it."""
+    """The config would change the results of the run that wrote the checkpoint."""
 
 
 class NoSuchCheckpointError(CheckpointError):
@@ -63,10 +63,10 @@ class UnreadableCheckpointsError(CheckpointError):
 
 
 class LostCheckpointsError(CheckpointError):
-    """Parts of all checkpoints of a run were on drives, and are gone.
+    """Every checkpoint of a run has lost parts that were on drives.
 
     Attributes:
-        newest: the checkpoint that the run would have continued.
+        newest: Checkpoint from which the run would have resumed.
     """
 
     def __init__(self, message: str, newest: Checkpoint) -> None:
@@ -75,17 +75,17 @@ class LostCheckpointsError(CheckpointError):
 
 
 def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints and copies the run may resume from, best first; empty: it starts from scratch.
+    """Return the checkpoints and copies that the run can resume from, best first; empty if it starts from scratch.
 
     Checkpoints in the run's own folder precede those in ``checkpoint.resume_from_checkpoint``.
 
     Args:
         spec: Locations of checkpoints, and the source to resume from.
-        on_notice: called for checkpoints with a damaged manifest or with parts missing on drives.
+        on_notice: Receives notices about checkpoints with a damaged manifest or with parts missing on drives.
 
     Raises:
-        LostCheckpointsError: checkpoints exist, but each lacks a part that was on a drive.
-        CheckpointError: the folder holds checkpoints and the config says "no"; or the named source has none.
+        LostCheckpointsError: Checkpoints exist, but each lacks a part that was on a drive.
+        CheckpointError: The folder holds checkpoints although the config forbids resuming, or the source holds none.
     """
     source = spec.table.resume_from_checkpoint
     found = _all(spec.output_dir, spec.drives, on_notice)
@@ -102,7 +102,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
         found = _with_all_parts(_all(other, spec.drives, on_notice), other, on_notice)
-    else:  # a directory of generations itself
+    else:  # the source is itself a directory of generations
         found = _readable(other, spec.drives, on_notice)
     if not found:
         raise NoSuchCheckpointError(
@@ -119,17 +119,17 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
 
 
 def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
-    """Return the rules of the checkpoint that a run would resume from, or None without a checkpoint."""
+    """Return the settings of the checkpoint that a run would resume from, or None without a checkpoint."""
     if resume_from == "no":
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]
     for run in (output_dir, *other):
-        # Errors are ignored here, because the later load reports them.
+        # Ignore errors, because the later load reports them.
         own, copies, given = (
             read_checkpoints(folder, on_damage=lambda error: None)[::-1]
             for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )
-        newest = next((each for each in (*in_order(own, copies), *given) if each.problem is None), None)
+        newest = next((each for each in (*merge_by_save(own, copies), *given) if each.problem is None), None)
         if newest is not None and (rules := KeptRules.of_meta(newest.meta)) is not None:
             return rules
     return None
@@ -138,7 +138,7 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
 def _all(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
     """Return the readable checkpoints of a run and their copies, newest first.
 
-    Raises the errors of ``_readable`` if there is no copy.
+    If there is no copy, errors of ``_readable`` are raised.
     """
     copies: list[Checkpoint] = []
     with contextlib.suppress(UnreadableCheckpointsError):
@@ -150,41 +150,42 @@ def _all(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], No
             raise
         on_notice(str(error))
         own = []
-    return in_order(own, copies)
+    return merge_by_save(own, copies)
 
 
 def _with_all_parts(
     found: Sequence[Checkpoint], output_dir: Path, on_notice: Callable[[str], None]
 ) -> list[Checkpoint]:
-    """Return the checkpoints with all parts; report the others in one message.
+    """Return the checkpoints that have all parts, and report the incomplete checkpoints in one message.
 
     Raises:
-        LostCheckpointsError: no checkpoint has all parts.
+        LostCheckpointsError: No checkpoint has all parts.
     """
     left = [each for each in found if not each.is_gone]
     lost = Lost.among(found)
     if lost is None:
         return left
     if not left:
-        raise LostCheckpointsError(f"{lost}. {_what_is_left(output_dir)}. {lost.remedy(output_dir)}", found[0])
+        raise LostCheckpointsError(f"{lost}. {_describe_remains(output_dir)}. {lost.remedy(output_dir)}", found[0])
     if found[0] is not left[0]:
         on_notice(f"{lost}. This run continues from {left[0]} instead")
     return left
 
 
-def _what_is_left(output_dir: Path) -> str:
+def _describe_remains(output_dir: Path) -> str:
     final = output_dir / FINAL_NAME
     if (final / RECORD_FILE).is_file():
-        return f"The trained model in '{final}' is left; there is nothing that a run could continue"
-    return "There is no copy of them in output_dir, and nothing that a run could continue"
+        return f"The trained model in '{final}' still exists, but there is no checkpoint that a run could continue"
+    return "There is no copy of them in output_dir, and no other checkpoint that a run could continue"
 
 
 def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder whose documents can be read, newest first; some may lack parts.
+    """Return the checkpoints in a folder whose documents can be read, newest first. Some may lack parts.
+
+    The errors prevent a run from skipping or overwriting saved work.
 
     Raises:
-        CheckpointError: a newer version of this program wrote the newest one, or there are some and none can be read.
-            So saved work is neither skipped nor overwritten.
+        CheckpointError: A newer version of this program wrote the newest checkpoint, or no checkpoint can be read.
     """
     problems: list[str] = []
 
@@ -233,15 +234,15 @@ def check_changes(
     """Compare the config, the model and the data with those that a checkpoint records.
 
     Args:
-        changes: differences between the checkpoint's config and this run's.
+        changes: Differences between the checkpoint's config and this run's config.
         data_fingerprint: Checksum of the rows (``BatchLoader.fingerprint``).
         find_others: Returns further lines for the error. Called only before an error.
 
     Raises:
-        ConfigChangedError: a key that alters results, or the data, has changed, and ``allow`` is not set.
+        ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is not set.
     """
     others = {key for key, value in model.items() if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value}
-    # Compare the parameters that decay, not the globs: a default's globs may be written differently.
+    # Compare the parameters that decay instead of the globs, because the globs of a default may change.
     globs = [change for change in changes.altering if change.key == _DECAY_KEY]
     without_effect = globs if "decays" in model and "decays" not in others else []
     if globs:
@@ -256,7 +257,7 @@ def check_changes(
         altering.append("data: the rows of [[data.train]] differ, or are in another order")
     if altering and not allow:
         is_readable = not any(change.key in _KEYS_OF_BLOCKS for change in changes.altering)
-        ways = ", name another output_dir, or accept it with --allow-config-change"
+        ways = ", name another output_dir, or accept the changes with --allow-config-change"
         raise ConfigChangedError(
             f"this config would continue {checkpoint} with other results:\n"
             + "".join(f"  {line}\n" for line in [*altering, *find_others()])
@@ -275,10 +276,10 @@ def check_changes(
         on_notice("changed, without effect on results: " + "; ".join(map(str, free)))
 
 
-def continued_position(
+def resumed_position(
     state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
 ) -> LoaderPosition:
-    """Return the position where the data continues: the same one, or the nearest after a change of batch or data."""
+    """Return the data position at which to resume, or the nearest one after a change of batch size or data."""
     step = state.epoch_step * rows_per_step_before // rows_per_step
     if step >= steps_per_epoch:
         return LoaderPosition(state.epoch + 1, 0)
@@ -288,16 +289,16 @@ def continued_position(
 def already_done(
     checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
 ) -> RunSummary | None:
-    """Return the summary of a finished run: all steps are done and their model is written. Otherwise return None.
+    """Return the summary of a run that has finished all steps and written its model. Otherwise return None.
 
     Args:
         num_steps: Total steps of the run.
-        dtype: dtype of the export; "auto": the compute dtype.
-        rule: the rule for the best evaluation.
+        dtype: Dtype of the export, or "auto" for the compute dtype.
+        rule: Rule for the best evaluation.
     """
     state, folder = checkpoint.state, output_dir / FINAL_NAME
     best = Best.of_state(state.best)
-    if not checkpoint.is_of(output_dir) or (state.step < num_steps and not rule.is_over(best)):
+    if not checkpoint.belongs_to(output_dir) or (state.step < num_steps and not rule.is_over(best)):
         return None
     try:
         record = json.loads((folder / RECORD_FILE).read_bytes())

@@ -1,4 +1,4 @@
-"""Saves checkpoints when they are due, one at a time, concurrently with training."""
+"""Saving of checkpoints when they are due, one at a time, concurrently with training."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ RETRY_S = 1.0
 
 
 class Saver:
-    """Saves a run. Used by the training thread.
+    """Saver of a run's checkpoints, called by the training thread.
 
     Args:
-        ready: Context in which weights and state are final after the last step and change only in the next step.
-        copier: makes whole copies of checkpoints.
-        should_stop: whether a stop was requested; polled while the saver waits for disk space.
-        written_bytes: bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
-        writer: makes checkpoints jointly with the other ranks, whose savers are called in the same order.
-        saved: the newest checkpoint of these ranks, or None.
+        ready: Context in which weights and state have their final values after the last step.
+        should_stop: Returns whether a stop was requested; called while the saver waits for disk space.
+        written_bytes: Bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
+        writer: Makes checkpoints jointly with the other ranks, which must call their savers in the same order.
+        saved: Newest checkpoint of these ranks, or None.
 
     Attributes:
-        is_waiting: paused until disk space is freed.
+        is_waiting: Whether the run is paused until disk space is freed.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Saver:
         self._steps_per_epoch = steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
-        self._in_flight: tuple[Commit, RunState, float] | None = None  # seconds stalled
+        self._in_flight: tuple[Commit, RunState, float] | None = None  # with the seconds that training stalled
 
     @property
     def saved_step(self) -> int | None:
-        """Step of the newest checkpoint, or None without one."""
+        """Step of the newest checkpoint, or None if there is no checkpoint."""
         return None if self._saved is None else self._saved.step
 
     def is_due(self, step: int) -> bool:
@@ -91,19 +90,19 @@ class Saver:
     def save(self, state: RunState, *, wait: bool = False) -> None:
         """Save the run, unless a checkpoint of this step exists.
 
-        Returns once it holds only memory that is still to be written; a thread does the rest, except with ``wait`` or
+        A thread writes the checkpoint after this method returns, except with ``wait`` or
         ``checkpoint.async_save = false``.
 
         Raises:
-            CheckpointError: too little free space, with ``on_disk_full = "error"``.
-            KeyboardInterrupt: too little free space and a stop was requested; already reported.
-            TransferError: this checkpoint or the previous one could not be written. The newest whole one stays.
+            CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
+            KeyboardInterrupt: The drive has too little free space, and a stop was requested. Already reported.
+            TransferError: This checkpoint or the previous one could not be written. The newest whole one is kept.
         """
         in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step
         if in_flight_step != state.step:
             start_s = time.perf_counter()
             self.finish()
-            self._wait_for_room(state.step)
+            self._wait_for_space(state.step)
             self._copier.wait_for_pruned(self._writer.outgoing(), self._should_stop)
             with self._ready():
                 self._writer.begin()
@@ -116,13 +115,13 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Report a checkpoint and a copy that have finished. Raises as ``finish``."""
+        """Report a finished checkpoint and a finished copy. Raises the same errors as ``finish``."""
         if self._in_flight is not None and self._writer.are_whole(self._in_flight[0]):
             self.finish()
         self._copier.poll()
 
     def copy_last(self) -> None:
-        """Start a copy of the newest checkpoint if copies are on; the last checkpoint of a run is always copied."""
+        """Start a copy of the newest checkpoint, the last of the run, if copies are on."""
         self._offer(is_last=True)
 
     def _offer(self, *, is_last: bool = False) -> None:
@@ -134,8 +133,8 @@ class Saver:
         """Wait for the checkpoint in flight, if there is one, and report it.
 
         Raises:
-            CheckpointError: a rank could not write its part.
-            TransferError: it could not be written.
+            CheckpointError: A rank could not write its part.
+            TransferError: The only process could not write the checkpoint.
         """
         if self._in_flight is None:
             return
@@ -147,20 +146,20 @@ class Saver:
         if state.best is not None and state.best["step"] == state.step:
             self._writer.folder.best = saved
         figures = commit.figures
-        sizes = self._writer.of_all((figures.nbytes, figures.written_bytes, figures.linked_bytes))
+        sizes = self._writer.sum_over_ranks((figures.nbytes, figures.written_bytes, figures.linked_bytes))
         path = self._writer.folder.path
         self._observer.on_checkpoint(CheckpointMetrics(state.step, path, *sizes, figures.seconds, stall_s))
         self._offer()
 
-    def _wait_for_room(self, step: int) -> None:
-        """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.
+    def _wait_for_space(self, step: int) -> None:
+        """Wait until the drive has space for one more checkpoint in addition to ``min_free_disk``.
 
-        A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than the reserve.
-        All ranks see the same figures, so they decide the same.
+        If a stop is requested meanwhile, its checkpoint may use ``min_free_disk``, because steps are worth more than
+        the reserve. All ranks get the same numbers, so they decide identically.
         """
         need = self._written_bytes + self._table.min_free_disk
         while True:
-            free, is_stopping = self._room()
+            free, is_stopping = self._free_space()
             if free >= need:
                 break
             if is_stopping and free >= self._written_bytes:
@@ -171,7 +170,7 @@ class Saver:
                 )
                 return
             text = (
-                f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, one takes "
+                f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, but one takes "
                 f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
                 f"{format_size(self._table.min_free_disk)}. Free {format_size(need - free)}"
             )
@@ -179,18 +178,18 @@ class Saver:
                 raise CheckpointError(f"{text}, or lower min_free_disk. The previous checkpoint is whole")
             if is_stopping:
                 since = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"
-                text = f"step {step} cannot be saved, {since} are lost: {text}"
+                text = f"step {step} cannot be saved, so {since} are lost: {text}"
                 self._observer.on_message(text)
                 raise KeyboardInterrupt(text)
             if not self.is_waiting:
                 self.is_waiting = True
-                self._observer.on_message(f"{text}: paused, nothing is lost; the run resumes by itself")
+                self._observer.on_message(f"{text}: paused, nothing is lost; the run resumes automatically")
             time.sleep(RETRY_S)
         if self.is_waiting:
             self.is_waiting = False
             self._observer.on_message("there is room for a checkpoint again: the run continues")
 
-    def _room(self) -> tuple[int, bool]:
-        """Return the bytes free for a checkpoint, and whether a stop was requested; equal on all ranks."""
+    def _free_space(self) -> tuple[int, bool]:
+        """Return the free bytes for a checkpoint, and whether a stop was requested; identical on all ranks."""
         drive = next(path for path in (self._path, *self._path.parents) if path.exists())
-        return self._writer.agree_on_room(lambda: shutil.disk_usage(drive).free, self._should_stop())
+        return self._writer.agree_on_free_space(lambda: shutil.disk_usage(drive).free, self._should_stop())

@@ -1,6 +1,7 @@
-"""Scans a run's folder for checkpoints, checks whether each is usable, and orders them.
+"""Scans of a run's folder for checkpoints, with a check whether each is usable.
 
-Imports neither torch nor a store, so that ``status`` answers at once. Reads documents, and checks files by name.
+This module imports neither torch nor a store, so that ``status`` starts fast. It reads documents and checks files by
+name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
-from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints, read_manifests, whole_blocks
+from megatrain.checkpoint.document import Checkpoint, merge_by_save, read_checkpoints, read_manifests, whole_blocks
 from megatrain.checkpoint.locations import LostPart, drives_of_config, lost_parts, outside_drives
 from megatrain.checkpoint.state import CheckpointError
 from tiered.errors import GenerationError
@@ -22,11 +23,11 @@ __all__ = ["Lost", "is_listed", "outside_notices", "saved_checkpoints", "scan", 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Checkpoints that lost parts on drives, for messages.
+    """Message about checkpoints that lost parts on drives.
 
     Attributes:
-        places: former locations of the parts, as ``LostPart.place``.
-        is_absent: whether a part's folder does not exist: its drive may not be mounted.
+        places: Former locations of the parts, as in ``LostPart.place``.
+        is_absent: Whether the folder of a part does not exist, for example because its drive is not mounted.
     """
 
     steps: tuple[int, ...]
@@ -35,7 +36,7 @@ class Lost:
 
     @classmethod
     def among(cls, checkpoints: Sequence[Checkpoint]) -> Lost | None:
-        """Return the lost checkpoints among these, or None."""
+        """Return a message about the lost ones of these checkpoints, or None if all are complete."""
         gone = [each for each in checkpoints if each.is_gone]
         if not gone:
             return None
@@ -49,7 +50,7 @@ class Lost:
         return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
-        """Return the remedy if no checkpoint is usable. Advise removal only if the parts cannot be restored."""
+        """Return advice if no checkpoint is usable. It suggests removal only if no drive may just be unmounted."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.is_absent:
             back = "Restore that folder (mount its drive, restore a backup) and run again"
@@ -66,7 +67,7 @@ def _of_steps(steps: Sequence[int]) -> str:
 
 
 def outside_notices(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return a notice for each drive outside a copied or moved run from which its checkpoints are read."""
+    """Return a notice for each drive outside a copied or moved run that supplies parts of its checkpoints."""
     found: dict[DrivePlace, set[int]] = {}
     for each in checkpoints:
         for drive in each.outside:
@@ -88,16 +89,16 @@ def scan(
     reads_state: bool = True,
     on_damage: Callable[[GenerationError], None] | None = None,
 ) -> list[Checkpoint]:
-    """Return all checkpoints in a folder, the newest first; unusable ones carry their problem.
+    """Return all checkpoints in a folder, newest first. Unusable ones have a ``problem``.
 
-    Works during a run: checkpoints that the run removes meanwhile are left out.
+    The function can be called during a run. It omits checkpoints that the run removes meanwhile.
 
     Args:
-        drives: further paths where parts may be, in addition to the drives in the run's last config.
-        reads_state: Whether to validate all of ``RunState``, or only its step, which imports less.
+        drives: Paths to search for parts, in addition to the drives in the run's last config.
+        reads_state: Whether to validate all of ``RunState``. If False, only the step is checked, which imports less.
 
     Raises:
-        GenerationError: as ``read_checkpoints``.
+        GenerationError: ``RANKS.json`` is damaged, and ``on_damage`` is None.
     """
     search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
     found = (_examined(each, search, reads_state) for each in reversed(read_checkpoints(folder, on_damage)))
@@ -105,9 +106,9 @@ def scan(
 
 
 def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> list[Checkpoint]:
-    """Return the checkpoints of a run and their copies, in the order in which a run would try them.
+    """Return the checkpoints of a run and their copies, in the order in which a run tries them.
 
-    Leaves out checkpoints with invalid documents, but not those with lost parts.
+    Checkpoints with invalid documents are omitted, but not checkpoints with lost parts.
     """
     root = Path(os.path.abspath(output_dir))
     found: list[list[Checkpoint]] = []
@@ -116,7 +117,7 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
         if there and there[0].is_foreign:
             there = []  # a run would refuse all of them
         found.append([each for each in there if each.problem is None or each.lost])
-    return in_order(*found)
+    return merge_by_save(*found)
 
 
 def usable_checkpoint(output_dir: Path | str) -> Checkpoint | None:
@@ -150,6 +151,6 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
 
 
 def is_listed(checkpoint: Checkpoint) -> bool:
-    """Return whether the document still names this checkpoint: a live run removes old ones."""
+    """Return whether the document still names this checkpoint, because a live run removes old checkpoints."""
     known = read_checkpoints(checkpoint.folder, on_damage=lambda error: None)
     return any(each.ranks == checkpoint.ranks for each in known)

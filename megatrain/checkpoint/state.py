@@ -1,4 +1,4 @@
-"""The state of a run in the manifest of a generation, as plain JSON next to the blocks (docs/checkpoints.md)."""
+"""The state of a run, stored as plain JSON in the manifest of a generation (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ __all__ = [
 
 #: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
 CHECKPOINT_FORMAT = 1
-#: Version of the order of additions: another version changes the last bits of a step. 2: the head works in pieces of
-#: 2,048 rows and parts of the vocabulary, and weight gradients are sums of products in fp32. 3: such a part never spans
-#: two blocks of the weight gradient.
+#: Version of the order of additions. A different version changes the last bits of a step. Version 2: the head computes
+#: pieces of 2,048 rows and parts of the vocabulary, and weight gradients are summed in fp32. Version 3: a part of the
+#: vocabulary never spans two blocks of the weight gradient.
 ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
-#: Losses that a state keeps at either end of a run.
+#: Number of first losses, and of last losses, that a state keeps.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used or written; the message names it, the cause and the remedy."""
+    """A checkpoint cannot be used or written. The message names the checkpoint, the cause and the remedy."""
 
 
-#: Target tokens of a micro-batch before checkpoints recorded them, by device type.
+#: Target tokens of a micro-batch by device type, for checkpoints that do not record them.
 _UNRECORDED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRules:
-    """Rules that a config may leave to the first start of a run, and that every later start keeps.
+    """Settings that a config may leave open. The first start of a run decides them, and every later start keeps them.
 
     Attributes:
-        num_lanes: Lanes in which the gradients of micro-batches are added.
-        micro_batch_tokens: Target tokens of a micro-batch; None if the checkpoint does not name its device.
+        num_lanes: Lanes that add the gradients of micro-batches.
+        micro_batch_tokens: Target tokens of a micro-batch; None if they and the device are not recorded.
         muon_fused: ``optimizer.muon_fused``; "whole" in checkpoints older than this key.
     """
 
@@ -60,7 +60,7 @@ class KeptRules:
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any]) -> KeptRules | None:
-        """Return the rules of the run that wrote a checkpoint's ``meta``, or None if its config is damaged."""
+        """Return the settings of the run that wrote a checkpoint's ``meta``, or None if its config is damaged."""
         try:
             config = tomllib.loads(str(meta.get("config_toml", "")))
         except tomllib.TOMLDecodeError:
@@ -83,33 +83,33 @@ class KeptRules:
 class RunState:
     """The state of a run after a step. With the blocks of its generation it determines all further results.
 
-    It has no state of a random number generator, because dropout and data order are functions of a seed and a position.
-    Both are fields here.
+    It has no state of random number generators, because dropout and data order are functions of a seed and a position,
+    and both are fields.
 
     Attributes:
-        max_steps: steps of the run, which the learning rate schedule is made for.
-        num_updates: steps whose gradient was used; the optimizer's step count.
-        epoch: data position: epoch of the next step, from 0.
-        epoch_step: data position: number of the next step in its epoch, from 0.
-        num_real_tokens: tokens without padding, all steps so far.
-        num_trained_tokens: tokens with a loss, all steps so far.
-        first_loss: loss of the first step; None before it.
-        last_loss: loss of the last step; None before the first.
-        first_losses: losses of the first ``NUM_LOSSES`` steps.
-        last_losses: losses of the last ``NUM_LOSSES`` steps.
+        max_steps: Total steps of the run, for which the learning rate schedule is made.
+        num_updates: Steps whose gradient was used; the optimizer's step count.
+        epoch: Data position: epoch of the next step, from 0.
+        epoch_step: Data position: number of the next step in its epoch, from 0.
+        num_real_tokens: Tokens of the steps so far, without padding.
+        num_trained_tokens: Tokens of the steps so far that had a loss.
+        first_loss: Loss of the first step; None before that step.
+        last_loss: Loss of the last step; None before the first step.
+        first_losses: Losses of the first ``NUM_LOSSES`` steps.
+        last_losses: Losses of the last ``NUM_LOSSES`` steps.
         seed: Seed of the model's random numbers, each a function of (seed, step).
         data_seed: Seed of the data order, a function of (seed, epoch).
-        lr_schedule: type, peak learning rate, steps and warm-up steps; informational: the config decides.
-        data_fingerprint: checksum of all tokens, masks and document boundaries.
-        model: name, class and number of parameters (informational); dtype, device, attention, checksum of the model's
+        lr_schedule: Type, peak learning rate, steps and warm-up steps. Informational, because the config decides.
+        data_fingerprint: Checksum of all tokens, masks and document boundaries.
+        model: Name, class and number of parameters (informational); dtype, device, attention, checksum of the model's
             config, target tokens of a micro-batch; on a CPU, torch's threads; number and checksum of kept tensors.
-        saved_at: date and time, ISO 8601; informational.
+        saved_at: Date and time, ISO 8601; informational.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
-        cursor: data position of streams (``LoaderPosition.cursor``); None without streams.
-        save_number: grows with each save of the run and orders checkpoints across folders and copies; 0: not counted.
+        cursor: Data position of streams (``LoaderPosition.cursor``); None without streams.
+        save_number: Number of the save, which orders checkpoints across folders and copies; 0 if not counted.
         sources: Checksum of each source's files; empty if not recorded. Only used to list changed sources in an error,
             because different bytes may have the same tokens.
-        best: the best evaluation so far (``Best.to_state``); None if there is none or the run does not use it.
+        best: Best evaluation so far (``Best.to_state``); None if there is none or the run does not use it.
     """
 
     step: int
@@ -140,7 +140,7 @@ class RunState:
     sources: tuple[str, ...] = ()
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the ``meta`` of the commit."""
+        """Return the state as the ``meta`` of a commit."""
         return {"program": _PROGRAM, "checkpoint_format": CHECKPOINT_FORMAT, **asdict(self)}
 
     @classmethod
@@ -148,7 +148,7 @@ class RunState:
         """Return the state in a manifest's ``meta``; unknown keys are ignored.
 
         Raises:
-            CheckpointError: it is not a checkpoint of a run, or a newer version of this program wrote it.
+            CheckpointError: ``meta`` is not from a checkpoint of a run, or a newer version of this program wrote it.
         """
         if meta.get("program") != _PROGRAM:
             raise CheckpointError(
@@ -157,7 +157,7 @@ class RunState:
         found = meta.get("checkpoint_format")
         if not isinstance(found, int) or found > CHECKPOINT_FORMAT:
             raise CheckpointError(
-                f"{where} has format {found}, this version reads up to {CHECKPOINT_FORMAT}: upgrade {_PROGRAM}"
+                f"{where} has format {found}, but this version reads up to {CHECKPOINT_FORMAT}: upgrade {_PROGRAM}"
             )
         required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         missing = [name for name in required if name not in meta]
@@ -173,23 +173,23 @@ class RunState:
             raise CheckpointError(f"{where} has {name} = {first['input']!r:.40}: it is damaged. {_ANOTHER}") from error
 
     def with_loss(self, loss: float) -> RunState:
-        """Return the state with the loss of one more step."""
+        """Return the state with the loss of one more step added."""
         first, last = self.first_losses, (*self.last_losses, loss)[-NUM_LOSSES:]
-        if len(first) < NUM_LOSSES and len(first) == self.step:  # an older version recorded no first losses
+        if len(first) < NUM_LOSSES and len(first) == self.step:  # older versions recorded no first losses
             first = (*first, loss)
         first_loss = loss if self.first_loss is None else self.first_loss
         return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first, last_losses=last)
 
     def saved_now(self) -> RunState:
         """Return the state with the current time as its save time."""
-        # Microseconds, because older versions order checkpoints by this text.
+        # The time has microseconds, because older versions order checkpoints by this text.
         return replace(self, saved_at=now_text("microseconds"))
 
     @property
     def mean_losses(self) -> tuple[float, float, int] | None:
-        """Mean loss of the first n and of the last n steps, which do not overlap, and n; None if not recorded.
+        """Mean loss of the first n steps, of the last n steps, and n. The steps do not overlap. None if not recorded.
 
-        The loss of a single step depends more on its rows than on the model.
+        A mean is more informative than a single loss, which depends more on the rows of its step than on the model.
         """
         count = min(NUM_LOSSES, max(1, self.step // 2))
         if min(len(self.first_losses), len(self.last_losses)) < count:
@@ -199,8 +199,8 @@ class RunState:
 
 @cache
 def _validation() -> tuple[Callable[[Any], RunState], Any]:
-    """Return the type validator of a state from a file, which may be untrusted, and its error type."""
-    from pydantic import TypeAdapter, ValidationError  # imported late: ``status`` does not need it
+    """Return the validator for a state from a possibly untrusted file, and its error type."""
+    from pydantic import TypeAdapter, ValidationError  # imported late, because ``status`` does not need it
 
     return TypeAdapter(RunState).validate_python, ValidationError
 

@@ -22,12 +22,12 @@ from megatrain.base.table import (
 )
 from tiered.units import GiB
 
-#: Fewest generations that a saving run needs space for: the last one, and the one being written.
+#: Minimum number of generations that a saving run needs space for: the last one and the one being written.
 MIN_GENERATIONS = 2
 
 
 def _as_source(value: object) -> object:
-    """Accept true and false, which other tools write for "auto" and "no"."""
+    """Accept true and false, which other tools use instead of "auto" and "no"."""
     return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
 
 
@@ -38,13 +38,13 @@ ResumeSource = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
     is_path("auto", "no"),
 ]
-#: A URL of fsspec, without passwords, signatures or other possible secrets.
+#: A URL that fsspec can open, without passwords, signatures or other secrets.
 CopyUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s*?]*$", examples=["s3://bucket/run"])]
-#: Checkpoints to copy: all, none, every n-th or the last; or the URL that copies go to.
+#: Checkpoints to copy (all, none, every n-th or the last), or the URL to copy all of them to.
 CopyRule = Annotated[
     bool | Annotated[int, Field(ge=1)] | Literal["last"] | CopyUrl,
     is_not(
-        "is no rule for copies",
+        "is not a rule for copies",
         'Write true (every checkpoint), 5 (every fifth one), "last" or false; or a URL such as "s3://bucket/run", '
         "without keys: those come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
     ),
@@ -121,12 +121,12 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def is_on(self) -> bool:
-        """Whether this run may save at all."""
+        """Whether this run saves checkpoints."""
         return self.save_strategy != "no" or self.save_on_signal
 
     @property
     def num_generations(self) -> int:
-        """Checkpoints to plan space for; 0 if the run never saves."""
+        """Number of checkpoints to plan space for; 0 if the run never saves."""
         return self._most_kept + self.load_best_model_at_end if self.is_on else 0
 
     @property
@@ -136,10 +136,10 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def _most_kept(self) -> int:
-        return max(self.save_total_limit, MIN_GENERATIONS)  # the previous one stays while the next one is made
+        return max(self.save_total_limit, MIN_GENERATIONS)  # a save keeps the previous one
 
     def without_saves(self) -> CheckpointConfig:
-        """Return the table of a run that never saves."""
+        """Return a copy of the table for a run that never saves."""
         off = {"save_strategy": "no", "save_on_signal": False, "save_copy": False}
         return self.model_copy(update=off)
 
@@ -149,8 +149,8 @@ class CheckpointSpec:
     """Locations of a run's checkpoints, and its ``[checkpoint]`` table.
 
     Attributes:
-        drives: folders of the NVMe tier, where parts of checkpoints stay.
-        on_full: action of a save when the drive has too little free space.
+        drives: Folders of the NVMe tier, which keep parts of checkpoints.
+        on_full: Action of a save if the drive has too little free space.
     """
 
     table: CheckpointConfig

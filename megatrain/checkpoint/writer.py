@@ -1,4 +1,4 @@
-"""Makes checkpoints of generations: the two phases of a save, jointly on all ranks of a run (see `document.py`)."""
+"""The two phases of a save, which all ranks of a run perform together (see `document.py`)."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointFolder", "CheckpointWriter", "CopyWriter"]
 
-#: All-gathers one object per rank: ``RankGroup.gather``. A collective.
+#: Collective that all-gathers one object per rank: ``RankGroup.gather``.
 Gather = Callable[[Any], Sequence[Any]]
 
 
 class CheckpointFolder:
-    """A folder of checkpoints or copies, in the same state on all ranks. Rank 0 changes it and informs the others.
+    """A folder of checkpoints or copies, with identical state on all ranks. Rank 0 changes the files.
 
     All ranks call the same methods in the same order.
 
     Args:
-        gather: All-gathers one object per rank; a collective.
-        on_message: called on rank 0 if old files could not be removed, which costs no checkpoint.
+        gather: Collective that all-gathers one object per rank.
+        on_message: Called on rank 0 if old files could not be removed. No checkpoint is lost then.
         ignores_damage: Whether a damaged document counts as empty and is replaced by the next one. Otherwise it
             raises an error.
 
     Attributes:
-        known: the existing checkpoints, oldest first.
-        best: a checkpoint that is kept at any age, in addition to ``keep`` others.
-        own: path of this rank's store, as in ``RankGeneration``.
+        known: Existing checkpoints, oldest first.
+        best: Checkpoint that is kept at any age, in addition to ``keep`` other checkpoints.
+        own: Path of this rank's store, as in ``RankGeneration``.
     """
 
     def __init__(
@@ -64,38 +64,38 @@ class CheckpointFolder:
         self.paths = store_paths(len(gather(None)))
         self.own = self.paths[rank]
         on_damage = None if self.is_listed and not ignores_damage else _ignore_damage
-        self.known: list[Checkpoint] = self.from_first(lambda: read_checkpoints(path, on_damage))
+        self.known: list[Checkpoint] = self.run_on_first_rank(lambda: read_checkpoints(path, on_damage))
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` names the checkpoints. A single process names them in its generations' manifests."""
+        """Whether ``RANKS.json`` lists the checkpoints. For a single process, the manifests of generations do."""
         return self.own != ""
 
     @property
     def newest_number(self) -> int:
-        """Largest number among the checkpoints of this form, or 0."""
+        """Largest number of the checkpoints of this form (listed or not), or 0."""
         return max((each.number for each in self.known if each.is_listed == self.is_listed), default=0)
 
     def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
-        """Return the generations of this rank in these checkpoints."""
+        """Return the generations that these checkpoints have in the store of this rank."""
         ranks = [rank for each in checkpoints if each is not None for rank in each.ranks]
         return [rank.generation for rank in ranks if rank.path == self.own]
 
     def newest(self, checkpoints: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
-        """Return the newest ``keep`` of these checkpoints, and the best one in addition."""
+        """Return the newest ``keep`` of these checkpoints, and additionally the best one."""
         is_best = [self.best is not None and each.ranks == self.best.ranks for each in checkpoints]
         others = [number for number, best in enumerate(is_best) if not best]
         stay = set(others[max(0, len(others) - keep) :])
         return [each for number, each in enumerate(checkpoints) if is_best[number] or number in stay]
 
     def change(self, keep: int, *, drop: Sequence[Checkpoint] = (), made: Checkpoint | None = None) -> None:
-        """Keep the newest checkpoints and remove the others. A collective.
+        """Keep the newest ``keep`` checkpoints and remove all others. A collective.
 
-        Generations in this run's own stores are removed by the stores' next commits.
+        The next commits of this run's stores remove the generations in those stores.
 
         Args:
-            drop: checkpoints to remove at any age.
-            made: a new checkpoint, whose generations are whole.
+            drop: Checkpoints to remove at any age.
+            made: New checkpoint, whose generations are whole.
         """
         doomed = {each.ranks for each in drop}
         left = [each for each in self.known if each.ranks not in doomed]
@@ -111,11 +111,11 @@ class CheckpointFolder:
                 self._on_message(f"old checkpoints in '{self.path}' could not be removed: {error}")
 
         if left != self.known:
-            # All ranks wait for rank 0's write, so that no rank starts another commit, which prunes, before it.
-            self.from_first(write)
+            # All ranks wait for rank 0's write, so that no rank starts another commit before it. A commit prunes.
+            self.run_on_first_rank(write)
             self.known = left
 
-    def from_first(self, find: Callable[[], Any]) -> Any:
+    def run_on_first_rank(self, find: Callable[[], Any]) -> Any:
         """Run ``find`` on rank 0, and return its result, or raise its error, on all ranks. A collective."""
         found: Any = None
         if self.rank == 0:
@@ -129,26 +129,26 @@ class CheckpointFolder:
         return result
 
     def named(self, problem: str) -> str:
-        """Return an error message with this rank's number, if there are several ranks."""
+        """Add this rank's number to an error message, if there are several ranks."""
         return f"rank {self.rank}: {problem}" if self.is_listed else problem
 
 
 def _ignore_damage(error: GenerationError) -> None:
-    """Do nothing, because the search for checkpoints has reported it."""
+    """Do nothing, because the search for checkpoints has already reported the damage."""
 
 
 class CheckpointWriter:
-    """The two phases of a save. All ranks call the same methods in the same order.
+    """Writer of checkpoints in two phases. All ranks call the same methods in the same order.
 
     Args:
-        store: Store of this rank. Its commits now keep the generations named in checkpoints, and prune older others.
-        lanes: Lanes in which gradients are added up.
+        store: Store of this rank. Its commits keep the generations that checkpoints name, and prune other older ones.
+        lanes: Number of lanes that add gradients.
         elements: Elements by block, without the padding of shards.
-        is_past: Whether a checkpoint is not newer than the one that this run resumed from. Newer ones could not be
-            loaded, so the first save drops them and keeps the loaded one.
-        save_number: largest save number among copies elsewhere.
-        starts_over: Whether the run continues no checkpoint. Then unnamed generations of these ranks stay until the
-            run has saved its first checkpoint.
+        is_past: Returns whether a checkpoint is not newer than the one that this run resumed from. Newer checkpoints
+            could not be loaded, so the first save drops them and keeps the loaded one.
+        save_number: Largest save number of the copies at a URL.
+        starts_over: Whether the run starts without a checkpoint. Then generations that no checkpoint names are kept
+            until the run has saved its first checkpoint.
     """
 
     def __init__(
@@ -166,22 +166,22 @@ class CheckpointWriter:
         self._save_number = max(save_number, *(each.save_number for each in folder.known), 0)
         self._unnamed: dict[str, list[int]] = {}
         if folder.is_listed and starts_over:
-            self._unnamed = folder.from_first(
+            self._unnamed = folder.run_on_first_rank(
                 lambda: {path: list_generations(folder.path / path) for path in folder.paths}
             )
         if folder.is_listed:
             store.keep_only(lambda: [*folder.generations(folder.known), *self._unnamed.get(folder.own, ())])
-        else:  # the generations are the checkpoints: the store counts them itself when the newest is whole
+        else:  # each generation is a checkpoint, and the store itself limits their number
             store.keep_also(lambda: folder.generations([folder.best]))
 
     def begin(self) -> None:
-        """Drop checkpoints to make room for the next one, but never the last."""
+        """Drop checkpoints to free space for the next one, but never the last checkpoint."""
         drop = [each for each in self.folder.known if not self._is_past(each)]
         self.folder.change(self._num_left, drop=drop)
-        self._is_past = lambda checkpoint: True  # new checkpoints from now on
+        self._is_past = lambda checkpoint: True  # checkpoints from now on belong to this run
 
     def next_save_number(self) -> int:
-        """Return the number of the save that begins, which is larger than all earlier ones."""
+        """Return the number of the next save, which is larger than all earlier numbers."""
         self._save_number += 1
         return self._save_number
 
@@ -198,10 +198,10 @@ class CheckpointWriter:
         stay = [each.ranks for each in self.folder.newest(self._past, self.folder.keep - 1)]
         return [each for each in self.folder.known if each.ranks not in stay]
 
-    def agree_on_room(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
-        """Return rank 0's free bytes for the checkpoint of all ranks, and whether any rank has a stop request.
+    def agree_on_free_space(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
+        """Return the bytes free on rank 0 for the next checkpoint of all ranks, and whether a stop was requested.
 
-        Counts the space that ``begin`` and the next commits free: generations that will no longer be named.
+        The bytes include the generations that no checkpoint will name, which ``begin`` and the next commits remove.
         """
         free = 0
         if self.folder.rank == 0:
@@ -218,21 +218,21 @@ class CheckpointWriter:
         gathered = self.folder.gather((free, is_stopping))
         return gathered[0][0], any(stopping for _, stopping in gathered)
 
-    def of_all(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return the sums over all ranks."""
+    def sum_over_ranks(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the sums of three sizes over all ranks. A collective."""
         first, second, third = (sum(each) for each in zip(*self.folder.gather(sizes), strict=True))
         return first, second, third
 
     def are_whole(self, commit: Commit) -> bool:
-        """Return whether the generations of all ranks are whole, or have failed. Does not wait for the drives."""
+        """Return whether the generations of all ranks are whole or have failed, without waiting for drives."""
         return all(self.folder.gather(commit.is_done))
 
     def finish(self, commit: Commit, meta: Mapping[str, Any]) -> Checkpoint:
         """Wait until the generations of all ranks are whole, and make them a checkpoint.
 
         Raises:
-            CheckpointError: a rank could not write its part; the document is unchanged.
-            TransferError: the only process could not.
+            CheckpointError: A rank could not write its part. The document is unchanged.
+            TransferError: The single process could not write its generation.
         """
         folder, ranks = self.folder, self._whole_on_all(commit)
         number = ranks[0].generation
@@ -244,7 +244,7 @@ class CheckpointWriter:
         return made
 
     def _whole_on_all(self, commit: Commit) -> tuple[RankGeneration, ...]:
-        """Wait until the generations of all ranks are whole; return them."""
+        """Wait until the generations of all ranks are whole, and return them."""
         folder = self.folder
         own: tuple[RankGeneration | None, str]
         try:
@@ -263,9 +263,9 @@ class CheckpointWriter:
 
 
 class CopyWriter:
-    """Whole copies of checkpoints: each rank copies its own part, and a document groups the parts.
+    """Writer of whole copies: each rank copies its own part of a checkpoint, and a document groups the parts.
 
-    All ranks call the same methods in the same order. A failure costs the copy and raises nothing.
+    All ranks call the same methods in the same order. If a rank fails, there is no copy, but no error is raised.
 
     Args:
         folder: Folder of the copies; a damaged document counts as empty.
@@ -275,29 +275,29 @@ class CopyWriter:
         self.folder = folder
 
     def begin(self) -> list[int]:
-        """Prune copies to make room for one more, but keep one; return the generations of this rank that stay."""
+        """Prune copies to free space for one more, but keep one. Return the generations of this rank that are kept."""
         folder = self.folder
-        # A write error here is reported when the copy is made.
+        # A write error at this point is reported when the copy is made.
         with contextlib.suppress(CheckpointError):
-            if folder.is_listed:  # claim first: with folders of ranks inside, it would be refused as foreign
-                folder.from_first(lambda: claim_directory(folder.path))
+            if folder.is_listed:  # claim it first, because a folder that already has rank folders would be refused
+                folder.run_on_first_rank(lambda: claim_directory(folder.path))
             folder.change(max(1, folder.keep - 1))
         return folder.generations(folder.known)
 
     def are_done(self, is_done: bool) -> bool:
-        """Return whether all ranks have copied their parts, or failed to."""
+        """Return whether all ranks have copied their parts or have failed."""
         return all(self.folder.gather(is_done))
 
     def finish(
         self, checkpoint: Checkpoint, figures: CopyFigures | None, error: Exception | None
     ) -> tuple[tuple[int, int] | None, str]:
-        """Turn the parts that all ranks have copied into a copy of the checkpoint.
+        """Combine the parts that all ranks have copied into a copy of the checkpoint.
 
         Args:
             figures: Figures of this rank's copy, or None if it failed.
 
         Returns:
-            Bytes copied and linked by all ranks, or None; and the error.
+            Bytes copied and linked by all ranks, or None after a failure, and the error or "".
         """
         folder, own = self.folder, None
         problem = str(error or "it was cancelled")
@@ -314,18 +314,18 @@ class CopyWriter:
         # If another copy has the checkpoint's number, the copy of a single process gets a larger one.
         number = checkpoint.number if folder.is_listed else ranks[0].generation
         made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
-        # A number that stops growing means that the checkpoints were removed and their numbers restarted.
+        # If the number did not grow, the checkpoints were removed and their numbers restarted.
         drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
         try:
             folder.change(folder.keep, drop=drop, made=made)
         except CheckpointError as failure:
             return None, str(failure)
-        of_all = [figures for _, figures, _ in everyone]
-        return (sum(each.copied_bytes for each in of_all), sum(each.linked_bytes for each in of_all)), ""
+        all_figures = [figures for _, figures, _ in everyone]
+        return (sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)), ""
 
 
 def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:
-    """Return this rank's part of a checkpoint: a whole generation of its store.
+    """Return this rank's part of a checkpoint, which is a whole generation of its store.
 
     Raises:
         GenerationError: the generation does not exist.

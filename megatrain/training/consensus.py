@@ -1,4 +1,4 @@
-"""Consensus of all ranks after a step: they stop or save together, whichever of them received the request."""
+"""Consensus of all ranks after a step: if one rank received a request to stop or save, all ranks follow it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ __all__ = ["Consensus", "check_alike"]
 
 
 def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None:
-    """Refuse ranks with different configs, models or programs. A collective.
+    """Check that all ranks have the same config, model and program. A collective.
 
     Args:
-        config: Key -> value of the whole config.
+        config: All values of the config, by key.
 
     Raises:
-        WorldError: Ranks differ; the error names the difference.
+        WorldError: The ranks differ. The message names the difference.
     """
     if group.world.is_single:
         return
     check_same(group.gather, "config", config, "Give all ranks the same files and options")
     model = {name: str(value) for name, value in describe_model(plan).items()}
     check_same(group.gather, "model", model, "Give all ranks the same model folder, and the same kind of machine")
-    # Collectives are matched by their order, which is the order of the ticks. Micro-batches and homes may differ.
+    # Ranks match collectives by order, which is the order of ticks. Micro-batches and homes may differ.
     check_same(group.gather, "program of a step", parts_of_program(plan.program, plan.run.batch.num_micro_batches))
 
 
 class Consensus:
     """Decision of a run to stop or save after its step.
 
-    A run of one process reads its signals at any time. Several ranks decide from the records that they gathered at the
-    end of the last step, so that no rank waits for another that decided differently.
+    A single process reads its signals at any time. Several ranks decide from the records that they gathered at the end
+    of the last step, so that all ranks decide identically.
     """
 
     def __init__(self, group: RankGroup, signals: RunSignals) -> None:
@@ -60,7 +60,7 @@ class Consensus:
 
     @property
     def saves_at_once(self) -> bool:
-        """Whether a signal requests a checkpoint from a run of one process, even after its last step."""
+        """Whether a signal requests a checkpoint from a single process, even after its last step."""
         return self._group.world.is_single and self._signals.save_requested
 
     def is_due(self, is_due_here: bool) -> bool:
@@ -68,17 +68,17 @@ class Consensus:
         return is_due_here if self._group.world.is_single else self._agreed.saves
 
     def agree_to_stop(self) -> bool:
-        """Return whether the run must end because any of its ranks received a stop by now. A collective."""
+        """Return whether the run must end because a rank has received a stop request. A collective."""
         if not self._group.world.is_single:
             stops = any(self._group.gather(self._agreed.stops or self._signals.stop_requested))
             self._agreed = replace(self._agreed, stops=stops)
         return self.stops
 
     def agree(self, usage: StepUsage, *, is_due: bool, is_paused: bool) -> Sequence[StepRecord]:
-        """Gather the records of all ranks at the end of a step; empty with one process. A collective.
+        """Gather and return the records of all ranks at the end of a step; empty for a single process. A collective.
 
         Args:
-            is_due: Whether the config requests a checkpoint; the first rank's value counts.
+            is_due: Whether the config requests a checkpoint. Only rank 0's value is used.
             is_paused: Whether this rank waits for space on a drive.
         """
         if self._group.world.is_single:

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a Hugging Face folder, piece by piece: no store, no GPU, even during the run."""
+"""Export of a checkpoint to a Hugging Face folder, piece by piece, without a store or a GPU, even during the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tiered.ext import dtype_from_name
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Callback with the current activity, the finished bytes, and the total: all bytes are written, then read back.
+#: Callback with the current activity, the finished bytes and the total bytes. Every byte is written and then read back.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -52,17 +52,17 @@ def export_checkpoint(
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """Write the Hugging Face folder of a checkpoint, as the run does at its end. Takes a few pieces of 16 MiB of RAM.
+    """Write a checkpoint as a Hugging Face folder, as the run does at its end. Takes a few pieces of 16 MiB of RAM.
 
     Args:
         run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` in it.
         out: Folder to create. It may exist if it is empty.
         step: Step of the checkpoint. Defaults to the newest.
-        dtype: Dtype of the weights. Defaults to the run's config. fp32 gives the exact master weights.
-        max_shard_size: Weight bytes in one file. Defaults to the run's config.
+        dtype: Dtype of the weights. Defaults to the run's config. fp32 writes the exact master weights.
+        max_shard_size: Maximum weight bytes in one file. Defaults to the run's config.
         model_folder: Copy of the model's folder, if the run's folder is gone.
-        merge: Whether to merge adapters into the model's weights, or write them alone. Defaults to the run's config.
-        ema: Whether to write the average of the trained weights (``optimizer.ema_decay``) in their place.
+        merge: Whether to merge adapters into the model or to write only adapters. Defaults to the run's config.
+        ema: Whether to write the average of the trained weights (``optimizer.ema_decay``) instead of the weights.
         overwrite: Whether to replace an earlier export of this program in ``out``.
 
     Returns:
@@ -70,7 +70,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is missing, is damaged, belongs to another model, or was removed meanwhile.
-        ConfigError: Its config has keys that this version does not know.
+        ConfigError: The config in the checkpoint has keys that this version does not know.
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
     """
@@ -84,7 +84,7 @@ def export_checkpoint(
     graph = replace(model, folder=str(folder)).build(source.dtype)
     loader = None if model.table.train_from_scratch else open_loader(folder, graph)
     source.check(graph, folder, loader)
-    # A new path of the model's folder also applies to its tokenizer.
+    # If the user gave a new path of the model's folder, read the tokenizer from it too.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
     copy_from = companions if companions.is_dir() else folder
     if adapters_of(graph) is not None and not (table.merge if merge is None else merge):
@@ -127,7 +127,7 @@ class _CheckpointWeights:
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
         self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
         self._unit = ""
-        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # by kind: block, first byte, piece
+        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # last block, its first byte and piece, by kind
         with self._explained():
             self._reader = CheckpointReader(found)
         dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
@@ -140,10 +140,10 @@ class _CheckpointWeights:
             )
 
     def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
-        """Raise ``CheckpointError`` unless the blocks belong to this model.
+        """Check that the blocks belong to this model, or raise ``CheckpointError``.
 
         Args:
-            loader: Reader of frozen weights, which only the folder contains.
+            loader: Reader of the model's folder, for frozen weights that the checkpoint does not contain.
         """
         self._graph, self._loader = graph, loader
         if loader is not None and BASE_CHECKSUM in self._found.state.model:
@@ -168,10 +168,10 @@ class _CheckpointWeights:
 
     @contextmanager
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield a reader of a unit's fp32 master weights; a ``WeightSource``."""
+        """Yield a reader of a unit's fp32 master weights. This method is a ``WeightSource``."""
         self._unit = layout.name
         weights = self._parts(weight_key(layout.name))
-        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # frozen weights have none
+        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # empty for frozen weights
         if averages:
             yield partial(self._read_parts, averages, EMA.dtype)
             return
@@ -185,7 +185,7 @@ class _CheckpointWeights:
             if self.dtype == torch.float32:
                 return high
             if not lows:
-                return high.float()  # frozen: only the bf16 weight exists
+                return high.float()  # a frozen weight has no low half
             master = torch.empty(stop - start)
             for part, low in lows:
                 first, last = max(start, part.start), min(stop, part.stop)
@@ -203,7 +203,7 @@ class _CheckpointWeights:
             self._on_progress(self._unit if 2 * done <= total else "reading it back", done, total)
 
     def _parts(self, key: str) -> list[tuple[range, str]]:
-        """Return the blocks of a state, each with its range of elements."""
+        """Return the blocks of a weight or state, each with its range of elements."""
         found, start = [], 0
         for each in stored_keys(key, self._reader.blocks):
             stop = start + self._reader.blocks[each].shape[0]
@@ -221,7 +221,7 @@ class _CheckpointWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return elements of a block. Reads and verifies whole pieces, and caches the last one of each kind."""
+        """Read and verify elements of a block in whole pieces, and cache the last piece of each kind."""
         first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
         out = torch.empty(stop - start, dtype=dtype)
         memory = out.view(torch.uint8)
@@ -249,7 +249,7 @@ class _CheckpointWeights:
             )
 
     def _read_folder(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return a range of frozen weights, rounded to the dtype in which the run computed."""
+        """Return a range of frozen weights from the model's folder, rounded to the compute dtype of the run."""
         assert self._loader is not None
         master = torch.zeros(stop - start)
         with self._graph.plain_model():
@@ -262,7 +262,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Replace a store error about a damaged or missing generation by an error with advice."""
+        """Convert a store error about a damaged or missing generation into an error with advice."""
         found = self._found
         try:
             yield

@@ -1,6 +1,6 @@
-"""The open store of a run, with weights and state, on which engines work.
+"""The open store of a run, with weights and optimizer state, on which engines work.
 
-Training runs its steps here, and so do commands that run forward passes only (``scoring``, ``generation``).
+Training steps and commands that only run forward passes (``scoring``, ``generation``) use it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def open_run(
         activity: Progress shared with a live view. Defaults to a private one.
         group: The ranks of the run, or None for a single process.
         source: Source of the weights. Defaults to the model's folder or its initialization.
-        weights: Weights already checked by ``open_weights``. If None, they are checked here.
+        weights: Result of ``open_weights``. If None, ``open_run`` calls it.
 
     Raises:
         ModelFolderError: The weights do not fit the model.
@@ -72,20 +72,20 @@ def open_run(
         LockedError: Another run uses an NVMe path.
     """
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
-    # All checks that may refuse the run come before any allocation.
+    # All checks that can refuse the run come before any allocation.
     weights = weights or open_weights(plan, on_message)
     if weights.loader is not None and weights.loader.origin.passthrough.names:
         on_message(str(weights.loader.origin.passthrough))
-    is_with_all = run.world.size == group.world.size  # otherwise a single rank is inspected alone
+    is_with_all = run.world.size == group.world.size  # False if one rank of the run is inspected alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
     if is_with_all:
-        group.wait_for_all()  # an opening store removes files of dead runs, which other ranks count
+        group.wait_for_all()  # opening a store removes files of dead runs, which the checks of other ranks count
     timeline = Timeline()
-    # Each rank has its own drives, so notices about them come from this process alone.
+    # Each rank reports on its own drives, so other ranks send their notices to rank 0.
     notice = on_message if group.world.is_first else group.notify
-    # The store closes first, so that its device errors are still explained.
+    # The store closes first, so that errors of its device are still explained.
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
@@ -102,7 +102,7 @@ def open_run(
 @contextmanager
 def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
     if plan.device.type != "cpu":
-        give_back_freed_memory()  # the host computes nothing large
+        give_back_freed_memory()  # with a GPU, the host computes nothing large
         yield
         return
     with freed_memory_kept(store, most_resident_bytes(plan)):
@@ -111,7 +111,7 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartWeights:
-    """The weights that a run starts from, with checked headers, sizes and names.
+    """The weights that a run starts from. Their headers, sizes and names are checked.
 
     Attributes:
         loader: Loader of the model's folder, or None for random weights.
@@ -123,10 +123,10 @@ class StartWeights:
 
 
 def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: None) -> StartWeights:
-    """Check the headers, sizes and names of a run's weights. Fetches a hub model; reads no other weights.
+    """Check the headers, sizes and names of a run's weights. Download a hub model first, but read no weights.
 
     Args:
-        on_message: Called after each fetched file.
+        on_message: Called after each downloaded file.
 
     Raises:
         ModelFolderError: The weights do not fit the model.
@@ -145,9 +145,9 @@ def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: No
 
 
 def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
-    """Return a line about the tensors that an export copies, and the error of a run with these weights.
+    """Return a line about the tensors that an export copies, and the error that a run with these weights raises.
 
-    A plan needs no weights. So a folder without weights gives no error, and nothing is fetched.
+    A plan needs no weights, so a folder without weights causes neither an error nor a download.
     """
     model = plan.run.model
     folder = Path(model.folder)
@@ -167,15 +167,15 @@ def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
 
 
 class OpenRun:
-    """The open store of a plan. Used by one thread.
+    """The open store of a plan, for use by one thread.
 
     Args:
         store: Store without blocks.
         on_message: Called with messages for the user of the run.
 
     Attributes:
-        store: Store with all blocks, once ``load`` has filled them.
-        engine: Last result of ``make_engine``, until ``end_steps``.
+        store: Store, which has all blocks after ``load``.
+        engine: Last result of ``make_engine``; None before it and after ``end_steps``.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class OpenRun:
         self._activity, self._on_message = activity, on_message
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
-        """Fill weights and optimizer state unit by unit, then reserve what only steps need.
+        """Fill weights and optimizer state unit by unit, then reserve the memory of training steps.
 
         Args:
             candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
@@ -203,22 +203,21 @@ class OpenRun:
         Raises:
             ModelFolderError: The weights cannot be read.
             InitializationError: The model cannot initialize its weights.
-            CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since
-                the run began.
+            CheckpointError: No candidate is intact, or tensors in the model's folder have changed since the run began.
         """
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)
         if isinstance(source := self.weights.source, AdaptedWeights):
             self._on_message(source.describe(checkpoint))
-        # After loading, because the fp32 copy of a loaded unit uses memory that its gradient needs in a step. So a run
-        # that fits also starts.
+        # Reserve this memory after loading, because the fp32 copy of a loaded unit uses it. So a run that fits can
+        # also start.
         register_transient_blocks(self.store, self.plan)
         self._report_memory()
         return checkpoint
 
     def _report_memory(self) -> None:
-        """Report the time to make RAM resident and page-locked if it is long."""
+        """Report the time for making RAM resident and page-locked, if it was long."""
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return
@@ -228,16 +227,16 @@ class OpenRun:
         )
 
     def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:
-        """Return an engine on the loaded store, and give the prefetcher the schedule of ``num_steps`` steps.
+        """Create an engine on the loaded store, and schedule ``num_steps`` steps for the prefetcher.
 
         Args:
-            num_steps: Steps that follow without a stop.
+            num_steps: Number of consecutive steps.
             first_step: Number of steps already done.
             num_updates: Number of these steps whose gradient was used.
         """
         plan = self.plan
         self.schedule_steps(first_step, num_steps)
-        # By now, the rank has joined the default group of torch.distributed.
+        # The rank has already joined the default group of torch.distributed.
         engine = StepEngine(
             self.store,
             plan.for_steps,
@@ -251,7 +250,7 @@ class OpenRun:
         return engine
 
     def schedule_steps(self, first_step: int, num_steps: int) -> None:
-        """Give the prefetcher steps of which the first has no update."""
+        """Schedule steps for the prefetcher. The first of them starts without a pending update."""
         schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
         set_schedule(self.store, schedule, self.plan.run.advanced.prefetch_bytes)
 
@@ -261,7 +260,7 @@ class OpenRun:
             self.engine.finish_updates()
 
     def end_steps(self) -> None:
-        """Release what only steps need; weights and optimizer state stay. Runs the pending update first."""
+        """Run the pending update, then release the memory of training steps. Weights and optimizer state stay."""
         self.finish_updates()
         self.engine = None
         self.store.set_schedule(None)

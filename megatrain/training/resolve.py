@@ -53,7 +53,7 @@ __all__ = [
 
 
 def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec:
-    """Return the resolved run.
+    """Resolve a config to a run.
 
     Args:
         planned: Machine to plan for, or None for this machine.
@@ -92,7 +92,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
 
 
 def check_scorable(config: RunConfig) -> None:
-    """Refuse a config that cannot be scored.
+    """Check that the model of a config can score rows.
 
     Raises:
         ConfigError: A key prevents scoring.
@@ -137,7 +137,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
 
 
 def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
-    """Return the cut of a step into micro-batches.
+    """Return the split of a step into micro-batches.
 
     Args:
         device: Type of the compute device. Without a config value, a GPU gets more tokens per micro-batch.
@@ -146,7 +146,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
         num_rows=config.rows_per_step,
         max_length=config.data.max_length,
         given_rows=config.micro_batch_size,
-        # Kernels of flash attention keep packed documents apart only in batches of one row.
+        # Flash attention can separate packed documents only in micro-batches of one row.
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
         order="micro_batch" if config.advanced.micro_batch_order == "micro_batch" else "layer",
         rows_per_example=config.rows_per_example,
@@ -193,7 +193,7 @@ def _tiers(
 def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     """Return the allowed homes for each kind of block.
 
-    GPU memory is a home if the config names it. The planner chooses its other contents, the residents.
+    GPU memory is an allowed home if the config names it. The planner chooses all other residents of GPU memory.
     """
     table = config.placement
     wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
@@ -207,20 +207,20 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     for kind in KINDS:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
-    # Frozen weights are already in the folder; a drive would hold a second copy.
+    # Frozen weights are already in the folder, so a drive would only hold a second copy.
     names = ("ram", FOLDER) if table.weights == "auto" else table.weights
     homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
 
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
-    """Return when the run is saved, and how many checkpoints are kept."""
+    """Return the locations of checkpoints and the rules for saving and pruning them."""
     drives = tuple(drive.path for drive in config.tiers.nvme)
     return CheckpointSpec(config.checkpoint, config.output_dir, drives, config.tiers.on_disk_full)
 
 
 def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
-    """Return when the run evaluates, and on which data."""
+    """Return the rules for evaluation, with its data."""
     table = config.evaluation
     sources = (
         EvaluationSource(
@@ -235,7 +235,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
 
 
 def resolve_best(config: RunConfig) -> BestSpec:
-    """Return the criterion of the best evaluation, and its consequences."""
+    """Return the rule for the best evaluation, and its effects."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, greater = table.metric_for_best_model, table.greater_is_better
     sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]

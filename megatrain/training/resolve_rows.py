@@ -1,4 +1,4 @@
-"""Resolution of a config to the rows of a run, without torch: folders of model and tokenizer, data sets."""
+"""Resolution of the model folder, tokenizer folder and data sets of a config, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["resolve_data", "resolve_folders"]
 
 
 def resolve_folders(config: RunConfig) -> tuple[str, str]:
-    """Return the folders of the model and of its tokenizer. From the hub, fetch missing files except weights.
+    """Return the folders of the model and of its tokenizer. Download missing files except weights from the hub.
 
     Raises:
         HubError: The hub has no such model, or cannot be reached.

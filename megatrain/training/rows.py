@@ -21,12 +21,12 @@ __all__ = ["check_token_ids", "make_loader", "tokenizer_of"]
 
 
 def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a run."""
+    """Load the tokenizer of a run."""
     return load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
 
 
 def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) -> None:
-    """Refuse rows with token ids outside the model's embedding.
+    """Check that all token ids are within the model's embedding.
 
     Raises:
         DataError: The tokenizer does not match the model.
@@ -35,7 +35,7 @@ def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) 
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
-    """Return the batches of a run from its first step.
+    """Create the loader of a run's batches, positioned at the first step.
 
     Raises:
         DataError: The teacher's scores do not match the data, or are damaged.

@@ -1,4 +1,4 @@
-"""Saving of a run: the writer of its checkpoints, and the copier of whole checkpoints."""
+"""Creation of a run's checkpoint writer, and of the copier of its whole checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["make_copier", "make_writer"]
 
 
 def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> CheckpointCopier:
-    """Return the copier of all ranks' checkpoints. A collective.
+    """Create the copier of all ranks' checkpoints. A collective.
 
     Args:
         on_message: Called with messages for the user.
@@ -37,25 +37,27 @@ def make_writer(
     best: Checkpoint | None,
     remote_save_number: int = 0,
 ) -> CheckpointWriter:
-    """Return the writer of checkpoints, which works together with the other ranks.
+    """Create this rank's writer of checkpoints, which works with the writers of the other ranks.
 
     Args:
         on_message: Called with messages for the user.
-        loaded: The resumed checkpoint, or None for a new run.
-        best: Checkpoint of the best evaluation so far, which is kept, or None.
-        remote_save_number: Largest number of a save with a copy at a URL.
+        loaded: Checkpoint from which the run resumes, or None for a new run.
+        best: Checkpoint of the best evaluation so far, which is never pruned, or None.
+        remote_save_number: Largest save number of the copies at a URL.
     """
     run = plan.run
     path = run.output_dir / CHECKPOINTS_NAME
     folder = CheckpointFolder(path, run.world.rank, group.gather, run.checkpoint.table.save_total_limit, on_message)
     folder.best = best
-    copies = folder.from_first(lambda: read_checkpoints(run.output_dir / COPIES_NAME, on_damage=lambda error: None))
+    copies = folder.run_on_first_rank(
+        lambda: read_checkpoints(run.output_dir / COPIES_NAME, on_damage=lambda error: None)
+    )
     return CheckpointWriter(
         folder,
         store,
         lanes=run.num_lanes,
         elements={key: place.num_elements for key, place in saved_places(plan).items()},
-        is_past=lambda each: loaded is None or not loaded.is_of(run.output_dir) or is_not_after(each, loaded),
+        is_past=lambda each: loaded is None or not loaded.belongs_to(run.output_dir) or is_not_after(each, loaded),
         save_number=max(remote_save_number, *(each.save_number for each in copies), 0),
         starts_over=loaded is None,
     )

@@ -1,4 +1,4 @@
-"""Start of a run: from the weights of its model or a checkpoint, with the state of its first step."""
+"""Start of a run from its model's weights or from a checkpoint, with the state of its first step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best, BestSpec
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.document import Checkpoint
-from megatrain.checkpoint.remote import bring_back, rules_at_url
+from megatrain.checkpoint.remote import download_newest, rules_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
     LostCheckpointsError,
     already_done,
     check_changes,
-    continued_position,
     find_candidates,
+    resumed_position,
     rules_of_newest,
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
@@ -41,14 +41,14 @@ __all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Finder of the checkpoint that a run resumes, and of the state before its first step.
+    """Search for the checkpoint that a run resumes from, and for the state before its first step.
 
     Attributes:
-        config_toml: Config of the run in the form of ``RunState``.
-        changes_from: Returns the changes of the config from another one in the same form.
-        loader: Batches of the run; ``state`` seeks to the resumed position.
-        best: Criterion of the best evaluation.
-        allows_changes: Whether a checkpoint is resumed even if config changes alter results.
+        config_toml: Config of the run, as in ``RunState``.
+        changes_from: Returns the changes from another ``config_toml`` to this run's config.
+        loader: Batches of the run. ``state`` moves it to the resumed position.
+        best: Rule for the best evaluation.
+        allows_changes: Whether to resume a checkpoint even if config changes alter results.
         on_message: Called with messages for the user.
     """
 
@@ -70,11 +70,11 @@ class RunStart:
         """
         run, are_lost = self.plan.run, False
         if run.checkpoint.table.copy_url is not None:
-            bring_back(run.checkpoint, self.on_message, self._check_before_fetch)
+            download_newest(run.checkpoint, self.on_message, self._check_before_fetch)
         try:
             candidates = find_candidates(run.checkpoint, self.on_message)
         except LostCheckpointsError as lost:
-            # The user may have deleted them after the export of the model.
+            # The user may have deleted the parts on drives after the model was exported.
             if self.already_done(lost.newest) is None:
                 raise
             candidates, are_lost = [lost.newest], True
@@ -97,10 +97,10 @@ class RunStart:
         return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
 
     def _report_end(self, summary: RunSummary) -> None:
-        """Report that the run is done, and how to train longer."""
+        """Report that the run is done, and how to train for more steps."""
         done = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
         if summary.num_steps > self.num_steps:
-            done += f", and the config asks for {self.num_steps}"
+            done += f", but the config requests {self.num_steps}"
         elif summary.num_steps < self.num_steps:
             done += f" of {self.num_steps}, and stopped early"
         optimizer = self.plan.run.optimizer
@@ -115,8 +115,8 @@ class RunStart:
         )
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
-        """Copy the checkpoint of a finished run if the config requests it and no earlier start did."""
-        # A copy into a folder needs all its ranks, and this one is alone.
+        """Copy the checkpoint of a finished run if the config requests copies and no earlier start has copied it."""
+        # Only this rank is running, but a copy into a folder needs all ranks of the checkpoint.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint_bytes_on_drives
             with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.on_message) as copier:
@@ -124,21 +124,21 @@ class RunStart:
                 copier.finish()
 
     def _check_before_fetch(self, checkpoint: Checkpoint) -> None:
-        """Refuse a remote checkpoint that this run cannot resume, before fetching any of it."""
+        """Raise an error, before any download, if this run cannot resume from a remote checkpoint."""
         model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
         try:
             self.check_changes(checkpoint, allow=self.allows_changes)
-            # Weights that are not yet fetched from a hub are compared after the fetch.
+            # Weights that are not yet downloaded from a hub are compared after the download.
             if not model.table.train_from_scratch and (model.hub is None or not missing_weights(model.hub)):
                 folder_record(self.plan, open_loader(model.folder, self.plan.graph).origin, checkpoint)
         except (CheckpointError, ConfigChangedError) as error:
             raise type(error)(
-                f"{error}\nThat checkpoint is at '{url}', and nothing of it was fetched. For a separate run, name "
+                f"{error}\nThat checkpoint is at '{url}', and no part of it was downloaded. For a separate run, name "
                 "another URL in checkpoint.save_copy"
             ) from error
 
     def check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
-        """Compare the config, the model and the rows with a checkpoint.
+        """Compare the config, the model and the rows of this run with those that a checkpoint records.
 
         Raises:
             ConfigChangedError: A difference alters results, and ``allow`` is not set.
@@ -162,7 +162,7 @@ class RunStart:
         if loaded is None:
             return
         if loaded is not candidates[0]:
-            # The newest one has this config, or the change was allowed; an older one may predate it.
+            # ``find`` has checked only the newest checkpoint, and an older one may have a different config.
             self.check_changes(loaded, allow=True)
         if loaded.state.arithmetic != ARITHMETIC:
             self.on_message(
@@ -176,10 +176,10 @@ class RunStart:
     ) -> tuple[RunState, Checkpoint | None]:
         """Return the state before the first step, and the checkpoint of the best evaluation so far, if any.
 
-        It seeks the loader to the resumed position.
+        This method also moves the loader to the resumed position.
 
         Args:
-            loaded: The checkpoint to resume, or None for a new run.
+            loaded: Checkpoint from which the run resumes, or None for a new run.
             candidates: Result of ``find``.
             record: Entries of ``RunState.model`` in addition to ``describe_model``.
         """
@@ -191,7 +191,7 @@ class RunStart:
         if best is None or not self.best.is_kept:
             return state, None
         for each in candidates:
-            if each.is_of(self.plan.run.output_dir) and not each.is_copy and each.step == best.step:
+            if each.belongs_to(self.plan.run.output_dir) and not each.is_copy and each.step == best.step:
                 return state, each
         self.on_message(
             f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the "
@@ -233,7 +233,7 @@ class RunStart:
     def _continued_state(self, first: RunState, before: RunState) -> RunState:
         rows_before = config_from_toml(before.config_toml).rows_per_step
         rows_per_step = self.plan.run.batch.num_rows
-        position = continued_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
+        position = resumed_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
         self.loader.seek(replace(position, cursor=before.cursor))
         return replace(
             first,
@@ -253,7 +253,7 @@ class RunStart:
         )
 
     def _is_judged_alike(self, before: RunState) -> bool:
-        """Return whether an earlier start chose its best evaluation by the present metric."""
+        """Return whether an earlier start chose its best evaluation by the current metric."""
         if before.best is None:
             return True
         then = resolve_best(config_from_toml(before.config_toml))
@@ -267,13 +267,13 @@ class RunStart:
 
 
 def with_kept_rules(run: RunSpec) -> RunSpec:
-    """Return a run with the rules of the checkpoint that it resumes, for keys that its config leaves open.
+    """Return the run with open settings taken from the checkpoint that it resumes from.
 
-    These are the number of lanes, the tokens of a micro-batch, how Muon divides fused parameters, and the kernels of
-    liger and flash attention. They affect the plan, so call this before planning.
+    The settings are the number of lanes, the tokens of a micro-batch, Muon's treatment of fused parameters, and the
+    kernels of liger and flash attention. They affect the plan, so call this function before planning.
     """
     kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
-    if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
+    if kept is None and run.checkpoint.table.copy_url is not None:  # on a new machine
         kept = rules_at_url(run.checkpoint.table.copy_url)
     if run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto":
         rule = "parts" if kept is None else kept.muon_fused
@@ -290,7 +290,7 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:
-    """Return ``RunState.model``: the trained model, and the settings that affect its arithmetic."""
+    """Return ``RunState.model``: a description of the model and of the settings that affect its arithmetic."""
     graph, folder = plan.graph, plan.run.model.folder
     # On a CPU, the number of threads affects the last bits of matrix products and sums.
     threads = {"threads": torch.get_num_threads()} if plan.device.type == "cpu" else {}
@@ -316,13 +316,13 @@ def _decays(plan: Plan, exclude: Sequence[str]) -> str:
 
 
 def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
-    """Return a checkpoint that records which parameters decayed. For older checkpoints, derive this from their globs.
+    """Add the checksum of the parameters that weight decay applies to, if an older checkpoint does not record it.
 
-    In those versions vectors never decayed, even without exclusions.
+    The checksum is derived from the globs in the checkpoint's config. In older versions, vectors never decayed.
     """
     model = checkpoint.state.model
     if "decays" in model:
         return checkpoint
     exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
-    decayed = _decays(plan, exclude or ("",))  # matches no name, but is not empty
+    decayed = _decays(plan, exclude or ("",))  # the empty glob matches no name
     return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decayed}})

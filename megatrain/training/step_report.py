@@ -1,4 +1,4 @@
-"""Resources of a step: seconds, bytes by link and drive, and the metrics for loggers."""
+"""Resources that a step uses (seconds, bytes by link and drive), and its metrics for loggers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered import StoreStats, TieredStore
 
 __all__ = ["StepMeter", "StepUsage", "added", "link_bytes"]
 
-#: Number of newest steps in the mean time of a step. The first steps compile kernels and fill caches.
+#: Number of latest steps in the mean step time. The first steps are slower, because they compile kernels.
 _MEAN_OF_STEPS = 20
 
 Number = TypeVar("Number", int, float)
@@ -33,7 +33,7 @@ class MovedByLink:
     """Traffic by link.
 
     Attributes:
-        num_bytes: ``"ram->nvme"`` -> bytes.
+        num_bytes: Bytes by link, for example ``"ram->nvme"``.
         busy_s: Seconds with at least one active transfer.
     """
 
@@ -46,9 +46,9 @@ class StepUsage:
     """Resources used by a step.
 
     Attributes:
-        step_s: Seconds, including the read of its batch.
-        links: Traffic by link: blocks, and the engine's bytes outside blocks.
-        process: Processor time and page faults of the process; see ``StepMetrics.process_usage``.
+        step_s: Seconds of the step, including the time to read its batch.
+        links: Traffic of blocks, and of the engine's bytes outside blocks, by link.
+        process: CPU time and page faults of the process, as in ``StepMetrics.process_usage``.
     """
 
     step_s: float
@@ -58,11 +58,11 @@ class StepUsage:
 
 
 class StepMeter:
-    """Meter of consecutive steps of a run since this start.
+    """Meter of a run's steps since this start.
 
     Args:
         steps_per_epoch: Steps in one pass over all rows.
-        first_step: Number of steps done before this start.
+        first_step: Number of steps that were finished before this start.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StepMeter:
             state: State of the run after the step.
             lr: Learning rate of the step.
             usage: Result of ``stop``.
-            records: Records of all ranks; empty for one process.
+            records: Records of all ranks; empty for a single process.
             warmup_steps: Number of steps in which the learning rate rises.
         """
         position, moved = batch.position, usage.moved
@@ -157,10 +157,10 @@ def _process_usage() -> dict[str, float]:
 
 
 def link_bytes(moved: StoreStats) -> dict[str, int]:
-    """Return link -> moved bytes."""
+    """Return the moved bytes by link."""
     return {name: link.num_bytes for name, link in moved.links.items()}
 
 
 def added(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
-    """Return the sums of numbers with the same name, with ``others`` multiplied by ``factor``."""
+    """Add two mappings by key, with the values of ``others`` multiplied by ``factor``."""
     return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}

@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
             "more": '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
             'metric_for_best_model = "other_loss"\n',
         },
-        2, "eval data", "no evaluation has this figure",
+        2, "eval data", "no evaluation has this metric",
     ),
 }  # fmt: skip
 

@@ -118,9 +118,9 @@ def test_usage(run: SavedRun, tmp_path: Path) -> None:
     for words, code, message in (
         (["rm", run.out], 2, "say which: --step N, --generation N or --all"),
         (["rm", run.out, "--all", "--step", 2], 2, "say which: --step N, --generation N or --all"),
-        (["rm", run.out, "--step", 3, "--yes"], 1, "There are those of steps 2, 4, 6"),
+        (["rm", run.out, "--step", 3, "--yes"], 1, "Saved steps: 2, 4, 6"),
         (["rm", run.out, "--generation", 7, "--yes"], 1, "There are: 1, 2, 3"),
-        (["verify", run.out, "--step", 3], 1, "There are those of steps 2, 4, 6"),
+        (["verify", run.out, "--step", 3], 1, "Saved steps: 2, 4, 6"),
         (["ls", tmp_path], 1, "holds no checkpoint. Give the output_dir of a run that saved"),
         (["ls", tmp_path / "nowhere"], 2, "does not exist"),
         (["list", run.out], 2, "No such command 'list'"),

@@ -117,7 +117,7 @@ def test_usage(run: SavedRun, tmp_path: Path) -> None:
         ([run.out], 2, "Missing argument 'OUT'"),
         ([tmp_path / "nowhere", out], 2, "does not exist"),
         ([tmp_path, out], 1, "holds no checkpoint"),
-        ([run.out, out, "--step", 3], 1, "no checkpoint of step 3. There are those of steps 2, 4"),
+        ([run.out, out, "--step", 3], 1, "no checkpoint of step 3. Saved steps: 2, 4"),
         ([run.out, out, "--dtype", "int8"], 2, "'int8' is not one of"),
         ([run.out, out, "--max-shard-size", "5"], 2, '--max-shard-size: 5 has no unit. Write "5GiB" or "5GB"'),
         ([run.out, out, "--max-shard-size", "0GB"], 2, "0 bytes hold nothing"),

@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
         (("--set", "data.train.0.path=nowhere.txt"), 4, "nowhere.txt: there is no such file"),
         (("--resume", "nowhere", "--set", "output_dir=other"), 2, "holds no checkpoint"),
         (("--set", "learning_rate=5e-4"), 2, "with other results"),
-        (("--max-steps", "8"), 2, "accept it with --allow-config-change"),
+        (("--max-steps", "8"), 2, "accept the changes with --allow-config-change"),
         (("--set", "lr_scheduler_type=cosine", "--set", "data.train.0.path=empty.txt"), 4, "empty"),
     ],
 )

@@ -257,7 +257,7 @@ def test_stop_without_space_reports_the_last_checkpoint(
     stop_in_the_pause(MiB // 8)
     result = work.run(**KEEP_ALL)
     assert result.exit_code == 1, result.output
-    assert "step 3 cannot be saved, the steps after 2 are lost: no room for a checkpoint" in result.stdout
+    assert "step 3 cannot be saved, so the steps after 2 are lost: no room for a checkpoint" in result.stdout
     assert "interrupted; saved before, at step 2: run the same command again to continue from there" in result.stderr
     assert json.loads((work.folder / "out/status.json").read_text())["state"] == "stopped"
     assert work.steps() == [1, 2]
@@ -419,7 +419,7 @@ def test_checkpoints_of_a_newer_version_are_refused(saved: Work, kind: str) -> N
     for path in manifests(saved):
         make_newer(path, kind)
     before = saved.files()
-    check_failure(saved.run(), "has format 99, this version reads up to", "upgrade")
+    check_failure(saved.run(), "has format 99", "this version reads up to", "upgrade")
     assert saved.files() == before
 
 
@@ -428,7 +428,7 @@ def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str
     """Resuming the one before would silently discard the newer version's work."""
     make_newer(manifests(saved)[-1], kind)
     before = saved.files()
-    check_failure(saved.run(), "has format 99, this version reads up to", "upgrade")
+    check_failure(saved.run(), "has format 99", "this version reads up to", "upgrade")
     assert saved.files() == before
 
 
@@ -436,7 +436,7 @@ def test_newer_format_of_the_top_file_hides_no_checkpoint(saved: Work) -> None:
     edit(saved.checkpoints / "MANIFEST.json", lambda body: None, version=99)
     result = saved.run()
     if result.exit_code:
-        check_failure(result, "has format 99, this version reads up to", "upgrade")
+        check_failure(result, "has format 99", "this version reads up to", "upgrade")
     else:
         assert "continuing after step 2 of 4" in result.stdout
         assert saved.weights() == saved.weights("without_faults")

@@ -109,7 +109,7 @@ def test_rank_paths_outside_the_run_are_refused(path: str, run: SavedRun, done: 
     write_one(run.out / "checkpoints", place, generation=2)
     for words in (["ls", run.out], ["verify", run.out], ["rm", run.out, "--step", "2"], ["rm", run.out, "--all"]):
         result = run.call("ckpt", *words)
-        assert result.exit_code == 1 and "RANKS.json' makes no sense" in result.output, result.output
+        assert result.exit_code == 1 and "RANKS.json' is invalid" in result.output, result.output
     assert contents(mine.folder) == before
 
 

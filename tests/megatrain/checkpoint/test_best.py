@@ -145,4 +145,4 @@ def test_invalid_best_model_settings_are_refused(run: SavedRun) -> None:
     twins = f'{EVAL}[[data.eval]]\nname = "held out_average"\npath = "data.txt"\n[evaluation]\nweights = "both"\n'
     assert "as evaluations of the average of another set are" in said(twins)
     unknown = f'{EVAL}[evaluation]\nearly_stopping_patience = 1\nmetric_for_best_model = "heldout_loss"\n'
-    assert "no evaluation has this figure. There are loss, held out_loss" in said(unknown)
+    assert "no evaluation has this metric. Known metrics: loss, held out_loss" in said(unknown)

@@ -106,9 +106,9 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
     ):  # fmt: skip
         found = find_checkpoint(given, step)
         assert (found.folder, found.number, found.state.step) == (folder, generation, 2 * generation), (given, step)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. There are those of steps 2, 4, 6"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. Saved steps: 2, 4, 6"):
         find_checkpoint(run.out, 3)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 4\. There are those of steps 2$"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 4\. Saved steps: 2$"):
         find_checkpoint(folder / "snap/00000001", 4)
 
 

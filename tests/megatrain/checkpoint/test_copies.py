@@ -412,9 +412,9 @@ def test_drive_folder_describes_its_contents(run: SavedRun) -> None:
     text = (drive / "README.txt").read_text()
     for part in (str(run.out), "IT HOLDS CHECKPOINTS", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
         assert part in text, text
-    assert f"stay in '{drive}', 0 B lie there now: deleting that folder destroys them" in result.stdout
+    assert f"stay in '{drive}' (now 0 B): deleting that folder destroys them" in result.stdout
     shown = " ".join(run.call("status", run.out).stdout.split())
-    assert f"{format_size(nbytes)} of its checkpoints lie in {drive}" in shown
+    assert f"{format_size(nbytes)} of its checkpoints are in {drive}" in shown
     check = run.call("check", run.write_config(**ON_DRIVE))
     assert check.exit_code == 0 and " ".join(check.stdout.split()).count(f"stay in '{drive}'") == 1, check.output
 

@@ -249,7 +249,7 @@ def test_first_save_drops_unloadable_checkpoints(tmp_path: Path) -> None:
                 is_past=lambda each: each.meta["step"] < 2,
             )
             store.load(read_checkpoints(tmp_path / "checkpoints")[0].ranks[rank].generation)
-            free, stops = saves.agree_on_room(lambda: 10, is_stopping=rank == 1)
+            free, stops = saves.agree_on_free_space(lambda: 10, is_stopping=rank == 1)
             saves.begin()
             left = [each.meta["step"] for each in read_checkpoints(tmp_path / "checkpoints")]
             fill(store, rank, 2, 3)

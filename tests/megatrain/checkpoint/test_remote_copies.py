@@ -108,7 +108,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     be_an_empty_machine(run)
     result = run.run(**to_s3())  # there is no drive
     assert result.exit_code == 0, result.output
-    assert "bringing back the checkpoint of step 3 from 's3://bucket/run'" in result.output
+    assert "downloading the checkpoint of step 3 from 's3://bucket/run'" in result.output
     assert "continuing after step 3 of 6" in result.output
     assert weights(run) == weights(run, "undisturbed")
     rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
@@ -281,8 +281,8 @@ def test_url_of_another_run_is_refused(run: SavedRun, url: str) -> None:
     path.write_text(path.read_text().replace("learning_rate = 1e-3", "learning_rate = 1e-4"))
     result = run.call("run", path)
     assert result.exit_code == 2 and "optimizer.learning_rate: 0.001 -> 0.0001" in result.output, result.output
-    assert not (run.out / "checkpoints").exists() and "bringing back" not in result.output, "nothing was fetched for it"
-    assert f"That checkpoint is at '{url}', and nothing of it was fetched" in result.output
+    assert not (run.out / "checkpoints").exists() and "downloading" not in result.output, "nothing was fetched for it"
+    assert f"That checkpoint is at '{url}', and no part of it was downloaded" in result.output
     be_an_empty_machine(run)
     result = run.run(steps=2, checkpoint=f'save_copy = "{url}"\nresume_from_checkpoint = "no"')
     assert result.exit_code == 1 and 'resume_from_checkpoint is "no"' in result.output
@@ -305,7 +305,7 @@ def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run:
     result = run.run(steps=4, **to(url, **lora))
     assert result.exit_code != 0 and "its weights are no longer those that" in result.output, result.output
     assert "name another URL in checkpoint.save_copy" in " ".join(result.output.split())
-    assert "bringing back" not in result.output and not (run.out / "checkpoints").exists()
+    assert "downloading" not in result.output and not (run.out / "checkpoints").exists()
 
 
 def test_two_processes_that_share_a_url(url: str) -> None:
@@ -376,9 +376,9 @@ def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) ->
     be_an_empty_machine(run)
     result = run.call("run", config("out", 10, **to(url)), "--allow-config-change")
     assert result.exit_code == 0, result.output
-    assert result.output.count("bringing back the checkpoint") == 2 == len(before), result.output
+    assert result.output.count("downloading the checkpoint") == 2 == len(before), result.output
     # The newest is fetched last, so that it is also the newest here.
-    fetched = [int(step) for step in re.findall(r"bringing back the checkpoint of step (\d+)", result.output)]
+    fetched = [int(step) for step in re.findall(r"downloading the checkpoint of step (\d+)", result.output)]
     assert fetched == [before[1].step, 8] and "continuing after step 8 of 10" in result.output
     assert "is gone" not in result.output and weights(run) == weights(run, "whole")
 
@@ -502,7 +502,7 @@ def test_objects_that_make_no_sense_are_refused(tmp_path: Path, objects: Any) ->
     copy = remote.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
     folder.commit(copy)
     (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
-    with pytest.raises(remote.DamagedError, match=r"OBJECTS\.json' (makes no sense|names)"):
+    with pytest.raises(remote.DamagedError, match=r"OBJECTS\.json' (is invalid|names)"):
         folder.fetch(folder.checkpoints()[0], tmp_path / "out", 0)
     assert len(list(folder.problems(folder.checkpoints()[0]))) == 1
 

@@ -13,7 +13,7 @@ import torch
 
 from megatrain.base.names import RANKS_NAME
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
-from megatrain.checkpoint.document import Checkpoint, RankGeneration, in_order, order_key, prune, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, RankGeneration, merge_by_save, order_key, prune, read_checkpoints
 from megatrain.checkpoint.resume import find_candidates, is_not_after
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
@@ -36,8 +36,8 @@ def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
     damaged, own = of_one(3, ""), of_one(2, "2026-02")
     for saved_at, place in (("2026-01", 2), ("2026-02", 2), ("2026-03", 1)):
         copy = of_one(1, saved_at)
-        assert in_order([damaged, own], [copy]).index(copy) == place
-        assert in_order([own, damaged], [copy]).index(copy) == (0 if saved_at == "2026-03" else 2)
+        assert merge_by_save([damaged, own], [copy]).index(copy) == place
+        assert merge_by_save([own, damaged], [copy]).index(copy) == (0 if saved_at == "2026-03" else 2)
 
 
 def test_later_of_two_saves_in_one_second_resumes() -> None:
@@ -46,8 +46,8 @@ def test_later_of_two_saves_in_one_second_resumes() -> None:
     first, second = (of_one(number, state.saved_now().saved_at) for number in (2, 1))
     of_before = of_one(3, first.saved_at[:19] + "+00:00")  # by a version that wrote whole seconds
     for own, others in (([first], [second]), ([second], [first])):
-        assert in_order(own, others) == [second, first]
-    assert in_order([of_before], [first]) == [first, of_before]
+        assert merge_by_save(own, others) == [second, first]
+    assert merge_by_save([of_before], [first]) == [first, of_before]
 
 
 def counted(number: int, save_number: int, saved_at: str) -> Checkpoint:
@@ -58,10 +58,10 @@ def test_save_number_takes_precedence_over_clocks() -> None:
     """The clock was two hours ahead when step 6 was saved and copied; then it was set right."""
     own = [counted(5, 5, "2026-11-28T10:02"), counted(4, 4, "2026-11-28T10:01"), counted(3, 3, "2026-11-28T12:00")]
     copy = replace(own[2], folder=Path("copies"))
-    assert in_order(own, [copy]) == [*own, copy]
+    assert merge_by_save(own, [copy]) == [*own, copy]
     # One process after two: the document of the ranks has the larger number and the later time, and is older.
     of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
-    assert in_order(own, [of_ranks]) == [*own, of_ranks] == in_order([of_ranks], own)
+    assert merge_by_save(own, [of_ranks]) == [*own, of_ranks] == merge_by_save([of_ranks], own)
     assert is_not_after(of_ranks, own[2]) and not is_not_after(own[2], of_ranks)
     assert order_key(own[0]) > order_key(own[2]) > order_key(of_ranks)
 
@@ -70,11 +70,11 @@ def test_saves_that_were_not_counted_come_before_counted_ones_in_order_of_time()
     old = [of_one(2, "2026-11-02"), of_one(1, "2026-11-01")]
     new = counted(3, 1, "2020-01-01")
     between = replace(of_one(8, "2026-11-01T12"), folder=Path("copies"))
-    assert in_order([new, *old], [between]) == [new, old[0], between, old[1]]
+    assert merge_by_save([new, *old], [between]) == [new, old[0], between, old[1]]
     # An older version continued the run: what it saved follows the last counted save.
     after = of_one(4, "2019-01-01")
     copy = replace(new, folder=Path("copies"))
-    assert in_order([after, new, *old], [copy, between]) == [after, new, copy, old[0], between, old[1]]
+    assert merge_by_save([after, new, *old], [copy, between]) == [after, new, copy, old[0], between, old[1]]
 
 
 def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:

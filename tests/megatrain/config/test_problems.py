@@ -88,7 +88,7 @@ BAD = {
     "drive in checkpoints": ('[[tiers.nvme]]\npath = "out/checkpoints/rank00000"', "output_dir/checkpoints contains tiers.nvme.0.path"),
     "half the rates": ('[[tiers.nvme]]\npath = "a"\nrate = "1GB/s"\n[[tiers.nvme]]\npath = "b"', "only some of [[tiers.nvme]] have a rate"),
     "pinned": ('[tiers.ram]\nsize = "1GiB"\npinned = "2GiB"', 'line 9: tiers.ram.pinned = "2GiB" is more than tiers.ram.size = "1GiB"'),
-    "odd copies": ("[checkpoint]\nsave_copy = [7]", "line 8: checkpoint.save_copy = [7] is no rule for copies. Write true (every checkpoint), 5"),
+    "odd copies": ("[checkpoint]\nsave_copy = [7]", "line 8: checkpoint.save_copy = [7] is not a rule for copies. Write true (every checkpoint), 5"),
     "lists of reports": ("[logging]\nreport_to = [[]]", 'line 8: logging.report_to = [] is not a choice. Write one of "jsonl", "tensorboard", "wandb"'),
     "interval without unit": ("[checkpoint]\nsave_interval = 45", 'line 8: checkpoint.save_interval: 45 has no unit. Write "45min" or "45s"'),
     "no interval": ('[checkpoint]\nsave_strategy = "time"', 'line 8: checkpoint.save_strategy = "time" needs checkpoint.save_interval. Write save_interval = "45min"'),
