@@ -61,7 +61,7 @@ _LAST = (sys.maxsize, "")  # larger than the key of any save
 
 
 class Saved(Protocol):
-    """Position of a local or remote checkpoint among the saves of its run."""
+    """Position of a checkpoint, local or at a URL, among the saves of its run."""
 
     @property
     def save_number(self) -> int:
