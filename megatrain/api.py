@@ -1,7 +1,7 @@
 """Names of the trainer that the tools in ``megatrain.extras`` use: report, doctor, verify and others.
 
-The tools import only this module, ``megatrain.base``, ``tiered`` and each other. ``tests/test_architecture.py`` lists the
-exceptions with their reasons. The trainer also works in a wheel without the tools.
+The tools import only this module, ``megatrain.base``, ``tiered`` and each other. ``tests/test_architecture.py`` lists
+the exceptions with their reasons. The trainer also works in a wheel without the tools.
 """
 
 from __future__ import annotations

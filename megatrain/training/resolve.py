@@ -110,7 +110,7 @@ def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
 
 @functools.cache
 def _fill_token(folder: str) -> int:
-    """Return the padding token, or 0 if the tokenizer cannot be opened; later code reports that error."""
+    """Return the padding token, or 0 if the tokenizer cannot be opened, because later code reports that error."""
     try:
         return pad_token_id(load_tokenizer(folder))
     except DataError:
@@ -118,7 +118,7 @@ def _fill_token(folder: str) -> int:
 
 
 def resolve_model(config: RunConfig) -> ModelSpec:
-    """Return the model to train. For a hub model, fetch missing files except weights.
+    """Return the model to train. For a hub model, download missing files except weights.
 
     Raises:
         HubError: The hub has no such model, or cannot be reached.
