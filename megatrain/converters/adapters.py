@@ -379,14 +379,16 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     if non_text and (is_new or passthrough_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, non_text)
     head = head_of(model)
-    if head is not None and is_new:  # its initial weights are random
+    # A new head starts from random weights, so it must be trained and saved.
+    if head is not None and is_new:
         config.task_type = "SEQ_CLS"
         config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, sounds=False)]
     saved_modules = config.modules_to_save
-    config.modules_to_save = None  # trained here, without peft's copies
+    # This program trains these modules in place, without the copies that peft makes.
+    config.modules_to_save = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's warnings about tied weights and transformers
         try:
@@ -546,7 +548,7 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
         with ExitStack() as stack:
             read = stack.enter_context(source(layout))
             readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
-            last: dict[str, Tensor] = {}  # cache of one weight
+            last: dict[str, Tensor] = {}  # a cache that holds one weight at a time
 
             def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
                 return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
@@ -564,7 +566,7 @@ def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) ->
                 out = read(start, stop)
                 for entry, first, end in entries_within(layout, start, stop):
                     if adapted[entry.name]:
-                        out = out.clone()  # can be a view of the block
+                        out = out.clone()  # `out` may be a view of the block
                         out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
                 return out
 

@@ -323,7 +323,8 @@ def _documents_of(given: Mapping[str, Any]) -> Documents | None:
         return None
     marks = padding if pattern.borders is None else pattern.borders
     lengths, may_be_parts = (length,) * num_rows, False
-    if isinstance(marks, FakeTensor):  # documents as long as rows need the most memory
+    # Plan for documents as long as their rows, which need the most memory.
+    if isinstance(marks, FakeTensor):
         may_be_parts = bool(masking_utils.is_tracing(marks))
     elif marks is not None:
         if marks.shape != (num_rows, length):
@@ -373,7 +374,7 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        special = any(kwargs.get(name) is not None for name in others)  # such as a bias or a soft cap
+        special = any(kwargs.get(name) is not None for name in others)  # arguments such as a bias or a soft cap
         # Run whole rows with dropout, because its draws in pieces would differ from transformers.
         if (
             special
@@ -493,7 +494,7 @@ class _Varlen(torch.autograd.Function):
         ctx.documents, ctx.is_causal = documents, window is None
         ctx.options = {
             "scale": scale,
-            "window_size_left": -1 if window is None else window - 1,  # kernel counts only earlier tokens
+            "window_size_left": -1 if window is None else window - 1,  # the kernel excludes the token itself
             "window_size_right": 0,
         }
         outputs: list[Tensor] = []

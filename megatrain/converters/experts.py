@@ -159,7 +159,8 @@ class ExpertsPart(nn.Module):
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
             bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
-            if not len(places):  # zero gradients instead of None, as other experts have gradients
+            # Return zero gradients instead of None, because other experts of the layer have gradients.
+            if not len(places):
                 width = weight.shape[-1 if whole.is_transposed else -2]
                 zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
                 return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
@@ -332,7 +333,7 @@ def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[
             if isinstance(spec, OutputRecorder):
                 yield spec.target_class, spec.index
             elif isinstance(spec, type):
-                yield spec, 1  # default of transformers' hooks
+                yield spec, 1  # the default index of transformers' hooks
 
 
 def _without(forward: Callable[..., Any], index: int) -> Callable[..., Any]:

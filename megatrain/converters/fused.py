@@ -98,7 +98,8 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
             if parameter.ndim < 2 or not parameter.requires_grad:
                 continue
             above, _, product = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
-            if not _LOOKS_FUSED.search(product) or product.endswith("_bias"):  # a stack of vectors
+            # A bias of experts is a stack of vectors, not a matrix.
+            if not _LOOKS_FUSED.search(product) or product.endswith("_bias"):
                 continue
             name = f"{path}.{leaf}"
             name = graph.owner_of.get(name, name)

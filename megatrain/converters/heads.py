@@ -90,7 +90,8 @@ class Head(ModelConverter):
     def convert(self, model: PreTrainedModel) -> None:
         """Let the loss run after the model's forward."""
         prefix = re.escape(model.base_model_prefix)
-        model.config.pad_token_id = self._spec.pad_token_id  # set here, because the embedding would not train this row
+        # Set it after the model is built, because an embedding would not train its padding row.
+        model.config.pad_token_id = self._spec.pad_token_id
         # The pooler belongs to the head, because checkpoints of masked language models have no pooler.
         head_names = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
         values = {

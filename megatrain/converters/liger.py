@@ -36,7 +36,8 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     """Check that ``apply_liger_kernels`` can be called.
 
     Raises:
-        UnsupportedModelError: If the device is no GPU, the package is missing, or it has no kernels for the model type.
+        UnsupportedModelError: If the device is not a GPU, the package is missing, or it lacks kernels for the model
+            type.
     """
     if device.type != "cuda":
         raise UnsupportedModelError(_KEY, "its kernels need a GPU. Write use_liger_kernel = false")

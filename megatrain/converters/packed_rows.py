@@ -32,14 +32,14 @@ _MIXES = "it carries state from one document of a row into the following one"
 _HAS_IMAGES = "rows with images have special positions and masks"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
 
-_TOKENS = (37, 41)  # of both documents; longer than a small copy's windows
-_ROWS = 4  # in a single row, the chosen experts or keys could agree by chance
+_TOKENS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
+_ROWS = 4  # several rows, because chosen experts or keys could agree by chance in one
 _FIRST_TOKEN = 3  # lower ids are usually special tokens
 #: Relative to the largest logit. Different summation orders change at most 1e-5, mixed documents at least 1e-3.
 _TOLERANCE = 1e-4
-_FEW_LAYERS, _MANY_LAYERS = 3, 16  # of the copy; the larger copy serves if the smaller one lacks a module class
+_FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers of the copy; 16 if 3 layers lack a class of module
 
-_found: dict[object, str | None] = {}  # cache, because alternatives of a plan share a model
+_found: dict[object, str | None] = {}  # cache of results, because the alternatives of a plan share a model
 
 
 def settle_packing(
@@ -97,7 +97,8 @@ def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None
         attn_implementation: Attention implementation of transformers, or "auto".
     """
     if passthrough_modules(graph.model) is not None:
-        return f"as it also reads images, {_MIXES_PERHAPS}"  # small copies are text models
+        # A small copy is a text model, so image modules cannot be checked.
+        return f"as it also reads images, {_MIXES_PERHAPS}"
     attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # needs a GPU
     kinds = _kinds(graph.model)
     key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
@@ -131,7 +132,8 @@ def _is_apart(model: PreTrainedModel) -> bool:
     generator = torch.Generator().manual_seed(0)
     num_words = model.get_input_embeddings().weight.shape[0]
     most = getattr(model.config, "max_position_embeddings", None)
-    longest = most // 2 if isinstance(most, int) else max(_TOKENS)  # limit of some masks
+    # Masks of some models have a maximum number of positions.
+    longest = most // 2 if isinstance(most, int) else max(_TOKENS)
     before, document = (
         torch.randint(_FIRST_TOKEN, num_words, (_ROWS, min(n, longest)), generator=generator) for n in _TOKENS
     )

@@ -73,7 +73,7 @@ def build_graph(
         options: Arguments of `converted_graph`. All other arguments are described at `converters_for`.
 
     Raises:
-        UnsupportedModelError: If the model is no language model, has no layers, or would train quantized weights.
+        UnsupportedModelError: If the model has no language model or no layers, or would train quantized weights.
         FreezeError: If a pattern matches no parameter, or if all parameters are frozen.
         AdapterError: If the model does not support these adapters.
     """

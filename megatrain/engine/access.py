@@ -75,7 +75,7 @@ class StoreAccess:
         is_alone = isinstance(collectives, Alone)
         self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
         self._has_updated_ahead = False
-        self._pending: PendingUpdate | None = None  # the update that the tape's update ops run
+        self._pending: PendingUpdate | None = None  # update to apply in the update ops of the tape
         self._reused = [traced.reused for traced in model.trace.visits]
         self._shapes: dict[str, torch.Size] = {}
 

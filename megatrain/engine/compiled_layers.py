@@ -68,7 +68,7 @@ def naming_failures(unit: Unit) -> Iterator[None]:
         with dynamo.config.patch(recompile_limit=_MOST_KINDS):
             yield
     except failures as error:
-        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # drop irrelevant advice
+        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # drops irrelevant advice
         reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
         raise UnsupportedModelError(
             f"{unit.name} ({type(unit.module).__name__})",

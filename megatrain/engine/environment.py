@@ -50,7 +50,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         yield
         return
     _check_cublas()
-    deterministic: Any = torch.utils.deterministic  # module attributes without types
+    deterministic: Any = torch.utils.deterministic  # the module's attributes are untyped
     flash = os.environ.get(_FLASH_ATTENTION)
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
@@ -59,7 +59,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     try:
         yield
     except RuntimeError as error:
-        if _CUBLAS in str(error):  # set after torch had read it
+        if _CUBLAS in str(error):  # the variable was set after torch had read it
             raise DeterminismError(_too_late("was set after the first matrix product on the GPU")) from error
         if "does not have a deterministic implementation" not in str(error):
             raise

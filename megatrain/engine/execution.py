@@ -62,12 +62,12 @@ class TapeExecution:
             for tick in model.program.ticks
         }
         self._op_bytes = computing_bytes(model.trace, model.program)  # by tick
-        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
+        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three tapes
         self._pinned: Mapping[str, Pinned] = {}  # copies that the previous tape kept pinned
         self._first_tick = 0
         self._is_ahead = False  # whether the ops are updates that the schedule places in the next step
         self._ops: Iterator[Op] = iter(())
-        self._uses: Mapping[str, Use] = {}  # of the current op; a gradient in a shared block has a separate key
+        self._uses: Mapping[str, Use] = {}  # by key of the contents, for the current op
         self.op: Op | None = None
         self.background = BackgroundUpdates()
 

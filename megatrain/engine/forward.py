@@ -470,7 +470,7 @@ class LayerRunner:
         with self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
-            if self._plan is None:  # the model's own loss is a mean
+            if self._plan is None:  # convert the model's own loss, a mean, to a sum
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
                 return head.evaluate(items)
@@ -490,7 +490,7 @@ class LayerRunner:
         if self._plan is None:
             for number, output, _ in outputs:
                 count = len(rows[number][1])
-                if count:  # the model's own loss is a mean, which is NaN without labels
+                if count:  # without labels, the model's own loss, a mean, is NaN
                     losses.append(output["loss"].detach() * (count / num_items))
                     roots.append(output["loss"])
                     grads.append(torch.full_like(output["loss"], count / num_items))
@@ -567,7 +567,7 @@ SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
 
 
 class _TrunkReached(BaseException):
-    """Signal that aborts a forward at the cut before the head. Model code does not catch it: it is no `Exception`."""
+    """Signal that aborts a forward at the cut before the head. Not an `Exception`, so model code ignores it."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -751,7 +751,7 @@ class Trunk:
                     for leaf, value in values.items():
                         suspended.bind(unit.module._parameters, leaf, value)
                 return self._graph.model(**batch, **options)
-            except _TrunkReached as reached:  # the head phase runs the rest
+            except _TrunkReached as reached:  # the head phase runs the rest of the forward
                 return reached.output
 
         return forward

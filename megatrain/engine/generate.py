@@ -49,7 +49,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class GenerationAccess(WeightAccess, Protocol):
-    """Access of the running model to the blocks of a generation."""
+    """Interface through which the running model requests the blocks of a generation."""
 
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
         """Lease the cache block of a visit and micro-batch, uint8 [N]; yield None if the visit caches nothing."""
@@ -150,7 +150,7 @@ class GenerationRunner:
             if not units:
                 if self._any_rank is None or planned is None:
                     return
-                units = {planned[visit]}  # prompts of other ranks continue
+                units = {planned[visit]}  # run along, because prompts of other ranks continue
             if len(units) > 1:
                 names = sorted(self._graph.units[unit].name for unit in units)
                 raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
@@ -243,7 +243,7 @@ def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
 class _CacheTensor:
     """Tensor of a cache that is stored in a block, with its place in the cache and its start in the block."""
 
-    holder: Any  # a dict, or a list
+    holder: Any
     key: Any
     shape: torch.Size
     dtype: torch.dtype

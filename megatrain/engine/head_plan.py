@@ -88,7 +88,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     probe = _HeadProbe(graph, candidates)
     try:
         probe.run()
-    except Exception:  # a model that fails here cannot run on pieces
+    except Exception:  # a model that fails on two rows cannot run on pieces
         return None
     if len(probe.trunks) != 1 or len(probe.losses) != 1 or probe.has_own_term:
         return None
@@ -134,7 +134,7 @@ def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Head
     half = _HeadProbe(graph, candidates, num_columns)
     try:
         half.run()
-    except Exception:  # the head depends on the size of the vocabulary
+    except Exception:  # the head fails if the vocabulary has another size
         return None
     is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
     return whole.cut_weight if is_same else None
@@ -192,7 +192,7 @@ class _HeadProbe:
             self._cut.watching(),
         ):
             output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
-        self.has_own_term = output["loss"] is not self._loss  # such as Bamba's z-loss, a mean over a micro-batch
+        self.has_own_term = output["loss"] is not self._loss  # like Bamba's z-loss, a mean over a micro-batch
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._saved.append(tensor)
@@ -221,7 +221,8 @@ class _HeadProbe:
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
             self.is_product = self._cut.is_product(logits, self._rows)
-            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # excludes the weight
+            # Autograd also saves the weight, whose size differs from the logits.
+            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]
             graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
             self.logit_nbytes = sum(sizes.values())

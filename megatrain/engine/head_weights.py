@@ -100,7 +100,7 @@ class HeadWeights:
             if self._part_weight is not None and self._cut in weights:
                 weight = stack.enter_context(bound.replaced(self._cut, self._part_weight))
                 self.parts = self._parts_of(weight, stack)
-                stack.callback(self.parts.clear)  # the parts are views of leased blocks
+                stack.callback(self.parts.clear)  # parts are views of leased blocks
             units.append((bound, visit, own))
         return units
 

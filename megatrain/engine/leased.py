@@ -94,7 +94,7 @@ class ShardingHooks:
 
         Returns:
             A function, to be called once, that waits for the results. It returns the terms, and the figures with their
-                totals as floats, in the order of micro-batches.
+            totals as floats, in the order of micro-batches.
         """
         raise NotImplementedError
 
@@ -221,7 +221,8 @@ class LeasedWeights:
         for visit in visits:
             for phase in ("forward", "backward"):
                 ticks = self._ticks_of.get((phase, visit), ())
-                tick = next((tick for tick in ticks if tick >= now), None)  # next tick, in this group
+                # A step may run a visit once per micro-batch. Take its next tick.
+                tick = next((tick for tick in ticks if tick >= now), None)
                 if tick is not None:
                     found = unused if visit in idle else used
                     found += [(tick, key) for key in self._keys_of(visit)]
@@ -279,7 +280,7 @@ class LeasedGradients:
             accumulator = LaneAccumulator(self._gradients.lanes, first, room)
             yield accumulator
             accumulator.close()
-            del accumulator, first  # frees sums outside of blocks
+            del accumulator, first  # frees the sums that are not blocks
             # Close within the leases, because closing writes the blocks and the norm reads them.
             for layout in layouts:
                 keys = own[layout.name]
@@ -307,7 +308,7 @@ class LeasedGradients:
         """Copy the sums of a use site into their blocks. The last use site to run adds up the sums of all sites."""
         name = layout.name
         self._gradients.note_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
-        if self._execution.use(keys[0]).mode == "w":  # the blocks were leased without contents
+        if self._execution.use(keys[0]).mode == "w":  # blocks leased for writing have undefined contents
             zero_gaps(totals, self._program.parts_of(layout), layout, self._gradients.filled_at(name, visit))
         for total, block in zip(totals, blocks, strict=True):
             if total is not block:
@@ -344,7 +345,7 @@ class LeasedGradients:
         is_summed = visit == uses[0] and all(map(self._execution.uses, others))
         with self._execution.lease([key, *(others if is_summed else ())]) as tensors:
             total = fp32_sum(tensors[key], mode)
-            if mode == "w":  # the block was leased without contents
+            if mode == "w":  # a block leased for writing has undefined contents
                 total.zero_()
             yield [total]
             if total is not tensors[key]:

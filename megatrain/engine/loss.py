@@ -96,7 +96,7 @@ class Loss(Protocol):
 
     @property
     def refusal(self) -> str:
-        """End of the error "it has its own loss function, ..." for a model with one; "" to accept these models."""
+        """Reason to refuse models with their own loss function; "" to accept them. It ends an error message."""
         return ""
 
     @property

@@ -51,7 +51,7 @@ def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     """Return a forward hook that adds noise. A recompute draws the same noise, because its random state is the same."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))  # as transformers
+        largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))
         return output + torch.zeros_like(output).uniform_(-largest, largest)
 
     return add_noise

@@ -125,7 +125,7 @@ class PartedWeight(AbsentWeight):
 
 
 class _RowsWanted(BaseException):
-    """Signal that aborts a unit's forward at the look-up. It is no `Exception`, so model code does not catch it."""
+    """Signal that aborts a unit's forward at the look-up. Not an `Exception`, so model code does not catch it."""
 
     def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
         self.weight, self.indexes = weight, indexes

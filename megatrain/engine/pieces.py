@@ -193,7 +193,8 @@ class PassingGradient:
                 self._open = None
         for place, (_, own) in zip(places, found, strict=True):
             if own is not None and not own.added:
-                place.zero_()  # held the sum of lanes that were added to a previous sum
+                # This memory held a sum of lanes that was added to an earlier sum.
+                place.zero_()
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
         """Accumulate a product in rows of the leased part."""
@@ -243,7 +244,7 @@ class UseSiteGradients:
 
     @contextmanager
     def rows(self, name: str, start: int, stop: int) -> Iterator[None]:
-        """Accumulate in these rows of the leased part."""
+        """Accumulate products in these rows of the leased part, within the context."""
         with self._passing[name].some_rows(start, stop):
             yield
 

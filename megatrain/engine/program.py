@@ -234,7 +234,7 @@ class BlockPlan:
 
     @property
     def whole(self) -> str:
-        """Common key of all parts, or the block's own key if it is no part."""
+        """Common key of all parts, or the block's own key if it is not a part."""
         return self.part_of or self.key
 
     @property
@@ -416,14 +416,14 @@ class StepProgram:
     def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
         """Return the bytes that a visit needs to decode a weight; 0 if the blocks hold the weight itself."""
         encoding = self.encodings.get(layout.name)
-        if encoding is None or not self.sharding.shards.are_whole:  # gathers decode shards into full copies
+        if encoding is None or not self.sharding.shards.are_whole:  # gathers already decode shards into full copies
             return 0
         keys, is_cut = self.weight_keys(layout), layout.name in self.cuts.weights
         if encoding.dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or is_cut):
             return 0
         sizes = [len(part) * encoding.dtype.itemsize for part in self.weight_parts_of(layout)]
         nbytes = max(sizes) if self.passes_weight(visit, layout.name) else sum(sizes)
-        return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # decoded weights are adjacent
+        return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # keeps adjacent decoded weights aligned
 
     def gathered_dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which ranks gather a block. Averages are rounded to the compute dtype first."""
@@ -550,7 +550,7 @@ class StepProgram:
 
 
 class WeightAccess(Protocol):
-    """Weights of a pass, requested by the running model in program order. Used by one thread."""
+    """Interface through which the running model requests the weights of a pass, in program order, on one thread."""
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Advance to the next tick: forward visits in order, the head (by its first visit), backward visits in reverse.
@@ -581,7 +581,7 @@ class WeightAccess(Protocol):
 
 
 class BlockAccess(WeightAccess, Protocol):
-    """Access of the running model to the blocks of one step.
+    """Interface through which the running model requests the blocks of one step.
 
     A unit that is called twice in a forward has two visits. Each visit is a use site with separate accumulators.
     """
@@ -674,7 +674,7 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
     """Return a copy of the program in which these visits keep their graphs and use no activation blocks."""
     dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
 
-    def is_input(group: Group) -> bool:  # an activation of this or of an earlier visit
+    def is_input(group: Group) -> bool:
         return any(program.blocks[key].kind == "activations" for key, _ in group)
 
     ticks = tuple(

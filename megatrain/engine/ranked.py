@@ -389,7 +389,7 @@ class FullCopies:
         waiting = self._full.get((op.phase, op.visit))
         if waiting:
             full = waiting.popleft()
-            self._window.wait_for_model()  # the next gather reuses the memory
+            self._window.wait_for_model()  # because the next gather reuses the memory
             self._window.note(-sum(each.nbytes for each in full.tensors.values()))
 
     @contextmanager
@@ -438,7 +438,7 @@ class FullCopies:
             self._window.note(copy.nbytes)
             self._gather_part(copy, shards[key])
         yield copy
-        self._window.wait_for_model()  # the next gather reuses the memory
+        self._window.wait_for_model()  # because the next gather reuses the memory
         self._window.note(-copy.nbytes)
 
 
@@ -513,7 +513,7 @@ class ExchangedGradients:
         accumulator = LaneAccumulator(self._gradients.lanes, room(), room)
         yield accumulator
         left = [None if each is None else each.added for _, each in accumulator.close()]
-        while len(made) < len(left):  # these lanes have no micro-batch
+        while len(made) < len(left):  # lanes without a micro-batch
             room()
         for memory in made[len(left) :]:
             self._window.note(-sum(each.nbytes for each in memory.values()))
@@ -528,7 +528,7 @@ class ExchangedGradients:
 
     def exchange(self, op: Op) -> None:
         """Add up the sums of all ranks. Each rank adds and stores its own shards."""
-        self._window.wait_for_model()  # the model computes the sums
+        self._window.wait_for_model()  # because the model computes the sums
         sent: list[Tensor] = []
         with self._window.on_side_stream():
             for group in op.passing:
@@ -558,7 +558,8 @@ class ExchangedGradients:
         block, *others = (tensors[key] for key in keys)
         owned = len(self._program.sharding.shards.owned(elements))
         block.copy_(self._added(sums))
-        block[owned:].zero_()  # padding, where the sums contain elements of the next part
+        # Zero the padding, where the sums contain elements of the next part.
+        block[owned:].zero_()
         if use > 0:
             return
         # The backward reaches the first use site last, so the sums of all sites are now complete.

@@ -37,7 +37,7 @@ class _AliasedBlock:
     """Block that gradients share. Its first gradient is the largest."""
 
     def __init__(self, first: _Lifetime) -> None:
-        self.lifetimes = [first]  # in order
+        self.lifetimes = [first]  # sorted by start
         self._largest = first.gradient
 
     def admits(self, lifetime: _Lifetime) -> bool:
@@ -80,7 +80,7 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
     rooms: list[_AliasedBlock] = []
     # Sort equal sizes by start, so that first fit needs no more blocks than gradients that are live at once.
     for lifetime in sorted(_lifetimes(program), key=lambda lifetime: (-lifetime.gradient.num_elements, lifetime.start)):
-        room = next((room for room in reversed(rooms) if room.admits(lifetime)), None)  # smallest that fits
+        room = next((room for room in reversed(rooms) if room.admits(lifetime)), None)  # the smallest block that fits
         if room is None:
             rooms.append(_AliasedBlock(lifetime))
         else:

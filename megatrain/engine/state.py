@@ -115,7 +115,7 @@ class ThreadModes:
 def without_saved_tensors() -> AbstractContextManager[None]:
     """Return the context in which autograd saves no tensors, for code that the backward recomputes.
 
-    `no_grad` is no alternative, because attention selects its kernel by `requires_grad`. If the recompute used a
+    `no_grad` does not work, because attention selects its kernel by `requires_grad`. If the recompute used a
     different kernel, results could round differently and change a router's choice.
     """
     hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped)

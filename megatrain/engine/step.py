@@ -114,7 +114,7 @@ class StepEngine:
         )
         self._defers = program.updates.are_deferred
         self._pending: PendingUpdate | None = None  # update of the last step, run by the next step
-        self._spoiled = ""  # error, if updates of a step are incomplete
+        self._spoiled = ""  # error text after a step with incomplete updates
         self.num_updates = 0
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
@@ -140,7 +140,7 @@ class StepEngine:
                 self._access.start_step(number, immediate=update, scales=scales, num_tokens=num_tokens)
             queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
-            self._pending = None  # all of its groups are updated
+            self._pending = None  # the step has updated all groups
             arriving = self._send(queued)
             if self._access.updates_ahead:
                 # Queue updates before the host waits, so that the device updates while the host begins the next step.

@@ -127,7 +127,7 @@ class SuspendedForward:
                 target[key] = original
             self.modes = ThreadModes.current(self._device_type)
             self.random_state = self._random.get()
-            outer.restore()  # last, because the lines above read the forward's modes
+            outer.restore()  # restored last, because the lines above read the forward's modes
         if self._greenlet.dead:
             self.result = given
         else:

@@ -162,7 +162,7 @@ class UnitVisit:
     def replaced_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         """Compute the input gradients with `instead()`, without leases, instead of running this visit."""
         self.visits.begin_backward(self.number)
-        grad_inputs = instead()  # call it before graphs and inputs are dropped
+        grad_inputs = instead()  # runs while graphs and inputs still exist
         self._kept, self._wanted = [], []
         return grad_inputs
 

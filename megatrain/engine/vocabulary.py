@@ -94,4 +94,4 @@ def _linear_of_part(rows: Tensor, weight: PartWeight, bias: Tensor | None = None
     if not part.weight.requires_grad or not torch.is_grad_enabled():
         return functional.linear(rows, part.weight, own_bias)
     out = linear(rows, part.weight, own_bias)
-    return functional.linear(rows, part.weight, own_bias) if out is None else out  # autograd, e.g. under autocast
+    return functional.linear(rows, part.weight, own_bias) if out is None else out

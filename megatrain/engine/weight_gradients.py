@@ -175,7 +175,7 @@ class LaneAccumulator:
 
         Returns:
             Nodes of the tree whose sums remain, with the sums: one node if this process has all lanes of the step. A
-                sum without gradients has no memory and is None.
+            sum without gradients has no memory and is None.
         """
         while self._lane < self._lanes.own.stop - 1:
             self._close_lane()
@@ -379,7 +379,8 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor |
     target = target_of(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
-    flat = rows.reshape(-1, rows.shape[-1])  # here, because autograd refuses in-place changes to views from `_Linear`
+    # Flatten and unflatten here, because autograd refuses in-place changes to views made in `_Linear`.
+    flat = rows.reshape(-1, rows.shape[-1])
     out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
     return out.view(*rows.shape[:-1], out.shape[-1])
 

@@ -100,7 +100,7 @@ def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     if not _is_mutable(func):
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         results = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
-        if not results:  # views or metadata
+        if not results:  # views and metadata move no bytes
             return None
         if packet in _FILL:
             inputs = []

@@ -264,7 +264,8 @@ class _CollectiveMemory:
         using, exchanging = (
             (number, 2 * turn + 1),
             (number, 2 * turn + 2),
-        )  # the weight is freed in between
+            # The weight is freed before the exchange.
+        )
         open_sums = 0
         for key, mode in group:
             block = self._program.contents(number, key)

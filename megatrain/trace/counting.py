@@ -24,7 +24,7 @@ from megatrain.engine.unneeded import changed_arguments
 from megatrain.engine.work import NO_WORK, Work, moved_nbytes
 from megatrain.trace.repeated_layers import Recorder
 
-_RAISES = 2  # debug mode of torch in which nondeterministic operations raise
+_RAISES = 2  # torch's debug mode in which nondeterministic operations raise an error
 _DEVICE_OF = torch.ops.prim.device.default
 #: Largest number of elements of a tensor whose values the trace computes.
 _MOST_KNOWN = 1 << 25
@@ -353,7 +353,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
     """Return operator -> FLOP formula, from torch and from this file."""
     from torch.utils import flop_counter
 
-    counter: Any = flop_counter  # an untyped module
+    counter: Any = flop_counter  # the module is untyped
 
     return {**counter.flop_registry, torch.ops.aten._grouped_mm: _grouped_mm}
 

@@ -33,7 +33,7 @@ def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iter
 
     The setting is process-wide. Launches on real tensors are unaffected.
     """
-    if "triton" not in sys.modules:  # no kernels exist
+    if "triton" not in sys.modules:  # no kernel can exist before triton is imported
         yield
         return
     from torch._subclasses.fake_tensor import FakeTensor

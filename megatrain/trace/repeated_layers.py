@@ -120,7 +120,7 @@ class RepeatedLayers:
         tree_map((args, kwargs), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         for index, tensor in enumerate(inputs):
             record.name(tensor, "argument", index)
-        record.note("begins with", tuple(inputs), {}, None)  # operators record number arguments
+        record.note("begins with", tuple(inputs), {}, None)
         num_guesses = counts.num_guesses
         with _recording(counts, record.note):
             result = run(*args, **kwargs)

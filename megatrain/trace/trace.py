@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from megatrain.models.graph import ModelGraph
 
-_TRACED_PIECES = 2  # head pieces: the first begins the gradient, the second adds to it
+_TRACED_PIECES = 2  # pieces of the head: one begins the gradient, one adds to it
 _IMAGES_UNCOUNTED = "images: their number per step is unknown before the run"
 _LOSS_NBYTES = 4  # bytes of the loss per piece, kept until the step ends
 
@@ -57,7 +57,7 @@ def trace_visits(
 
     Args:
         graph: Model, which does not change. Nothing is allocated on `device`.
-        device: Compute device, which determines kernels and workspaces. Nothing is allocated on it.
+        device: Compute device, which determines kernels and workspaces. The trace allocates no memory on it.
         padded: Whether rows can have padding or several documents. If False, each row is one document.
         is_compiled: Whether layers are compiled, for `ModelGraph.computing`. If False, rows of several documents can
             count like rows of one document.
@@ -100,7 +100,7 @@ def trace_visits(
                     list(tracer.runner.score_pass({0: batch}, {0: (rows, rows)}, top_k, 1.0))
     trace = tracer.trace()
     if top_k is not None:
-        trace = replace(trace, logits_flops=0)  # a forward has one pass over logits
+        trace = replace(trace, logits_flops=0)  # without a backward, logits are computed once
     trace = _with_all_pieces(trace, num_rows, num_tokens, objective.loss.row_nbytes)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
@@ -225,7 +225,7 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
         yield
     except UnsupportedModelError:
         raise
-    except Exception as error:  # the code of each family raises different types
+    except Exception as error:  # each model family raises different errors
         if not reads_more_than_text(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())

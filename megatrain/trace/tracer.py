@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
 
 _ANY_NBYTES = 1 << 50  # a fake tensor needs no memory
-_ALIGNMENT_BYTES = 512  # allocators round sizes up
+_ALIGNMENT_BYTES = 512  # allocators round sizes up to a multiple
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Tracer:
         is_compiled: bool = False,
     ) -> None:
         self.counts = CountingMode()
-        self._dense_masks: dict[str, None] = {}  # ordered set of reasons
+        self._dense_masks: dict[str, None] = {}  # ordered set of the reasons for dense masks
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
         self._phases: list[_Phase] = []
@@ -107,7 +107,7 @@ class Tracer:
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
-            self._note_visits()  # before the backward frees shared memory
+            self._note_visits()  # the backward has not yet freed memory of visits
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
         self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
@@ -139,7 +139,7 @@ class Tracer:
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         names = {owner for _, owner, _ in unit.params}
-        with self.counts.paused():  # blocks, or counted by the planner
+        with self.counts.paused():  # gradients are blocks, or the planner counts them
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
         accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
         yield accumulator
@@ -176,7 +176,7 @@ class Tracer:
                 except (UnsupportedModelError, CountingError):
                     raise
                 except Exception as error:
-                    self.counts.work = work  # drop the incomplete work
+                    self.counts.work = work  # discard the work of an incomplete run
                     stream = args[0] if args else kwargs.get("hidden_states")
                     if not bound.unit.is_layer or not isinstance(stream, Tensor):
                         raise
@@ -211,7 +211,7 @@ class Tracer:
             self._misses[visit] = part.chance_of_no_token(args)
             if self._alike[visit] == visit:
                 return cast("Tensor", forward(*args))
-            return part.uncomputed(args)  # the first one's counts include weight gradients
+            return part.uncomputed(args)  # the counts of the part that runs include weight gradients
 
         return once
 
@@ -304,7 +304,7 @@ class Tracer:
 
     def trace(self) -> VisitTrace:
         """Return the trace."""
-        if not self._units:  # only a forward, without a head
+        if not self._units:  # the trace has only a forward
             self._note_visits()
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
@@ -337,7 +337,7 @@ class Tracer:
         unit, is_head = self._graph.units[self._units[number]], number >= first_head
         counted = self._alike.get(number, number)
         forward = phases.get(("forward", counted)) or phases["head", first_head]
-        none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # only a forward
+        none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # no backward ran
         backward = phases.get(("backward", counted)) or none
         held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
         stays_nbytes = min(held_nbytes, self._stays.get(number, last_stays))
@@ -351,7 +351,7 @@ class Tracer:
         if saved and not is_head and unit.part is None and not reused:
             attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
         by_part = self.runner.by_part_in_head
-        if not is_head:  # the look-up is a second run, but saved inputs are read once
+        if not is_head:  # a look-up runs again, but saved inputs can be read only once
             rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
             by_part = frozenset() if saved else frozenset(rows)
         return TracedVisit(
