@@ -164,7 +164,7 @@ class Adapters(ModelConverter):
         non_text = _non_text_paths(model, self._images)
         self.config = _add_adapters(model, self._table, self._images, non_text)
         self._find_layers(model)
-        where = _where(self._table)
+        where = _selecting_key(self._table)
         for path, layer in self._layers.items():
             _check_layer(where, path, layer)
             if hasattr(layer, "parameter_name"):
@@ -319,7 +319,7 @@ class Adapters(ModelConverter):
             ExportTargetError: If `check_merge` fails.
         """
         self.check_merge(graph)
-        return _merging(graph, self, source)
+        return _merged_source(graph, self, source)
 
     def check_merge(self, graph: ConvertedGraph) -> None:
         """Refuse adapters that cannot be merged into the model's weights.
@@ -358,7 +358,7 @@ def adapters_of(graph: ModelGraph) -> Adapters | None:
     return next((converter for converter in graph.converters if isinstance(converter, Adapters)), None)
 
 
-def _where(table: LoraConfig) -> str:
+def _selecting_key(table: LoraConfig) -> str:
     """Return the config key that selects the modules with adapters."""
     folder = table.adapter_name_or_path
     return f"lora.adapter_name_or_path ({folder})" if folder else "lora.target_modules"
@@ -377,12 +377,12 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
     _check_supported(config, model)
     if non_text and (is_new or passthrough_modules(model) is not None):
-        config.exclude_modules = _also_without(config.exclude_modules, non_text)
+        config.exclude_modules = _with_excluded(config.exclude_modules, non_text)
     head = head_of(model)
     # A new head starts from random weights, so it must be trained and saved.
     if head is not None and is_new:
         config.task_type = "SEQ_CLS"
-        config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
+        config.exclude_modules = _with_excluded(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, sounds=False)]
@@ -395,7 +395,8 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
             raise AdapterError(
-                f"{_where(table)}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
+                f"{_selecting_key(table)}: {_one_line(error)}. {type(model).__name__} has e.g. "
+                f"{_modules_to_choose_from(model)}"
             ) from error
     vars(model).pop("peft_config", None)  # otherwise transformers would treat it as a peft model
     config.modules_to_save = list(saved_modules or ()) or None
@@ -443,7 +444,7 @@ def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> Non
         longest = max(patterns, key=len)
         problem = f"{longest if len(longest) < 200 else f'{longest[:200]} ...'!r} cannot be matched: {error}"
     if problem:
-        raise AdapterError(f"{_where(table)}{file}: {problem}. List the names of the modules instead")
+        raise AdapterError(f"{_selecting_key(table)}{file}: {problem}. List the names of the modules instead")
 
 
 def _check_layer(where: str, path: str, layer: Any) -> None:
@@ -457,7 +458,7 @@ def _check_layer(where: str, path: str, layer: Any) -> None:
         raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
 
 
-def _also_without(excluded: Any, paths: Sequence[str]) -> str:
+def _with_excluded(excluded: Any, paths: Sequence[str]) -> str:
     """Return peft's ``exclude_modules``, extended by some modules and their submodules."""
     patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
     if isinstance(excluded, str):
@@ -537,7 +538,7 @@ def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapte
                 parameter.requires_grad_(True)
 
 
-def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) -> WeightSource:
+def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) -> WeightSource:
     layout_of = {entry.name: layout for layout in graph.layouts.values() for entry in layout.entries}
     entry_of = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
 
@@ -734,7 +735,7 @@ def export_adapter(
         for layout in layouts:
             with source(layout) as read:
                 for entry in layout.entries:
-                    writer.write(f"{FILE_PREFIX}{entry.name}", partial(_moved, read, entry.offset))
+                    writer.write(f"{FILE_PREFIX}{entry.name}", partial(_read_at_offset, read, entry.offset))
         settings = json.dumps(adapters.settings(base_model), indent=2, sort_keys=True)
         (partial_folder / ADAPTER_CONFIG).write_text(settings + "\n", encoding="utf-8")
         copy_tokenizer([] if copy_from is None else [Path(copy_from)], partial_folder)
@@ -744,5 +745,5 @@ def export_adapter(
     return out
 
 
-def _moved(read: ReadMaster, offset: int, start: int, stop: int) -> Tensor:
+def _read_at_offset(read: ReadMaster, offset: int, start: int, stop: int) -> Tensor:
     return read(offset + start, offset + stop)

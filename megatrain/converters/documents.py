@@ -189,7 +189,7 @@ def _with_pattern(function: Any, pattern: _Pattern | None) -> Any:
     return function
 
 
-def _joined(functions: tuple[Any, ...]) -> _Pattern | None:
+def _intersection(functions: tuple[Any, ...]) -> _Pattern | None:
     """Return the pattern of the intersection of these mask functions; None if it is unknown."""
     patterns = [_pattern_of(function) for function in functions]
     known = [pattern for pattern in patterns if pattern is not None]
@@ -222,7 +222,7 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
     own_remapped = own.get(_LATER)
 
     def and_masks(*functions: Any) -> Any:
-        return _with_pattern(own_and_masks(*functions), _joined(functions))
+        return _with_pattern(own_and_masks(*functions), _intersection(functions))
 
     def overlay(window: int) -> Any:
         return _with_pattern(own_overlay(window), _Pattern(window=window))
@@ -256,8 +256,8 @@ def attention_by_documents(
     before = {name: namespace[name] for name in replacements}
     make, attend = masks["sdpa"], attentions["sdpa"]
     interfaces: list[tuple[Any, str, Callable[..., Any]]] = [
-        (masks, "eager", _noting(masks["eager"], "eager attention", on_dense)),
-        (masks, "sdpa", _mask_maker(make, on_dense) if enabled else _noting(make, "compiled layers", on_dense)),
+        (masks, "eager", _reporting(masks["eager"], "eager attention", on_dense)),
+        (masks, "sdpa", _mask_maker(make, on_dense) if enabled else _reporting(make, "compiled layers", on_dense)),
         (attentions, "sdpa", _attention(attend) if enabled else attend),
     ]
     local = [(interface, name, interface._local_mapping.get(name)) for interface, name, _ in interfaces]
@@ -275,7 +275,7 @@ def attention_by_documents(
                 interface[name] = function
 
 
-def _noting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]) -> Callable[..., Any]:
+def _reporting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]) -> Callable[..., Any]:
     def noting(*args: Any, **kwargs: Any) -> Any:
         mask = make(*args, **kwargs)
         if mask is not None:
@@ -287,7 +287,7 @@ def _noting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]
 
 def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
     """Wrap transformers' sdpa mask function. The wrapper returns a `DocumentMask` if the pattern is known."""
-    signature, noting = inspect.signature(plain), _noting(plain, "a mask of an unknown kind", on_dense)
+    signature, noting = inspect.signature(plain), _reporting(plain, "a mask of an unknown kind", on_dense)
 
     def make(*args: Any, **kwargs: Any) -> Tensor | None:
         given = signature.bind(*args, **kwargs)

@@ -48,7 +48,7 @@ def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
 
 
 @places_of_experts.register_fake
-def _most_places(chosen: Tensor, first: int, stop: int) -> Tensor:
+def _fake_places(chosen: Tensor, first: int, stop: int) -> Tensor:
     """Return the maximum size for memory planning, because all tokens can be routed to one part."""
     return chosen.new_empty(chosen.numel())
 
@@ -67,7 +67,7 @@ class ExpertsInParts(ModelConverter):
             return ()
         _drop_attention_weights(model, layer)
         found: list[InnerUnit] = []
-        for path, module in _around(layer, cut):
+        for path, module in _surrounding_modules(layer, cut):
             if id(module) not in cut:
                 found.append(InnerUnit(path, module))
             for number, part in enumerate(cut.get(id(module), ())):
@@ -133,10 +133,10 @@ class ExpertsPart(nn.Module):
         others, num_chosen = self.num_all - len(self.rows), arguments[1].shape[-1]
         return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
 
-    def uncomputed(self, arguments: Sequence[Tensor]) -> Tensor:
+    def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
         """Return a placeholder result. Weights get gradients only if no argument requires a gradient."""
         weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
-        made: Tensor = _Uncomputed.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
+        made: Tensor = _PlaceholderResult.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
         return made
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class ExpertsPart(nn.Module):
         return total.index_add(0, tokens, rows.float())
 
 
-class _Uncomputed(torch.autograd.Function):
+class _PlaceholderResult(torch.autograd.Function):
     """Placeholder for some experts. It returns an fp32 result, and gradients for all inputs that need one."""
 
     @staticmethod
@@ -220,22 +220,22 @@ def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
         model_elements: Number of elements of all parameters, which determines the size of the parts.
     """
     found: list[_CutExperts] = []
-    for module, step in list(_to_cut(layer, model_elements)):
+    for module, step in list(_modules_to_cut(layer, model_elements)):
         count = int(module.num_experts)  # type: ignore[arg-type]
         parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
         for part in parts:
             part._siblings = parts
-        module.__dict__["forward"] = _sum_of(module, parts)
+        module.__dict__["forward"] = _summing_forward(module, parts)
         found.append(_CutExperts(module, parts))
     return found
 
 
 def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool:
     """Return whether `ExpertsInParts` would cut experts in any of these layers."""
-    return any(True for layer in layers for _ in _to_cut(layer, model_elements))
+    return any(True for layer in layers for _ in _modules_to_cut(layer, model_elements))
 
 
-def _to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
+def _modules_to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
     """Yield each module of experts that is larger than a part, with the number of experts per part."""
     most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
@@ -268,7 +268,7 @@ def _is_fused(module: nn.Module) -> bool:
     )
 
 
-def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
+def _summing_forward(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
     """Return the forward of all experts, which adds the results of the parts in order."""
     signature = inspect.signature(type(module).forward)
 
@@ -282,7 +282,7 @@ def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Te
     return forward
 
 
-def _around(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn.Module]]:
+def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield (local path, module) of modules that together have all parameters of a layer, in model order.
 
     Args:

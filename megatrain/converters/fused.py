@@ -114,7 +114,7 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
 def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
     """Return the fused matrices of a parameter; None if no rule matches."""
     if len(shape) == 3:
-        return _of_experts(owner, product, shape)
+        return _fused_experts(owner, product, shape)
     kind = type(owner).__name__
     rule = next((rule for (end, name), rule in _RULES.items() if name == product and kind.endswith(end)), None)
     if rule is None:
@@ -123,7 +123,7 @@ def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatri
     return fused if fused.length == shape[-1 if fused.by_column else -2] else None
 
 
-def _of_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
+def _fused_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
     """Return the fused gate and up projections of stacked experts, according to transformers' attributes."""
     if product != "gate_up_proj" or not hasattr(owner, "is_transposed"):
         return None

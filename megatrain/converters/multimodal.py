@@ -122,7 +122,7 @@ def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
             "image-text model",
         )
     text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
-    sounds = {id(p) for module in _sound_modules(model) for p in module.parameters()}
+    sounds = {id(p) for module in _audio_modules(model) for p in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) in sounds or (images == "frozen" and id(parameter) not in text):
             parameter.requires_grad_(False)
@@ -139,7 +139,7 @@ def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str
     Args:
         sounds: Whether to include audio modules.
     """
-    left_out = set() if sounds else {id(m) for sound in _sound_modules(model) for m in sound.modules()}
+    left_out = set() if sounds else {id(m) for sound in _audio_modules(model) for m in sound.modules()}
     paths: list[str] = []
     for path, module, contains_text in _modules_outside(_language_model(model), model):
         is_outermost = not contains_text and not _is_below(paths, path)
@@ -163,7 +163,7 @@ def _is_below(paths: Sequence[str], path: str) -> bool:
     return any(path.startswith(f"{other}.") for other in paths)
 
 
-def _sound_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _audio_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     encoder = model.get_encoder("audio")
     if encoder not in (None, model, model.base_model):
         yield encoder

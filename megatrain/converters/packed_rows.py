@@ -57,7 +57,7 @@ def settle_packing(
     """
     if packing and model.table.images != "off":
         if is_default:
-            return False, _off_by_itself(type(graph.model).__name__, _HAS_IMAGES)
+            return False, _off_warning(type(graph.model).__name__, _HAS_IMAGES)
         raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
     if not packing or (packing == "concat" and passthrough_modules(graph.model) is None):
         return packing, ""
@@ -67,10 +67,10 @@ def settle_packing(
     name = type(graph.model).__name__
     if not is_default:
         raise UnsupportedModelError(name, f"{problem}. Write data.packing = false")
-    return False, _off_by_itself(name, problem)
+    return False, _off_warning(name, problem)
 
 
-def _off_by_itself(name: str, problem: str) -> str:
+def _off_warning(name: str, problem: str) -> str:
     return (
         f"data.packing, on by default, is off, with one document per row: {name}: {problem}. "
         "Write data.packing = false to silence this warning"
@@ -103,11 +103,11 @@ def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None
     kinds = _kinds(graph.model)
     key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
     if key not in _found:
-        _found[key] = _try(graph.config, attention, kinds)
+        _found[key] = _check_small_copy(graph.config, attention, kinds)
     return _found[key]
 
 
-def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | None:
+def _check_small_copy(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | None:
     for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
         try:
             model = small_model(config, attention, seed=0, num_layers=num_layers).eval()
@@ -117,7 +117,7 @@ def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | Non
         if not missing:
             break
     try:
-        is_apart = _is_apart(model)
+        is_apart = _separates_documents(model)
     except Exception as error:  # each class raises different errors
         return f"{_MIXES_PERHAPS}: that cannot be tried ({type(error).__name__}: {error})"
     if not is_apart:
@@ -127,7 +127,7 @@ def _try(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | Non
     return None
 
 
-def _is_apart(model: PreTrainedModel) -> bool:
+def _separates_documents(model: PreTrainedModel) -> bool:
     """Return whether a document has the same logits after another document and alone."""
     generator = torch.Generator().manual_seed(0)
     num_words = model.get_input_embeddings().weight.shape[0]

@@ -194,9 +194,9 @@ class StoreAccess:
         """Skip the unit's weights, because no token is routed to it."""
         self._sharding.weights.skip(self._layouts_of(unit), visit)
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Cancel the fetch of weights that only idle visits need."""
-        self._sharding.weights.note_idle(visits, idle)
+        self._sharding.weights.announce_idle(visits, idle)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
@@ -242,7 +242,7 @@ class StoreAccess:
             yield tensors[key][: shape.numel()].view(shape)
 
     @contextmanager
-    def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
+    def results_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
         """Lease the block of saved results. The forward writes it, the backward reads it, and then it is dead."""
         key = results_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches that run one at a time share one set of blocks
@@ -251,7 +251,7 @@ class StoreAccess:
             yield tensors[key]
 
     @contextmanager
-    def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
+    def cache_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
         """Lease the key-value cache of a visit and micro-batch; yield None if the program has no block for it."""
         key = cache_key(visit, micro_batch)
         if key not in self._program.blocks:

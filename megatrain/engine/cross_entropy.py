@@ -101,7 +101,7 @@ class RunningSoftmax:
         """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
         self._log_sums = None
         if device_kernels.are_for(logits):
-            device_kernels.take_in_logits(
+            device_kernels.add_logits(
                 logits,
                 self._labels,
                 start,

@@ -24,7 +24,7 @@ __all__ = [
     "reads_sync_host",
     "row_groups",
     "stands_for_gpu",
-    "take_in_logits",
+    "add_logits",
     "warm_up",
 ]
 
@@ -166,7 +166,7 @@ def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None
             )
 
 
-def take_in_logits(
+def add_logits(
     logits: Tensor,
     labels: Tensor,
     start: int,
@@ -176,7 +176,7 @@ def take_in_logits(
     of_label: Tensor,
     totals: Tensor | None,
 ) -> None:
-    """Add the logits of a part of the vocabulary to the sums of a cross entropy; see `triton_kernels.take_in_logits`.
+    """Add the logits of a part of the vocabulary to the sums of a cross entropy; see `triton_kernels.add_logits`.
 
     Args:
         logits: [rows, columns], any float dtype.
@@ -191,7 +191,7 @@ def take_in_logits(
     num_rows, num_columns = logits.shape
     if num_rows and not isinstance(logits, FakeTensor):
         with torch.accelerator.device_index(logits.device.index):
-            _kernels().take_in_logits[(num_rows,)](
+            _kernels().add_logits[(num_rows,)](
                 logits,
                 logits.stride(0),
                 labels.contiguous(),
@@ -290,6 +290,6 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
         add_rows(place, range(1), rows, row_groups(indexes), None)
         copy_rows(rows, range(1), rows.clone(), indexes)
         for totals in (None, zeros):
-            take_in_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
+            add_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
         for weights in (None, zeros):
             gradient_of_logits(rows, indexes, 0, zeros, weights=weights, num_items=1, **terms)

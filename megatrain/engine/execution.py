@@ -111,7 +111,7 @@ class TapeExecution:
         self._uses = {}
         if self.op is not None:
             tick, uses = self.op.tick, self.op.uses
-            self._uses = dict(zip(self.own_keys(self.op, uses), uses, strict=True))
+            self._uses = dict(zip(self.content_keys(self.op, uses), uses, strict=True))
             # Wait before any lease, because an update that still runs writes the newest contents of these blocks.
             self.background.wait_for([use.key for use in uses])
             if not self._is_ahead:
@@ -123,7 +123,7 @@ class TapeExecution:
         return self.op
 
     @property
-    def present(self) -> Op:
+    def current_op(self) -> Op:
         """Current op. An op must have begun."""
         assert self.op is not None, "no op has begun, or the step is over"
         return self.op
@@ -136,7 +136,7 @@ class TapeExecution:
         """Return whether the current op uses a block, by the key of the block's contents."""
         return key in self._uses
 
-    def own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
+    def content_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
         """Return the keys of the contents of the blocks in ``uses``: a shared block has the key of its gradient."""
         program = self.model.program
         if not program.occupants:  # a shortcut, because a layer has hundreds of blocks
@@ -150,7 +150,7 @@ class TapeExecution:
         Args:
             keys: Keys of the contents. A gradient in a shared block has a separate key, and may be shorter.
         """
-        op = self.present
+        op = self.current_op
         if not keys:
             yield {}
             return
@@ -169,7 +169,7 @@ class TapeExecution:
 
     def skip(self, keys: Iterable[str]) -> None:
         """Skip planned leases of the current op."""
-        op = self.present
+        op = self.current_op
         for key in keys:
             self._copies.skipped(self._uses[key], op.tier)
 

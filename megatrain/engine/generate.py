@@ -43,7 +43,7 @@ from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
 
-__all__ = ["GenerationAccess", "GenerationRunner", "frozen_program", "generation_program", "made_whole_bytes"]
+__all__ = ["GenerationAccess", "GenerationRunner", "frozen_program", "generation_program", "whole_head_bytes"]
 
 _ALIGNMENT_BYTES = 64
 
@@ -51,7 +51,7 @@ _ALIGNMENT_BYTES = 64
 class GenerationAccess(WeightAccess, Protocol):
     """Interface through which the running model requests the blocks of a generation."""
 
-    def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
+    def cache_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
         """Lease the cache block of a visit and micro-batch, uint8 [N]; yield None if the visit caches nothing."""
 
 
@@ -120,7 +120,7 @@ class GenerationRunner:
         try:
             with torch.no_grad(), self._prepared():
                 for number, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
-                    started = _ignoring(function)
+                    started = _without_argument(function)
                     forwards.append(SuspendedForward(number, started, self._random, self._device, seed))
                 on_pass(0)
                 for forward in forwards:
@@ -172,17 +172,17 @@ class GenerationRunner:
         if not calls:  # all prompts of this rank have ended, but its traffic must match the other ranks
             with self._access.weights(bound.unit, visit):
                 for number in range(max(len(forwards), self._num_micro_batches)):
-                    with self._access.cache_room(visit, number):
+                    with self._access.cache_block(visit, number):
                         pass
             return []
         routed = RoutedWeights(bound, visit, self._access)
         routed.note_calls(calls)
-        with routed.leased() as weights, bound.bound(self._usable(bound.unit, weights)):
+        with routed.leased() as weights, bound.bound(self._with_whole_head(bound.unit, weights)):
             bound.look_up(calls)
             call_index = 0
             for forward, cache in zip(forwards, kept, strict=True):
                 # Lease for ended forwards also, because the traffic of a pass must not depend on the tokens.
-                with self._access.cache_room(visit, forward.micro_batch) as room:
+                with self._access.cache_block(visit, forward.micro_batch) as room:
                     if forward.call is None:
                         continue
                     bound.rows.call_index, call_index = call_index, call_index + 1
@@ -190,19 +190,21 @@ class GenerationRunner:
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)
                         forward.random_state = self._random.get()
-                    resumes.append(_resuming(forward, value))
+                    resumes.append(_resume_with(forward, value))
             for absent in range(len(forwards), self._num_micro_batches):
-                with self._access.cache_room(visit, absent):
+                with self._access.cache_block(visit, absent):
                     pass
         return resumes
 
-    def _usable(self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]) -> Mapping[str, Tensor | MatrixParts]:
+    def _with_whole_head(
+        self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]
+    ) -> Mapping[str, Tensor | MatrixParts]:
         """Return weights in a form that the unit's own forward accepts. Only the head needs its weights whole."""
         if unit.module is not self._graph.model.get_output_embeddings():
             return weights
-        return {name: self._made_whole(name, each) for name, each in weights.items()}
+        return {name: self._whole_weight(name, each) for name, each in weights.items()}
 
-    def _made_whole(self, name: str, weight: Tensor | MatrixParts) -> Tensor:
+    def _whole_weight(self, name: str, weight: Tensor | MatrixParts) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
         whole = self._whole.get(name)  # all passes share one buffer
@@ -231,11 +233,11 @@ class GenerationRunner:
             yield
 
 
-def _ignoring(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
+def _without_argument(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
     return lambda forward: function()
 
 
-def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
+def _resume_with(forward: SuspendedForward, value: Any) -> Callable[[], None]:
     return lambda: forward.resume(lambda: value)
 
 
@@ -286,7 +288,7 @@ class _KeptCache:
             return
         taken = [holder[key] for holder, key in found]
         # Clone views of the room: an unchanged tensor is a view, and its place in the room may have changed.
-        taken = [each.clone() if _shares(each, room) else each for each in taken]
+        taken = [each.clone() if _shares_memory(each, room) else each for each in taken]
         kept, start = [], 0
         for (holder, key), tensor in zip(found, taken, strict=True):
             nbytes = tensor.numel() * tensor.element_size()
@@ -304,7 +306,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _shares(tensor: Tensor, room: Tensor) -> bool:
+def _shares_memory(tensor: Tensor, room: Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == room.untyped_storage()._cdata)
 
 
@@ -389,7 +391,7 @@ def generation_program(
     )
 
 
-def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
+def whole_head_bytes(program: StepProgram, graph: ModelGraph) -> int:
     """Return the bytes of the head's whole weight in the compute tier, if its blocks are parts; otherwise 0.
 
     Several ranks gather the whole weight, so the result is 0.

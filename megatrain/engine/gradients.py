@@ -58,7 +58,7 @@ class StepGradients:
         """Return the parameters of a layout that have a gradient from one use site."""
         return self._filled[name][self.use_of(name, visit)]
 
-    def note_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
+    def record_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
         """Record the parameters of a layout that have a gradient from one use site."""
         self.filled_at(name, visit).update(parameters)
 
@@ -92,4 +92,4 @@ class StepGradients:
         self.with_gradient[name] = filled
         self.squared_norms[name] = squared
         if self._scales is not None:
-            self._scales.is_complete(name, squared)
+            self._scales.record_norm(name, squared)

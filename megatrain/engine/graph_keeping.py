@@ -28,7 +28,7 @@ __all__ = ["GraphKeeping", "KeptGraph", "version_probe"]
 class GraphKeeping:
     """Strategy that keeps the graph of each run of a visit."""
 
-    runs_again = False
+    recomputes = False
 
     def __init__(self, random: RandomStates) -> None:
         self._random = random

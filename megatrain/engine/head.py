@@ -113,7 +113,7 @@ class ChunkedHead:
             self._weights.bound(stack)
             if self._weights.passes:
                 pieces = [piece for item in outputs for piece in self._pieces(item, 1)]
-                self._take_in_all(pieces)
+                self._add_all_logits(pieces)
                 return [piece.loss.loss() for piece in pieces if piece.loss is not None]
             for item in outputs:
                 self._resume(item)
@@ -122,7 +122,7 @@ class ChunkedHead:
                         losses.append(self._model.loss(item, piece.output, piece.labels, 1))
                         continue
                     for part in self._weights.parts:
-                        self._take_in(piece, part, is_kept=False)
+                        self._add_logits(piece, part, is_kept=False)
                     losses.append(piece.loss.loss())
         return losses
 
@@ -168,7 +168,7 @@ class ChunkedHead:
 
         The loss gets all rows before any gradient is computed, because it compares rows of different pieces.
         """
-        rows = self._take_in_rows(item, num_items)
+        rows = self._add_row_logits(item, num_items)
         loss = self._compare(item, rows)
         for piece in self._pieces(item, num_items, compared=rows):
             for part in reversed(self._whole_or_parts()):
@@ -176,13 +176,13 @@ class ChunkedHead:
             piece.note_gradient(hidden_grad)
         return loss
 
-    def _take_in_rows(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
+    def _add_row_logits(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
         """Pass the logits of all pieces and parts of a micro-batch to the loss, and return the losses of the pieces."""
         rows: list[RowsLoss] = []
         for piece in self._pieces(item, num_items, takes_logits=True):
             assert piece.loss is not None
             for part in self._whole_or_parts():
-                self._take_in(piece, part, is_kept=False)
+                self._add_logits(piece, part, is_kept=False)
             rows.append(piece.loss)
         return rows
 
@@ -205,13 +205,13 @@ class ChunkedHead:
             self._weights.bound(stack)
             if self._weights.passes:
                 by_item = [list(self._pieces(item, 1, takes_logits=True)) for item in outputs]
-                self._take_in_all([piece for pieces in by_item for piece in pieces])
+                self._add_all_logits([piece for pieces in by_item for piece in pieces])
                 found = [[piece.loss for piece in own] for own in by_item]
             else:
                 found = []
                 for item in outputs:
                     self._resume(item)
-                    found.append([*self._take_in_rows(item, 1)])
+                    found.append([*self._add_row_logits(item, 1)])
         softmaxes = [[each for each in own if isinstance(each, RunningSoftmax)] for own in found]
         empty = torch.zeros(0)
         return [torch.cat([each.log_probs() for each in own]) if own else empty for own in softmaxes]
@@ -225,7 +225,7 @@ class ChunkedHead:
         with self._model.without_auxiliary_loss():
             pieces = [list(self._pieces(item, num_items)) for item in outputs]
             together = [piece for own in pieces for piece in own]
-            self._take_in_all(together)
+            self._add_all_logits(together)
             if self._weights.passes:  # the second pass is a separate tick, because a tick leases each block once
                 stack.close()
                 units = self._weights.bound(stack)
@@ -250,13 +250,13 @@ class ChunkedHead:
             results.append(self._result(item, num_items, losses, hidden_grad))
         return results
 
-    def _take_in_all(self, pieces: Sequence[HeadRows]) -> None:
+    def _add_all_logits(self, pieces: Sequence[HeadRows]) -> None:
         """Pass the logits of all pieces to the loss, one part of the vocabulary at a time."""
         for block in self._weights.blocks():
             with block as parts:
                 for part in parts:
                     for piece in pieces:
-                        self._take_in(piece, part, is_kept=False)
+                        self._add_logits(piece, part, is_kept=False)
 
     def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
         """Return zeros for the gradient of the trunk's output [B * S, H]; None if it has no gradient."""
@@ -315,12 +315,12 @@ class ChunkedHead:
             return loss.detach()
         parts = self._weights.parts or (None,)
         for number, part in enumerate(parts):
-            self._take_in(piece, part, is_kept=number >= len(parts) - self._tiling.kept_parts)
+            self._add_logits(piece, part, is_kept=number >= len(parts) - self._tiling.kept_parts)
         for part in reversed(parts):
             self._add_gradients(piece, part, leaves)
         return piece.loss.loss()
 
-    def _take_in(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
+    def _add_logits(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
         """Add the logits of a part, or all logits, to the loss. Optionally keep their graph for the second pass."""
         assert piece.loss is not None
         # Do not use `no_grad`, because both passes must use the same kernels.

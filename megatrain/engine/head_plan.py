@@ -290,7 +290,7 @@ class CutProbe:
         self._owners = {id(weight): name for name, weight in weights.items()}
         self._num_columns = num_columns
         self._products: list[_Product] = []
-        self._used_otherwise: set[str] = set()
+        self._other_uses: set[str] = set()
         self._columns: dict[int, tuple[Tensor, _Product]] = {}  # keeps the tensor, so that its id is not reused
         self._draws = self._is_paused = False
 
@@ -315,7 +315,7 @@ class CutProbe:
         if product is None or not product.is_cuttable or self._draws:
             return None
         uses = sum(other.owner == product.owner for other in self._products)
-        return product.owner if uses == 1 and product.owner not in self._used_otherwise else None
+        return product.owner if uses == 1 and product.owner not in self._other_uses else None
 
     def is_product(self, logits: Tensor, rows: Tensor) -> bool:
         """Return whether the logits are just the product of these rows and the weight."""
@@ -340,7 +340,7 @@ class CutProbe:
             self._columns[id(result)] = (result, product)
             owners.remove(product.owner)
         is_query = getattr(func, "__name__", "") in METADATA_QUERIES or not isinstance(result, Tensor)
-        self._used_otherwise.update(() if is_query else owners)
+        self._other_uses.update(() if is_query else owners)
         return result
 
     def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -47,7 +47,7 @@ class Leaves:
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
         if rows:
-            piece.gradient = _plus(piece.gradient, found.pop(0))
+            piece.gradient = _add_in_fp32(piece.gradient, found.pop(0))
         for (visit, name), own in zip(self.weights, found, strict=False):
             if own is not None:
                 self.sinks[visit].add(name, own)
@@ -192,7 +192,7 @@ def _vocabulary_parts(
     return parts
 
 
-def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+def _add_in_fp32(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """Add a part's gradient of a piece to the sum, in fp32. The first gradient is returned unchanged."""
     if total is None or gradient is None:
         return gradient if total is None else total

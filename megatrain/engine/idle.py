@@ -43,7 +43,7 @@ class RoutedWeights:
             visits = range(self._visit, self._visit + len(own.siblings))
             parts = zip(visits, own.siblings, strict=True)
             idle = {number for number, part in parts if all(part.is_idle(call.args) for call in calls)}
-            self._access.note_idle(visits, idle)
+            self._access.announce_idle(visits, idle)
         self.is_idle = all(own.is_idle(call.args) for call in calls)
 
     @contextmanager

@@ -38,7 +38,7 @@ class InputSaving:
         unneeded: Owner's names of the weights whose products the recompute skips.
     """
 
-    runs_again = True
+    recomputes = True
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class InputSaving:
         results = None if self._saved_results is None else self._saved_results()
         with ExitStack() as stack:
             if results is not None:
-                room = stack.enter_context(self.access.results_room(self.visit, run.micro_batch))
+                room = stack.enter_context(self.access.results_block(self.visit, run.micro_batch))
                 stack.enter_context(results.saving(room, self.matrices(run, needed=True)))
             result = run.compute(tensors, self.random, keep_graph=False)
         for i in run.captured.activations:
@@ -116,12 +116,12 @@ class SavedInputs(KeptRun):
                 stream.detach().requires_grad_(requires)
                 for stream, requires in zip(inputs, self.requires_grad, strict=True)
             ]
-            with ExitStack() as answering:
+            with ExitStack() as replaying:
                 # No context without skipped products, because it would make compiled layers compile again.
                 if left_out := keeping.matrices(run, needed=False):
-                    answering.enter_context(without_values(left_out))
+                    replaying.enter_context(without_values(left_out))
                 if self._results is not None and room is not None:
-                    answering.enter_context(self._results.answering(room, keeping.matrices(run, needed=True)))
+                    replaying.enter_context(self._results.replaying(room, keeping.matrices(run, needed=True)))
                 tensors = run.with_activations(streams)
                 result = run.compute(tensors, keeping.random, keep_graph=True, cache_enabled=False)
             outputs = result.outputs
@@ -144,7 +144,7 @@ class SavedInputs(KeptRun):
             ]
             room = None
             if self._results is not None:
-                room = stack.enter_context(access.results_room(visit, self.micro_batch))
+                room = stack.enter_context(access.results_block(visit, self.micro_batch))
             yield inputs, room
 
 
@@ -173,7 +173,7 @@ class AbsentMicroBatches:
             micro_batch, index = self._to_put.popleft()
             self._to_take.append((micro_batch, index))
             if index is None:
-                with self._access.results_room(self._visit, micro_batch):
+                with self._access.results_block(self._visit, micro_batch):
                     pass
             else:
                 self._access.put_activation(self._visit, micro_batch, index, self._anchor.detach()[None][:0])
@@ -183,7 +183,7 @@ class AbsentMicroBatches:
         while self._to_take and self._to_take[0][0] < before:
             micro_batch, index = self._to_take.popleft()
             if index is None:
-                room = self._access.results_room(self._visit, micro_batch)
+                room = self._access.results_block(self._visit, micro_batch)
             else:
                 room = self._access.get_activation(self._visit, micro_batch, index)
             with room:

@@ -38,7 +38,7 @@ class WeightPlace(Protocol):
     def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
         """Skip weights, because no token is routed to the unit. Call it instead of ``of_visit``."""
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
         """Announce which visits, from the current one on, will skip their weights."""
 
     def skip_unlikely(self, num_tokens: int, /) -> None:
@@ -213,9 +213,9 @@ class LeasedWeights:
         """Skip weights; see ``WeightPlace``."""
         self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Cancel the prefetch of weights that only idle visits need."""
-        now = self._execution.present.tick
+        now = self._execution.current_op.tick
         unused: list[tuple[int, str]] = []
         used: list[tuple[int, str]] = []
         for visit in visits:
@@ -307,7 +307,7 @@ class LeasedGradients:
     ) -> None:
         """Copy the sums of a use site into their blocks. The last use site to run adds up the sums of all sites."""
         name = layout.name
-        self._gradients.note_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
+        self._gradients.record_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
         if self._execution.use(keys[0]).mode == "w":  # blocks leased for writing have undefined contents
             zero_gaps(totals, self._program.parts_of(layout), layout, self._gradients.filled_at(name, visit))
         for total, block in zip(totals, blocks, strict=True):

@@ -200,7 +200,7 @@ class PassingGradient:
         """Accumulate a product in rows of the leased part."""
         assert self._open is not None, f"no part of {self._entry.name} is leased"
         self._open.add_product(self._entry.name, left, right, first_row)
-        self._gradients.note_filled(self._layout.name, self._visit, [self._entry.name])
+        self._gradients.record_filled(self._layout.name, self._visit, [self._entry.name])
 
     def close(self) -> None:
         """Lease the parts if none was leased, add the recorded rows to them, and record the norm."""
@@ -211,7 +211,7 @@ class PassingGradient:
                         sums.at(micro_batch)
                         sums.add_rows(self._entry.name, indexes, rows, ignored)
             if self._recorded:
-                self._gradients.note_filled(self._layout.name, self._visit, [self._entry.name])
+                self._gradients.record_filled(self._layout.name, self._visit, [self._entry.name])
             self._recorded.clear()
         self._gradients.complete(self._layout.name, self._visit)
 

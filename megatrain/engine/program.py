@@ -143,14 +143,14 @@ class TracedVisit:
     unneeded: Unneeded = NOTHING_UNNEEDED
 
     @property
-    def is_run_again(self) -> bool:
+    def is_recomputed(self) -> bool:
         """Whether the backward runs the unit a second time, unless its graph is kept."""
         return self.has_backward and not self.is_head
 
     @property
     def recompute(self) -> Work:
         """Work of the recompute, which `backward` includes; `NO_WORK` without a recompute."""
-        return self.forward - self.unneeded.work if self.is_run_again else NO_WORK
+        return self.forward - self.unneeded.work if self.is_recomputed else NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class BlockPlan:
         return self.num_elements * self.dtype.itemsize
 
     @property
-    def num_numbers(self) -> int:
+    def num_values(self) -> int:
         """Number of elements that the block holds or decodes to."""
         return self.num_packed or self.num_elements
 
@@ -571,7 +571,7 @@ class WeightAccess(Protocol):
         Planned traffic counts the skipped weights, so it is an upper bound.
         """
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Announce which visits, from the current one on, will skip their weights in forward and backward.
 
         Args:
@@ -598,7 +598,7 @@ class BlockAccess(WeightAccess, Protocol):
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation, bit-identical to what its visit put. Its contents are dead after that visit's lease."""
 
-    def results_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
+    def results_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
         """Lease the block of saved results, uint8 [N]. The forward writes it, and the backward reads it once.
 
         Only visits that save results (``Recompute``) call it, after the activations of the micro-batch.
@@ -840,12 +840,12 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
-        self._updates = self._with_moves(updates or GroupUpdates(), optimizer, is_elementwise)
+        self._updates = self._with_traffic(updates or GroupUpdates(), optimizer, is_elementwise)
         # Shard each part, so that a rank's blocks of weight, state and gradient hold the same elements.
         self._cut_weights = frozenset(
             name
             for name in self._parts
-            if not self._shards.are_whole or all(self._takes_parts(visit, name) for visit in self._uses[name])
+            if not self._shards.are_whole or all(self._accepts_parts(visit, name) for visit in self._uses[name])
         )
         # While a device computes, the host updates the weights of the next forward visit. During the backward, it
         # updates the weights of the visit whose backward has just ended.
@@ -863,7 +863,7 @@ class ProgramBuilder:
             (visit, layout)
             for layout in (self._parts if passing_parts else ())
             for visit in self._uses[layout]
-            if self._takes_parts(visit, layout)
+            if self._accepts_parts(visit, layout)
         )
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
         return StepProgram(
@@ -876,7 +876,7 @@ class ProgramBuilder:
             encodings=self._frozen.encodings,
         )
 
-    def _with_moves(
+    def _with_traffic(
         self, updates: GroupUpdates, optimizer: Optimizer | None, is_elementwise: Callable[[UnitLayout], bool]
     ) -> GroupUpdates:
         """Return ``updates`` with the traffic of matrix updates outside of blocks."""
@@ -966,12 +966,12 @@ class ProgramBuilder:
 
         Ticks keep their passing blocks: activations, and parts, which they gather and exchange themselves.
         """
-        weights = [_of_kind("weight", tick.held) for tick in ticks]
+        weights = [_blocks_of_kind("weight", tick.held) for tick in ticks]
         for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
             yield from gathers
             passing = tuple(group for group in tick.passing if not _is_added_to_held(group))
             yield replace(tick, held=(), passing=passing, spent=self._spent(passing) & tick.spent)
-            if gradients := _of_kind("grad", tick.held):
+            if gradients := _blocks_of_kind("grad", tick.held):
                 summed = tuple(self._exchanged(gradients))
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
 
@@ -1080,7 +1080,7 @@ class ProgramBuilder:
         return tuple(((key, "r"),) for name in names for key in self._weight_keys(name))
 
     def _passes_weight(self, visit: int, layout: str) -> bool:
-        return layout in self._cut_weights and self._is_by_part(visit, layout)
+        return layout in self._cut_weights and self._leases_by_part(visit, layout)
 
     def _weight_keys(self, layout: str) -> list[str]:
         key = weight_key(layout)
@@ -1091,7 +1091,7 @@ class ProgramBuilder:
         return tuple(
             (key, "w" if is_first else "rw")
             for name in self._trained_layouts_of(visit)
-            if not self._is_by_part(visit, name)
+            if not self._leases_by_part(visit, name)
             for key in self._part_keys(gradient_key(name, self._uses[name].index(visit)), name)
         )
 
@@ -1107,7 +1107,7 @@ class ProgramBuilder:
                 others = range(1, len(uses)) if is_last and uses[0] == visit else ()
                 of_parts = zip(*(self._part_keys(gradient_key(name, use), name) for use in others), strict=True)
                 summed: list[Group] = [tuple((key, "r") for key in keys) for keys in of_parts]
-                if self._is_by_part(visit, name):
+                if self._leases_by_part(visit, name):
                     own = self._part_keys(gradient_key(name, uses.index(visit)), name)
                     summed = [
                         ((key, "w" if is_first else "rw"), *group)
@@ -1118,11 +1118,11 @@ class ProgramBuilder:
                 groups += summed
         return tuple(groups)
 
-    def _is_by_part(self, visit: int, layout: str) -> bool:
+    def _leases_by_part(self, visit: int, layout: str) -> bool:
         """Return whether a visit leases the parts of a layout one at a time."""
         return (visit, layout) in self._passing
 
-    def _takes_parts(self, visit: int, layout: str) -> bool:
+    def _accepts_parts(self, visit: int, layout: str) -> bool:
         if layout not in self._parts or not self._graph.layouts[layout].first_rows:
             return False
         return self._graph.layouts[layout].entries[0].name in self._trace.visits[visit].by_part
@@ -1174,14 +1174,14 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
         yield due
 
 
-def _of_kind(kind: str, group: Group) -> Group:
+def _blocks_of_kind(kind: str, group: Group) -> Group:
     """Return the blocks of a group whose kind is ``weight`` or ``grad``."""
     return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
 
 
 def _is_added_to_held(group: Group) -> bool:
     """Return whether a group has only gradients of other use sites, to be added to a held gradient."""
-    gradients = _of_kind("grad", group)
+    gradients = _blocks_of_kind("grad", group)
     return bool(gradients) and all(mode == "r" for _, mode in gradients)
 
 

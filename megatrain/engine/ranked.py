@@ -90,7 +90,7 @@ class Ranks(ShardingHooks):
             return
         # Finish the remaining turns first: they use blocks of this op, and all ranks finish them at this point.
         self._turns.pass_all(op)
-        self.gradients.drop_leaving()
+        self.gradients.drop_sent_sums()
         self.weights.drop(op)
 
     def end_visits(self) -> None:
@@ -99,7 +99,7 @@ class Ranks(ShardingHooks):
 
     def end_step(self) -> None:
         """Drop the sums that the last exchange sent."""
-        self.gradients.drop_leaving()
+        self.gradients.drop_sent_sums()
 
     def run(self, op: Op) -> None:
         """Gather full copies, or exchange sums."""
@@ -111,16 +111,16 @@ class Ranks(ShardingHooks):
 
     def before_update(self, layout: UnitLayout) -> None:
         """Combine a layer's norm and parameters with a gradient over all ranks."""
-        self._agree_now([layout], (), ())
+        self._collect_results([layout], (), ())
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
         """Exchange and read the results of all ranks immediately; see ``ShardingHooks``."""
-        found = self._agree_now(layouts, terms, figures)
+        found = self._collect_results(layouts, terms, figures)
         return lambda: found
 
-    def _agree_now(
+    def _collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> tuple[list[float], list[tuple[str, float, int]]]:
         """Share the results of complete gradients among ranks, so that they cover all lanes.
@@ -166,7 +166,7 @@ class Ranks(ShardingHooks):
     def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
         """Yield, by group, the keys of the parts to gather or exchange while an op of the model runs."""
         for group in op.passing:
-            keys = zip(group, self._execution.own_keys(op, group), strict=True)
+            keys = zip(group, self._execution.content_keys(op, group), strict=True)
             found = deque(
                 key for use, key in keys if self.weights.has(key) or (self.gradients.has(key) and use.mode != "r")
             )
@@ -315,7 +315,7 @@ class _CopiesOfTick:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
+class _SentSums:
     """Gradient sums that an exchange is sending."""
 
     sums: list[Tensor]
@@ -347,7 +347,7 @@ class FullCopies:
     def gather(self, op: Op) -> None:
         """Gather full copies of weights for the tick that a gather op serves."""
         assert op.serves is not None, op
-        program, keys = self._program, self._execution.own_keys(op, op.held)
+        program, keys = self._program, self._execution.content_keys(op, op.held)
         names = dict.fromkeys(self._places[key][0] for key in keys)
         full = _CopiesOfTick()
         with self._window.on_side_stream():
@@ -373,7 +373,7 @@ class FullCopies:
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
         for number, (part, shard) in enumerate(zip(parts, own, strict=True)):
-            place = _within(copy, self._program.sharding.shards.gathered(part))
+            place = _slice(copy, self._program.sharding.shards.gathered(part))
             work = self._gather_part(place, shard, is_async=goes_on and number == len(parts) - 1)
         return work
 
@@ -395,7 +395,7 @@ class FullCopies:
     @contextmanager
     def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
         """Yield parameters as views of full copies or as passing parts; see ``WeightPlace``."""
-        op = self._execution.present
+        op = self._execution.current_op
         tensors: dict[str, Tensor | MatrixParts] = {}
         for layout in layouts:
             if self._program.passes_weight(visit, layout.name):
@@ -412,7 +412,7 @@ class FullCopies:
         with self.of_visit(layouts, visit):
             pass
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Do nothing, because all ranks fetch together."""
 
     def skip_unlikely(self, num_tokens: int) -> None:
@@ -422,7 +422,7 @@ class FullCopies:
     def _part_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         """Gather a part of a weight when its turn comes."""
         (key,) = keys
-        self._turns.advance_to(key, self._execution.present)
+        self._turns.advance_to(key, self._execution.current_op)
         with self.part(key) as copy:
             yield {key: copy}
 
@@ -464,13 +464,13 @@ class ExchangedGradients:
             for use in range(len(gradients.uses[layout.name])):
                 for part, key in enumerate(self._program.gradient_keys(layout, use)):
                     self._places[key] = layout.name, use, part
-        self._leaving: list[_Leaving] = []  # sums that an exchange is sending
+        self._sending: list[_SentSums] = []  # sums that an exchange is sending
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> one sum per range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> partial sums of squares
 
     def start_step(self) -> None:
         """Drop the sums of a failed step."""
-        self._leaving.clear()
+        self._sending.clear()
         self._sums.clear()
         self._partials.clear()
 
@@ -482,12 +482,12 @@ class ExchangedGradients:
         """Remove and return the partial sums of squares of this rank's shards of a gradient, by part."""
         return [self._partials.pop((layout.name, part)) for part in range(len(self._program.parts_of(layout)))]
 
-    def drop_leaving(self) -> None:
+    def drop_sent_sums(self) -> None:
         """Drop the sums that earlier exchanges sent."""
-        for leaving in self._leaving:
+        for leaving in self._sending:
             torch.cuda.current_stream().wait_event(leaving.event)  # because the next sums reuse the memory
             self._window.note(-sum(each.nbytes for each in leaving.sums))
-        self._leaving.clear()
+        self._sending.clear()
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
@@ -507,7 +507,7 @@ class ExchangedGradients:
             for layout in layouts:
                 # Use the pieces of a single process, because products of different shapes can round differently.
                 parts = self._program.parts_of(layout)
-                targets.update(views_of_parts([_within(memory[layout.name], part) for part in parts], parts, layout))
+                targets.update(views_of_parts([_slice(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
 
         accumulator = LaneAccumulator(self._gradients.lanes, room(), room)
@@ -523,7 +523,7 @@ class ExchangedGradients:
             names = {entry.name for entry in layout.entries}
             for sums, added in zip(self._sums[layout.name, use], left, strict=True):
                 filled = names & (added or frozenset())
-                self._gradients.note_filled(layout.name, visit, filled)
+                self._gradients.record_filled(layout.name, visit, filled)
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def exchange(self, op: Op) -> None:
@@ -532,19 +532,19 @@ class ExchangedGradients:
         sent: list[Tensor] = []
         with self._window.on_side_stream():
             for group in op.passing:
-                keys = self._execution.own_keys(op, group)
+                keys = self._execution.content_keys(op, group)
                 name, use, part = self._places[keys[0]]
                 parts = self._program.parts_of(self._graph.layouts[name])
                 elements = self._program.sharding.shards.gathered(parts[part])
                 with self._execution.lease(keys) as tensors:
-                    self._exchange_part(keys, tensors, [_within(each, elements) for each in self._sums[name, use]])
+                    self._exchange_part(keys, tensors, [_slice(each, elements) for each in self._sums[name, use]])
                 if part == len(parts) - 1:
                     sent += self._sums.pop((name, use))
                     if self._window.side is None:
                         self._window.note(-sum(each.nbytes for each in sent))
                         sent.clear()
             if self._window.side is not None:
-                self._leaving.append(_Leaving(sent, self._window.event()))
+                self._sending.append(_SentSums(sent, self._window.event()))
 
     def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor], sums: Sequence[Tensor]) -> None:
         """Store the gradient of a part at one use site, summed over all ranks.
@@ -594,7 +594,7 @@ class ExchangedGradients:
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
         """Yield memory for the sums of one part of a gradient when its turn comes; see ``GradientPlace``."""
-        op = self._execution.present
+        op = self._execution.current_op
         self._turns.advance_to_group_of(key, op)
         with self.summed_part(key, before=lambda: self._turns.advance_to(key, op)) as sums:
             yield sums
@@ -648,7 +648,7 @@ def _on_host(tensors: Sequence[Tensor]) -> Tensor:
     return host
 
 
-def _within(tensor: Tensor, elements: range) -> Tensor:
+def _slice(tensor: Tensor, elements: range) -> Tensor:
     return tensor[elements.start : elements.stop]
 
 

@@ -105,8 +105,8 @@ class SavedResults:
         """
         self._calls = []
         stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
-        of_attention = _Room(room, 0, stop)
-        of_products = of_attention if self._attention_nbytes is None else _Room(room, stop, room.numel())
+        of_attention = _BlockRange(room, 0, stop)
+        of_products = of_attention if self._attention_nbytes is None else _BlockRange(room, stop, room.numel())
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
@@ -116,7 +116,7 @@ class SavedResults:
 
         return _calls(call, owners if self._with_products else {})
 
-    def answering(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+    def replaying(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         """Return the context of the recompute. Its results are views of ``room``, which must outlive the graph."""
         calls: Iterator[_SavedCall | None] = iter(self._calls)
 
@@ -131,7 +131,7 @@ class SavedResults:
         return _calls(call, owners if self._with_products else {})
 
 
-class _Room:
+class _BlockRange:
     """Bytes of a block, from ``start`` to ``stop``, filled with results in order."""
 
     def __init__(self, room: Tensor, start: int, stop: int) -> None:
@@ -142,7 +142,7 @@ class _Room:
         results = (result,) if isinstance(result, Tensor) else result
         room, at, found = self._room, self._used_bytes, list[Any]()
         for item in results:
-            if not _takes_room(item, room.device):
+            if not _is_stored(item, room.device):
                 found.append(item.detach() if isinstance(item, Tensor) else item)
                 continue
             place = _ResultView(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
@@ -181,18 +181,18 @@ class ResultSizes:
             attention = AttentionCall.of(func, args, kwargs)
             assert attention is not None, func
             device = results[0].device
-            held = [item for item in results if _takes_room(item, device)]
+            held = [item for item in results if _is_stored(item, device)]
             if all(_is_dense(item) for item in held):
-                nbytes = sum(_nbytes_in_room(item) for item in held)
+                nbytes = sum(_stored_nbytes(item) for item in held)
                 nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
                 self.attention = _sum(self.attention, Savable(nbytes, attention.work))
             return results
 
         def product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             result = func(*args, **kwargs)
-            if _takes_room(result, result.device) and _is_dense(result):
+            if _is_stored(result, result.device) and _is_dense(result):
                 work = Work(product_flops=self._flops_of(func, args, kwargs, result), launches=1)
-                found = Savable(_nbytes_in_room(result), work)
+                found = Savable(_stored_nbytes(result), work)
                 self._products[owner] = _sum(self._products.get(owner, NOT_SAVABLE), found)
             return result
 
@@ -211,7 +211,7 @@ def _sum(one: Savable, other: Savable) -> Savable:
     return Savable(one.nbytes + other.nbytes, one.work + other.work)
 
 
-def _nbytes_in_room(item: Tensor) -> int:
+def _stored_nbytes(item: Tensor) -> int:
     return round_up(item.numel() * item.element_size(), _ALIGNMENT_BYTES)
 
 
@@ -269,7 +269,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._call(func, args, kwargs or {})
 
 
-def _takes_room(item: Any, device: torch.device) -> bool:
+def _is_stored(item: Any, device: torch.device) -> bool:
     """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are not."""
     return isinstance(item, Tensor) and item.numel() > 0 and item.device == device
 

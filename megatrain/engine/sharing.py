@@ -58,11 +58,11 @@ class _AliasedBlock:
         """Key that is equal for blocks that hold parts of the same layouts at the same times."""
         return tuple((lifetime.start, lifetime.gradient.whole) for lifetime in self.lifetimes)
 
-    def block(self, number: int, first_alike: int) -> BlockPlan:
+    def block(self, number: int, first_equal: int) -> BlockPlan:
         """Return the shared block, or the gradient's own block if it is the only one."""
         if len(self.lifetimes) == 1:
             return self._largest
-        whole = f"gradients/grad.{first_alike}"
+        whole = f"gradients/grad.{first_equal}"
         return replace(self._largest, key=f"gradients/grad.{number}", part_of=whole)
 
     def _position(self, lifetime: _Lifetime) -> int:

@@ -114,7 +114,7 @@ class StepEngine:
         )
         self._defers = program.updates.are_deferred
         self._pending: PendingUpdate | None = None  # update of the last step, run by the next step
-        self._spoiled = ""  # error text after a step with incomplete updates
+        self._unusable = ""  # error text after a step with incomplete updates
         self.num_updates = 0
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
@@ -129,7 +129,7 @@ class StepEngine:
                 later call raises this error.
             NoTrainedTokensError: If no position of the step has a label.
         """
-        self._refuse_if_spoiled()
+        self._refuse_if_unusable()
         scales = None if self._defers else LayerScales(self._recipe.max_grad_norm, self._recipe.nonfinite)
         num_tokens = _num_tokens(micro_batches)
         with self._access.background:
@@ -144,11 +144,11 @@ class StepEngine:
             arriving = self._send(queued)
             if self._access.updates_ahead:
                 # Queue updates before the host waits, so that the device updates while the host begins the next step.
-                self._access.update_ahead(PendingUpdate(number, self._undecided(lr), self._access.with_gradient))
+                self._access.update_ahead(PendingUpdate(number, self._update_on_device(lr), self._access.with_gradient))
         result = self._read(queued, arriving)
         loss, norm = result.loss, result.grad_norm
         if scales is not None:
-            return self._judged(scales, result, number)
+            return self._with_skipped_layers(scales, result, number)
         scale = gradient_scale(norm, self._recipe.max_grad_norm, self._recipe.nonfinite)
         if scale is not None:
             update = self._next_update(lr, scale=scale)
@@ -163,7 +163,7 @@ class StepEngine:
             self._pending = PendingUpdate(number, update, self._access.with_gradient)
         return result
 
-    def _judged(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
+    def _with_skipped_layers(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
         """Return the result of a step whose backward updated the layers with finite gradients."""
         if not scales.left_out:
             return result
@@ -178,12 +178,12 @@ class StepEngine:
                 "must resume from its last checkpoint"
             )
         text = f"step {number + 1}: the gradient of {scales.left_out[0]} is not finite (loss {result.loss}); {what}"
-        self._spoiled = text if scales.num_used else ""
+        self._unusable = text if scales.num_used else ""
         raise NonFiniteGradientError(f"{text}. {_ADVICE}")
 
-    def _refuse_if_spoiled(self) -> None:
-        if self._spoiled:
-            raise NonFiniteGradientError(self._spoiled)
+    def _refuse_if_unusable(self) -> None:
+        if self._unusable:
+            raise NonFiniteGradientError(self._unusable)
 
     def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
         """Queue forward and backward of this rank's micro-batches."""
@@ -221,7 +221,7 @@ class StepEngine:
             figures=self._recipe.objective.loss.step_metrics(means),
         )
 
-    def _undecided(self, lr: float) -> Update:
+    def _update_on_device(self, lr: float) -> Update:
         """Return the update of the finished step. Its factor is computed on the device, and can cancel the update."""
         norms = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
         squares = [norm for norm in norms if isinstance(norm, torch.Tensor)]
@@ -262,7 +262,7 @@ class StepEngine:
         Raises:
             NonFiniteGradientError: If weights and state are unusable after an earlier error; see ``step``.
         """
-        self._refuse_if_spoiled()
+        self._refuse_if_unusable()
         if self._pending is not None:
             self._access.run_updates(self._pending)
             self._pending = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LAUNCH_OPTIONS", "add_rows", "copy_rows", "gradient_of_logits", "group_rows", "take_in_logits"]
+__all__ = ["LAUNCH_OPTIONS", "add_rows", "copy_rows", "gradient_of_logits", "group_rows", "add_logits"]
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
@@ -146,7 +146,7 @@ def copy_rows(
         "totals",
     ]
 )
-def take_in_logits(
+def add_logits(
     logits: tl.tensor,
     row_stride: tl.tensor,
     labels: tl.tensor,

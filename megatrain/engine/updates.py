@@ -53,7 +53,7 @@ class LayerScales:
         self.num_used = 0
         self.left_out: list[str] = []
 
-    def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
+    def record_norm(self, layout: str, squared: float | torch.Tensor) -> None:
         """Record a complete gradient's squared norm. Queue a device scalar for transfer to the host."""
         if self._checks_norm:
             self._arriving[layout] = ArrivingNumbers([squared])
@@ -267,11 +267,11 @@ class UpdateOps:
             # The plan has scratch memory for one update on the host at a time.
             self._execution.background.wait()
         # Lease the blocks even if the gradient is not used, because traffic must not depend on data.
-        with self._execution.lease(self._execution.own_keys(op, op.held)) as held:
+        with self._execution.lease(self._execution.content_keys(op, op.held)) as held:
             if not op.passing and update is not None:
                 self._updater.update_layout(op.visit, len(parts), op.tier, held, update, filled)
             for part, group in enumerate(op.passing):
-                with self._execution.lease(self._execution.own_keys(op, group)) as passing:
+                with self._execution.lease(self._execution.content_keys(op, group)) as passing:
                     if update is not None:
                         self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
 
@@ -292,7 +292,7 @@ class UpdateOps:
         """
         updater, leases = self._updater, ExitStack()
         assert not op.passing, op
-        tensors = leases.enter_context(self._execution.lease(self._execution.own_keys(op, op.held)))
+        tensors = leases.enter_context(self._execution.lease(self._execution.content_keys(op, op.held)))
 
         def run() -> None:
             with leases:

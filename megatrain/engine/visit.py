@@ -125,7 +125,7 @@ class UnitVisit:
             if leaves:
                 sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
                 stack.enter_context(self.bound.receiver.into(sink))
-            if self._keeping.runs_again:
+            if self._keeping.recomputes:
                 self.bound.rows.look_up_again(self._wanted)
             # ... recompute, run the backward and reduce, one micro-batch at a time ...
             waiting, self._kept, self._wanted = self._kept[::-1], [], []
@@ -159,7 +159,7 @@ class UnitVisit:
             grads = iter(of_inputs)
             return [next(grads) if requires else None for requires in kept.requires_grad]
 
-    def replaced_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+    def replace_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         """Compute the input gradients with `instead()`, without leases, instead of running this visit."""
         self.visits.begin_backward(self.number)
         grad_inputs = instead()  # runs while graphs and inputs still exist

@@ -221,11 +221,11 @@ class _CollectiveMemory:
                 assert tick.serves is not None
                 self._gathered.setdefault((tick.serves, tick.visit), deque()).append(number)
             elif tick.phase == "exchange":
-                yield from self._of_an_exchange(number)
+                yield from self._exchange_transients(number)
             elif tick.phase != "update":
-                yield from self._of_a_visit(number)
+                yield from self._visit_transients(number)
 
-    def _of_a_visit(self, number: int) -> Iterator[Transient]:
+    def _visit_transients(self, number: int) -> Iterator[Transient]:
         tick = self._program.ticks[number]
         served = tick.phase, tick.visit
         self._served[served] = number
@@ -234,9 +234,9 @@ class _CollectiveMemory:
             for nbytes in self._full_bytes(gather).values():
                 yield Transient("full copy", nbytes, (gather, 0), (number, _END))
         for turn, group in enumerate(tick.passing):
-            yield from self._of_parts(number, turn, group)
+            yield from self._part_transients(number, turn, group)
 
-    def _of_an_exchange(self, number: int) -> Iterator[Transient]:
+    def _exchange_transients(self, number: int) -> Iterator[Transient]:
         """Yield the sums of a visit, and the received sums, one part at a time."""
         tick = self._program.ticks[number]
         assert tick.serves is not None
@@ -259,7 +259,7 @@ class _CollectiveMemory:
         later = range(number + 1, len(ticks))
         return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
 
-    def _of_parts(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
+    def _part_transients(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
         """Yield the memory of a passing group: parts that a tick gathers and exchanges together."""
         using, exchanging = (
             (number, 2 * turn + 1),

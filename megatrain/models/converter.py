@@ -164,5 +164,5 @@ class LayerPart(Protocol):
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a token is not routed to the part, assuming uniform routing."""
 
-    def uncomputed(self, arguments: Sequence[Tensor]) -> Tensor:
+    def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
         """Return a placeholder result with the part's shape and dtype and the same gradient structure."""

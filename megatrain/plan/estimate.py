@@ -198,7 +198,7 @@ def tick_flops(plan: Plan) -> list[float]:
         elif tick.phase in ("forward", "head", "backward"):
             again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
-            flops = factor * sum(blocks[key].num_numbers for key, _ in tick.uses if blocks[key].kind == "weights")
+            flops = factor * sum(blocks[key].num_values for key, _ in tick.uses if blocks[key].kind == "weights")
         # If micro-batches run one at a time, each of them has separate ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.engine.device_kernels import fakes_standing_for_gpu
 from megatrain.engine.environment import deterministic_kernels
-from megatrain.engine.generate import frozen_program, generation_program, made_whole_bytes
+from megatrain.engine.generate import frozen_program, generation_program, whole_head_bytes
 from megatrain.engine.program import (
     FrozenWeights,
     ProgramBuilder,
@@ -249,7 +249,7 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     """Return the workspace bytes of a generation pass in the compute tier."""
     vocab_size: int = graph.config.get_text_config().vocab_size
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
-    whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
+    whole = round_up(whole_head_bytes(program, graph), PAGE_BYTES)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
     return workspace + logits + whole
 

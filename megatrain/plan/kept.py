@@ -142,7 +142,7 @@ class GraphKeeper:
         return [number for number in are_run_again if number not in left_out]
 
     def _recomputed_visits(self) -> list[int]:
-        return [number for number, visit in enumerate(self.trace.visits) if visit.is_run_again]
+        return [number for number, visit in enumerate(self.trace.visits) if visit.is_recomputed]
 
     def _is_decoded(self, unit: int) -> bool:
         return any(name in self._program.encodings for name in layouts_of_unit(self._graph, unit))
@@ -259,13 +259,13 @@ def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> 
     return frozenset(
         number
         for number, visit in enumerate(trace.visits)
-        if (visit.attention if attention_alone else visit.results).nbytes and visit.is_run_again
+        if (visit.attention if attention_alone else visit.results).nbytes and visit.is_recomputed
     )
 
 
 def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
     """Return the operations saved per byte by kind, without kinds that have no bytes."""
-    visits = [visit for visit in trace.visits if visit.is_run_again]
+    visits = [visit for visit in trace.visits if visit.is_recomputed]
     found: dict[What, tuple[int, int]] = {
         "graphs": (
             sum(visit.recompute.computed_flops for visit in visits),
@@ -304,7 +304,7 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
     above = ""
     for number, visit in enumerate(trace.visits):
         unit = graph.units[visit.unit]
-        if visit.is_run_again and unit.layer:
+        if visit.is_recomputed and unit.layer:
             if unit.is_layer or unit.layer != above:
                 layers.append([])
             layers[-1].append(number)

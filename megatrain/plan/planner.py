@@ -153,7 +153,7 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     """
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
-    run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_run_again}
+    run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_recomputed}
     kept_nbytes = sum(
         layout.num_parameters * (run.dtype.itemsize + (run.grad_dtype.itemsize if layout.trainable else 0))
         for layout in plan.graph.layouts.values()

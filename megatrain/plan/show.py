@@ -121,7 +121,7 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
     def with_flops(other: Recompute) -> float:
         return flops_per_token(replace(plan, program=replace(plan.program, recompute=other)))
 
-    again = frozenset(number for number, visit in enumerate(trace.visits) if visit.is_run_again)
+    again = frozenset(number for number, visit in enumerate(trace.visits) if visit.is_recomputed)
     least = with_flops(Recompute(again, kept_parts=recompute.kept_parts))
     text = f"the backward recomputes {layers - kept} of {layers} layers"
     text += ", except their saved results" if recompute.saving else ""

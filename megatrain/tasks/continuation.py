@@ -188,13 +188,13 @@ class _Turns:
         """Skip the lease of weights, without moving them."""
         self.access.skip_weights(unit, visit)
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Record visits whose weights will not move."""
-        self.access.note_idle(visits, idle)
+        self.access.announce_idle(visits, idle)
 
-    def cache_room(self, visit: int, micro_batch: int) -> Any:
+    def cache_block(self, visit: int, micro_batch: int) -> Any:
         """Lease the cache's blocks."""
-        return self.access.cache_room(visit, micro_batch)
+        return self.access.cache_block(visit, micro_batch)
 
 
 def _generating(model: Any, batch: Mapping[str, Tensor], cache: Any, options: Mapping[str, Any]) -> Callable[[], Any]:

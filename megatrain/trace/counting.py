@@ -137,7 +137,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
         try:
-            self._book(func, args, kwargs, result)
+            self._count_call(func, args, kwargs, result)
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -152,7 +152,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
         if func is torch.ops.aten.index.Tensor and unknown:
-            args = (args[0], self._numbered(args[1]), *args[2:])
+            args = (args[0], self._with_selected_indexes(args[1]), *args[2:])
         if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
             for tensor in changed_arguments(func, args, kwargs):
                 self._values.pop(tensor, None)  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._values.get(item, item)  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
-    def _numbered(self, indices: Sequence[Any]) -> list[Any]:
+    def _with_selected_indexes(self, indices: Sequence[Any]) -> list[Any]:
         """Replace known masks in ``indices`` by the indexes that they select, because a fake mask has no count."""
         found: list[Any] = []
         for index in indices:
@@ -222,7 +222,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
         return func(*args, **kwargs)
 
-    def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _count_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         attention = AttentionCall.of(func, args, kwargs)
         self.work += attention.work if attention is not None else self._work_of(func, args, kwargs, result)
         for item in result if isinstance(result, tuple | list) else (result,):

@@ -127,7 +127,7 @@ class RepeatedLayers:
         record.note("ends with", (), {}, result)
         if counts.num_guesses == num_guesses and record.is_complete:
             classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
-            did = (classes, tuple(record.entries), _nodes_behind(result))
+            did = (classes, tuple(record.entries), _autograd_graph(result))
             self._forwards[visit] = self._kinds.setdefault(did, len(self._kinds))
         return result
 
@@ -152,7 +152,7 @@ class RepeatedLayers:
         self._backwards[key] = backward
 
 
-def _nodes_behind(result: Any) -> Hashable:
+def _autograd_graph(result: Any) -> Hashable:
     """Return the autograd graph of a result, as the class of each node and the nodes that receive its gradients."""
     found: dict[Any, int] = {}
     edges: list[Hashable] = []

@@ -71,8 +71,8 @@ class Tracer:
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
         self._counted: dict[Any, int] = {}  # kind of part -> visit that runs for it
-        self._alike: dict[int, int] = {}  # visit of a part -> visit whose counts it shares
-        self._misses: dict[int, float] = {}  # visit of a part -> probability that a token skips it
+        self._counted_visits: dict[int, int] = {}  # visit of a part -> visit whose counts it shares
+        self._chances_of_no_token: dict[int, float] = {}  # visit of a part -> probability that a token skips it
         self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
@@ -94,20 +94,20 @@ class Tracer:
         )
         for bound in self.runner.bounds:
             if bound.unit.part is not None:
-                bound.forward = self._once(bound.unit.part, bound.forward)
-            bound.forward = self._measured(bound, self._guessing(bound))
+                bound.forward = self._running_once_per_kind(bound.unit.part, bound.forward)
+            bound.forward = self._measured(bound, self._with_fallback(bound))
         self.runner.visits.run_backward = self._backward
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         raise AssertionError("a trace does not know the routing of tokens")
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         raise AssertionError("a trace does not know the routing of tokens")
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
-            self._note_visits()  # the backward has not yet freed memory of visits
+            self._record_visits()  # the backward has not yet freed memory of visits
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
         self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
@@ -118,7 +118,7 @@ class Tracer:
             self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
             self._phases[-1].work = self.counts.work
 
-    def _note_visits(self) -> None:
+    def _record_visits(self) -> None:
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
         # Storages created before a visit and live at the end of the forward are not hidden states, which die sooner.
         for phase in self._phases:
@@ -143,7 +143,7 @@ class Tracer:
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
         accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
         yield accumulator
-        self._only_rows[visit] = accumulator.with_rows - accumulator.with_more
+        self._only_rows[visit] = accumulator.with_rows - accumulator.with_others
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         with self.counts.paused():
@@ -158,10 +158,10 @@ class Tracer:
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
         yield self._saved[visit][index]
 
-    def results_room(self, visit: int, micro_batch: int) -> NoReturn:
+    def results_block(self, visit: int, micro_batch: int) -> NoReturn:
         raise AssertionError("a trace measures results but does not save them")
 
-    def _guessing(self, bound: BoundUnit) -> Callable[..., Any]:
+    def _with_fallback(self, bound: BoundUnit) -> Callable[..., Any]:
         """Return the unit's forward, with a fallback. If a layer fails on guessed values, its input becomes its output.
 
         The gradients of the layer's parameters still count, but its operators do not.
@@ -170,7 +170,7 @@ class Tracer:
 
         def guess(*args: Any, **kwargs: Any) -> Any:
             work = self.counts.work
-            with self.counts.inside(bound.unit.name), self._noting_look_ups(bound):
+            with self.counts.inside(bound.unit.name), self._recording_look_ups(bound):
                 try:
                     return forward(*args, **kwargs)
                 except (UnsupportedModelError, CountingError):
@@ -190,7 +190,7 @@ class Tracer:
         return guess
 
     @contextmanager
-    def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
+    def _recording_look_ups(self, bound: BoundUnit) -> Iterator[None]:
         """Record the weights of a unit that a run uses only for one look-up of rows with `F.embedding`."""
         uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
         with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
@@ -199,7 +199,7 @@ class Tracer:
         visit = self._phases[-1].visit
         self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
-    def _once(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _running_once_per_kind(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a part. Only the first of several equal parts runs and is counted.
 
         This saves time, because a large model has a thousand visits of parts.
@@ -207,11 +207,11 @@ class Tracer:
 
         def once(*args: Tensor) -> Tensor:
             visit, kind = self._phases[-1].visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
-            self._alike[visit] = self._counted.setdefault(kind, visit)
-            self._misses[visit] = part.chance_of_no_token(args)
-            if self._alike[visit] == visit:
+            self._counted_visits[visit] = self._counted.setdefault(kind, visit)
+            self._chances_of_no_token[visit] = part.chance_of_no_token(args)
+            if self._counted_visits[visit] == visit:
                 return cast("Tensor", forward(*args))
-            return part.uncomputed(args)  # the counts of the part that runs include weight gradients
+            return part.placeholder_result(args)  # the counts of the part that runs include weight gradients
 
         return once
 
@@ -242,7 +242,7 @@ class Tracer:
                     value = forward(*args, **kwargs)
             finally:
                 self.counts.on_launch = None
-            self._note_graph(value, saved)
+            self._record_graph(value, saved)
             # Skip units with guesses, because a run may take a different path, and parts, whose number of tokens is
             # unknown.
             if self.counts.num_guesses == num_guesses and bound.unit.part is None:
@@ -257,7 +257,7 @@ class Tracer:
         """Run the backward of a visit, or copy the counts of an earlier visit with an equal backward."""
         key = self._repeated.key(visit.number, gradients)
         if key is not None and (earlier := self._repeated.earlier(key)) is not None:
-            return visit.replaced_backward(partial(self._counted_as, earlier, visit))
+            return visit.replace_backward(partial(self._copy_counts, earlier, visit))
         num_guesses = self.counts.num_guesses
         found = visit.backward(gradients)
         phase = self._phases[-1]
@@ -269,7 +269,7 @@ class Tracer:
             self._repeated.keep(key, CountedBackward(visit.number, owners, self.counts.work, peak_nbytes, returned))
         return found
 
-    def _counted_as(self, earlier: CountedBackward, visit: UnitVisit) -> list[Tensor | None]:
+    def _copy_counts(self, earlier: CountedBackward, visit: UnitVisit) -> list[Tensor | None]:
         number, counts = visit.number, self.counts
         counts.work += earlier.work
         counts.peak_nbytes = max(counts.peak_nbytes, counts.live_nbytes + earlier.peak_nbytes)
@@ -284,7 +284,7 @@ class Tracer:
             self._unneeded[number] = replace(unneeded, weights=weights)
         return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
 
-    def _note_graph(self, value: Any, saved: Collection[int | None]) -> None:
+    def _record_graph(self, value: Any, saved: Collection[int | None]) -> None:
         """Record the size of a recompute's graph, from the live storages created since the backward of the visit began.
 
         Args:
@@ -305,7 +305,7 @@ class Tracer:
     def trace(self) -> VisitTrace:
         """Return the trace."""
         if not self._units:  # the trace has only a forward
-            self._note_visits()
+            self._record_visits()
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
         first_head = len(self._units) - num_head
@@ -335,7 +335,7 @@ class Tracer:
             last_stays: Bytes that are live between the last layer and the backward.
         """
         unit, is_head = self._graph.units[self._units[number]], number >= first_head
-        counted = self._alike.get(number, number)
+        counted = self._counted_visits.get(number, number)
         forward = phases.get(("forward", counted)) or phases["head", first_head]
         none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # no backward ran
         backward = phases.get(("backward", counted)) or none
@@ -366,7 +366,7 @@ class Tracer:
             attention=attention,
             results=results,
             reused=reused,
-            chance_of_no_token=self._misses.get(number, 0.0),
+            chance_of_no_token=self._chances_of_no_token.get(number, 0.0),
             unneeded=replace(unneeded, work=unneeded.work.of_share(unit.share)),
         )
 
@@ -392,14 +392,14 @@ class GenerationTracer(Tracer):
         """Yield the trace of each visit."""
         phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
         for number, phase in phases.items():
-            unit, counted = self.units[number], phases[self._alike.get(number, number)]
+            unit, counted = self.units[number], phases[self._counted_visits.get(number, number)]
             work = counted.work.of_share(self._graph.units[unit].share)
             memory = VisitMemory(phase.held_nbytes, 0, counted.peak_nbytes, 0, 0)
-            chance = self._misses.get(number, 0.0)
+            chance = self._chances_of_no_token.get(number, 0.0)
             yield TracedVisit(unit, False, False, (), memory, forward=work, chance_of_no_token=chance)
 
     @contextmanager
-    def cache_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
+    def cache_block(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
         with self.counts.paused():
             room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
         yield room
@@ -452,20 +452,20 @@ class _TracedAccumulator(GradientAccumulator):
 
     Attributes:
         with_rows: Parameters with row gradients.
-        with_more: Parameters with other gradients.
+        with_others: Parameters with other gradients.
     """
 
     def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
         super().__init__(targets, added)
         self.with_rows: set[str] = set()
-        self.with_more: set[str] = set()
+        self.with_others: set[str] = set()
 
     def add(self, name: str, gradient: Tensor) -> None:
-        self.with_more.add(name)
+        self.with_others.add(name)
         super().add(name, gradient)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
-        self.with_more.add(name)
+        self.with_others.add(name)
         super().add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:

@@ -107,8 +107,8 @@ CASES = {
         "engine", "copy_rows", {"found": "*bf16", "rows": "*bf16", "indexes": "*i64"},
         {"block_columns": BLOCK, "unit": 8}, is_wide=True,
     ),
-    "take_in_logits": Case(
-        "engine", "take_in_logits", {**LOGITS, **dict.fromkeys(("largest", "exponentials", "of_label"), "*fp32")},
+    "add_logits": Case(
+        "engine", "add_logits", {**LOGITS, **dict.fromkeys(("largest", "exponentials", "of_label"), "*fp32")},
         {"block_columns": device_kernels._BLOCK_LOGITS, "unit": 8, "totals": None}, is_wide=True,
         options={"num_warps": WARPS},
     ),

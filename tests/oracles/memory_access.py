@@ -45,7 +45,7 @@ class MemoryAccess:
     def skip_weights(self, unit: Unit, visit: int) -> None:
         self.skipped.append(unit.name)
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         pass
 
     @contextmanager
@@ -78,7 +78,7 @@ class MemoryAccess:
             tensor.fill_(0)  # a later use would show
 
     @contextmanager
-    def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
+    def results_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
         if self.log[-1][0] == "forward":
             assert (visit, micro_batch) not in self._rooms
             room = torch.full((self.attention_nbytes,), 255, dtype=torch.uint8, device=self._device)

@@ -139,7 +139,7 @@ class InMemory:
 
         return nullcontext({owner: self._weights[owner].detach() for _, owner, _ in unit.params})
 
-    def cache_room(self, visit: int, micro_batch: int) -> Any:
+    def cache_block(self, visit: int, micro_batch: int) -> Any:
         from contextlib import nullcontext
 
         if visit not in self._nbytes:

@@ -167,7 +167,7 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
     # Also by a version with whole weights: any cut of the weights can resume the checkpoint.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProgramBuilder, "_takes_parts", lambda *_: False)
+        patch.setattr(ProgramBuilder, "_accepts_parts", lambda *_: False)
         stopped = train(3, "stopped", nvme=0)
         assert "model.embed_tokens/weight" in keys_of(stopped)
     stopped = train(4, "stopped", nvme=0)

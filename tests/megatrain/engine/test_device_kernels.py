@@ -381,7 +381,7 @@ def test_sums_of_logits_are_compiled(kernels: ModuleType, dtype: str, has_totals
     types |= dict.fromkeys(("largest", "exponentials", "of_label", "totals"), "*fp32")
     constants = {"block_columns": device_kernels._BLOCK_LOGITS, "unit": UNITS[dtype] if has_vectors else 1}
     constants |= {} if has_totals else {"totals": None}
-    ptx = ptx_of(kernels, "take_in_logits", types, constants, num_warps=device_kernels._LOGIT_WARPS)
+    ptx = ptx_of(kernels, "add_logits", types, constants, num_warps=device_kernels._LOGIT_WARPS)
     assert ("ld.global.v4.b32" in ptx) is has_vectors
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
 

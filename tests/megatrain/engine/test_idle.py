@@ -25,7 +25,7 @@ class NotingAccess(MemoryAccess):
 
     told: list[tuple[list[int], set[int]]]
 
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         self.told.append((list(visits), set(idle)))
 
 

@@ -42,9 +42,9 @@ class LeasesAccess(MemoryAccess):
             yield tensor
 
     @contextmanager
-    def results_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
+    def results_block(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
         self.leases.append(("results", micro_batch, None))
-        with super().results_room(visit, micro_batch) as room:
+        with super().results_block(visit, micro_batch) as room:
             yield room
 
 

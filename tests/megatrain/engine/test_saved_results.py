@@ -173,10 +173,10 @@ def test_a_call_that_differs_is_computed() -> None:
     with results.saving(room, {}):
         causal = attend(query, key, key, is_causal=True)
     room.zero_()  # makes every answer visible
-    with results.answering(room, {}):
+    with results.replaying(room, {}):
         assert torch.equal(attend(query, key, key), attend(query, key, key))
-    with results.answering(room, {}):
+    with results.replaying(room, {}):
         assert not attend(query, key, key, is_causal=True).any() and causal.any()
-    with results.answering(room, {}):
+    with results.replaying(room, {}):
         longer = torch.cat([query, query], dim=2)
         assert attend(longer, longer, longer, is_causal=True).any()
