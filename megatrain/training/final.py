@@ -56,7 +56,7 @@ class FinalExport:
             ExportError: The folder cannot be written.
         """
         if spec.is_kept and best is not None and (spec.is_average or best.step != step):
-            return self._by_first(partial(self._write_saved, best, is_average=spec.is_average))
+            return self._run_on_first_rank(partial(self._write_saved, best, is_average=spec.is_average))
         if self.group.world.is_single:
             return self._write_trained(self.weights.exported, step)
         gathered = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
@@ -71,7 +71,7 @@ class FinalExport:
     def _folder(self) -> Path:
         return self.plan.run.output_dir / FINAL_NAME
 
-    def _by_first(self, export: Callable[[], Path]) -> Path:
+    def _run_on_first_rank(self, export: Callable[[], Path]) -> Path:
         """Run an export that reads only files on rank 0, while all other ranks wait for it."""
         if self.group.world.is_single:
             return export()

@@ -249,10 +249,10 @@ class RunStart:
             last_loss=before.last_loss,
             first_losses=before.first_losses,
             last_losses=before.last_losses,
-            best=before.best if self.best.is_on and self._is_judged_alike(before) else None,
+            best=before.best if self.best.is_on and self._has_same_criterion(before) else None,
         )
 
-    def _is_judged_alike(self, before: RunState) -> bool:
+    def _has_same_criterion(self, before: RunState) -> bool:
         """Return whether an earlier start chose its best evaluation by the current metric."""
         if before.best is None:
             return True

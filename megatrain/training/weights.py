@@ -1,4 +1,4 @@
-"""Weights and optimizer state in the blocks of a run: loaded, initialized, and read back as fp32 masters."""
+"""Loading and initialization of a run's weights and optimizer state, and reading of the fp32 masters."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from tiered.units import PAGE_BYTES, round_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Elements read at a time from a checkpoint whose blocks divide a weight differently.
+#: Elements that are read at a time from a checkpoint whose blocks divide a weight differently.
 _READ_ELEMENTS = 1 << 20
 
-#: Signals of the reading rank that it needs no more ranges: layout, first element, and the one after the last.
+#: Messages of the reading rank that it needs no more ranges. A message is (layout, start, stop).
 _NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
@@ -61,7 +61,7 @@ class WeightSource(Protocol):
     """Source of the weights of a new run: ``WeightLoader`` or ``RandomWeights``."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Write elements of a layout's block from ``start`` on into ``out``, which is fp32, 1-D and zeroed.
+        """Write elements of a layout's block, beginning at ``start``, to ``out``, which is fp32, 1-D and zeroed.
 
         Ranges are consecutive, from the first element of the block to its last. ``start`` is a multiple of 1024.
         """
@@ -71,7 +71,7 @@ class WeightSource(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The folder of the weights, with the facts that an export needs."""
+        """The folder of the weights, with all facts that an export needs."""
 
 
 class RandomWeights:
@@ -92,14 +92,14 @@ class RandomWeights:
             self._current[1].read(entry.parameter, entry.first + first, place)
 
     def load_buffers(self) -> None:
-        """Nothing to do: the model has created its buffers."""
+        """Do nothing, because the model has already created its buffers."""
 
 
 class AdaptedWeights:
-    """The weights of a model's folder, with adapters.
+    """The weights in a model's folder, with new or existing adapters.
 
     Args:
-        loader: Reader of the model's own weights.
+        loader: Reader of the base model's weights.
         seed: Seed of new adapters.
         folder: Folder of the initial adapters, or None for new ones.
 
@@ -143,7 +143,7 @@ class AdaptedWeights:
         return self._loader.origin
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Write elements of a layout's block into ``out``; see ``WeightSource``."""
+        """Write elements of a layout's block to ``out``, as in ``WeightSource``."""
         mine = self._adapters.adapter_names if self._given is None else frozenset(self._adapters.names)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             if entry.name in mine:
@@ -157,7 +157,7 @@ class AdaptedWeights:
                 self._loader.read(self._plain[layout.name], start, out)
 
     def _trained(self, entry: TensorEntry) -> Tensor:
-        """Return a tensor that is not in the model's folder. The last one is cached for its next range."""
+        """Return a tensor that is not in the model's folder. The last tensor is cached for its next range."""
         if self._last is None or self._last[0] != entry.name:
             tensor = torch.zeros(entry.shape)
             if self._given is not None:
@@ -177,7 +177,7 @@ class AdaptedWeights:
         return weight
 
     def frozen_block(self, layout: UnitLayout) -> FrozenBlock | None:
-        """Return the part of the folder that holds a frozen block's bytes, or None if they need a conversion."""
+        """Return the location of a frozen block's bytes in the folder, or None if they need a conversion."""
         with self._graph.plain_model():
             return frozen_blocks(self._loader, [layout], self._graph.dtype).get(layout.name)
 
@@ -188,11 +188,11 @@ class AdaptedWeights:
 
 
 def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """Return the checkpoint record of the model folder's tensors and weights that the checkpoint does not copy.
+    """Return the checksums of the tensors that a checkpoint leaves in the model's folder, for ``RunState.model``.
 
     Args:
         origin: The model's folder, or None if the weights come from another source.
-        checkpoint: The resumed checkpoint, if any.
+        checkpoint: Checkpoint from which the run resumes, if any.
 
     Raises:
         CheckpointError: The folder has changed since the checkpoint's run began.
@@ -219,15 +219,15 @@ def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | No
 
 
 class Weights:
-    """The durable blocks of a run, unit by unit. Used by the training thread.
+    """Access to the durable blocks of a run, unit by unit, for the training thread.
 
-    At most ``MASTER_ELEMENTS`` of a unit's fp32 master exist at a time, in addition to the blocks.
+    In addition to the blocks, at most ``MASTER_ELEMENTS`` of a unit's fp32 master exist at a time.
 
     Args:
         store: Store with the durable blocks of the plan.
         source: Source of the weights of a new run.
         on_notice: Receives the reason if a checkpoint cannot be used.
-        group: Ranks that load the same checkpoint, each its own shards.
+        group: Ranks that load the same checkpoint; each rank loads its shards.
 
     Attributes:
         passthrough: Record of the tensors that stay in the model's folder, for ``RunState.model``. Set by ``load``.
@@ -254,16 +254,15 @@ class Weights:
         """Fill weights and optimizer state.
 
         Args:
-            candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
+            candidates: Checkpoints to start from, best first. Damaged ones are reported and skipped.
 
         Returns:
-            The loaded checkpoint, or None if the source's weights were loaded, with state of zeros.
+            The loaded checkpoint, or None if the weights come from the source and the state from ``_begin_state``.
 
         Raises:
             ModelFolderError: The weights cannot be read.
             InitializationError: The model cannot initialize its weights.
-            CheckpointError: No candidate is intact, or the tensors that stay in the model's folder have changed since
-                the run began.
+            CheckpointError: No candidate is intact, or tensors in the model's folder have changed since the run began.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
         self.passthrough = folder_record(self._plan, self.source.origin, checkpoint)
@@ -285,7 +284,7 @@ class Weights:
                 self._load_blocks(checkpoint)
             except (CorruptBlockError, GenerationError) as error:
                 found = str(error)
-            # If a checkpoint is damaged on one rank, no rank uses it, so that all resume from the same step.
+            # If a checkpoint is damaged on one rank, no rank uses it, so that all ranks resume from the same step.
             of_all = [found] if self._group is None else self._group.gather(found)
             reasons = list(dict.fromkeys(text for text in of_all if text is not None))
             if not reasons:
@@ -310,27 +309,27 @@ class Weights:
         places = saved_places(self._plan)
         for key, block in saved.items():
             with self._store.acquire(key, "ram", "w") as lease:
-                if key not in places:  # state without one element for each weight
+                if key not in places:  # state that does not have one element per weight
                     reader.read(key, lease.tensor)
                 else:
                     place = places[key]
                     out = lease.tensor[: len(place.owned)]
                     lease.tensor[len(place.owned) :].zero_()
                     if block.kind == "weights" and key not in reader.blocks:
-                        self._read_cut_otherwise(reader, key, place.first + place.owned.start, out)
+                        self._read_redivided(reader, key, place.first + place.owned.start, out)
                     else:
                         _read_elements(reader, key, place.owned.start, out)
-            self._evict(key)
+            self._evict_streamed(key)
             self._count(key)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
-        """Refuse state in another format, because rounding it would change the run."""
+        """Raise an error if state has another format than the run, because a conversion would change the run."""
         if layer := cut_otherwise(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
-                f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, this run has "
+                f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, but this run has "
                 f"model.split_experts = {str(is_split).lower()}: this changes the order of sums. Write "
-                f"model.split_experts = {str(not is_split).lower()}, as there, or export it and start a new run from "
+                f"model.split_experts = {str(not is_split).lower()}, or export the checkpoint and start a new run from "
                 "the exported model"
             )
         for key, block in self._plan.program.blocks.items():
@@ -349,11 +348,11 @@ class Weights:
                     "run from its exported model, whose moments begin at zero"
                 )
 
-    def _read_cut_otherwise(self, reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-        """Read a range of a weight that the checkpoint stores in other blocks: whole, or in parts."""
+    def _read_redivided(self, reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
+        """Read a range of a weight that the checkpoint divides differently into blocks."""
         name = key.rpartition("/")[0]
         begin = 0
-        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # without any, the reader raises the error
+        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # the reader reports a missing key
             end = begin + reader.spec(stored).num_elements
             first, last = max(start, begin), min(start + out.numel(), end)
             for at in range(first, last, _READ_ELEMENTS):
@@ -364,7 +363,7 @@ class Weights:
             begin = end
 
     def _weight(self, layout: UnitLayout) -> BlockPlan:
-        """Return the block of a weight, or of its first part: all parts have the same properties."""
+        """Return the first block of a weight. All blocks of a weight have the same properties."""
         return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
 
     def _fill(self, layouts: Sequence[UnitLayout]) -> None:
@@ -373,18 +372,18 @@ class Weights:
         for number, layout in enumerate(layouts):
             self._activity.begin_part(number, unit=layout.name, num_parts=len(layouts))
             home = self._plan.placement.homes[self._weight(layout).key]
-            if not self._plan.budgets_by_tier[home].is_read_only:  # otherwise it is read at each use
+            if not self._plan.budgets_by_tier[home].is_read_only:  # weights at read-only homes are read at each use
                 self._fill_layout(layout)
 
     def _fill_packed(self, layout: UnitLayout) -> None:
-        """Fill a packed block with the bytes of the folder."""
+        """Fill a packed block with the bytes in the model's folder."""
         assert isinstance(self.source, AdaptedWeights), "only the base of adapters may be quantized"
         block, key = self.source.frozen_block(layout), weight_key(layout.name)
         assert block is not None and block.packing is not None, layout.name
         with self._store.acquire(key, "ram", "w") as lease:
             for read in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
                 read(lease.tensor)
-        self._evict(key)
+        self._evict_streamed(key)
         self._count(key)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
@@ -393,19 +392,19 @@ class Weights:
             return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
         longest = max(len(part) for part, _ in weights)
-        with self._room_for_master(longest):
+        with self._reserve_master(longest):
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
                 with self._store.acquire(weight, "ram", "w") as lease:
-                    lease.tensor[len(part) :].zero_()  # padding of a shard past the end of the part
+                    lease.tensor[len(part) :].zero_()  # a shard is padded past the end of its part
                     if not self._is_split:
-                        for inside in _cut(part):
+                        for inside in _split_range(part):
                             place = lease.tensor[inside.start - part.start : inside.stop - part.start]
                             self.source.read(layout, inside.start, place.zero_())
                     else:
                         own = lows[number : number + 1] if len(lows) == len(weights) else lows
                         self._fill_halves(layout, part, lease.tensor, own, buffer)
-                self._evict(weight)
+                self._evict_streamed(weight)
                 self._count(weight)
 
     def _fill_halves(
@@ -416,12 +415,12 @@ class Weights:
         lows: Sequence[tuple[range, str | None]],
         buffer: Tensor,
     ) -> None:
-        """Fill one block of a weight, and the low halves of its elements."""
+        """Fill one block with the high halves of a weight, and the blocks of its low halves."""
         for part, low in lows:
             with nullcontext() if low is None else self._store.acquire(low, "ram", "w") as lease:
                 if lease is not None:
                     lease.tensor[len(part) :].zero_()
-                for inside in _cut(part):
+                for inside in _split_range(part):
                     master = buffer[: len(inside)].zero_()
                     self.source.read(layout, inside.start, master)
                     place = high[inside.start - of_weight.start : inside.stop - of_weight.start]
@@ -431,7 +430,7 @@ class Weights:
                         low_half = lease.tensor[inside.start - part.start : inside.stop - part.start]
                         encode(master, place, low_half)
             if low is not None:
-                self._evict(low)
+                self._evict_streamed(low)
                 self._count(low)
 
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
@@ -440,13 +439,13 @@ class Weights:
         return list(zip(program.owned_weight_parts_of(layout), program.weight_keys(layout), strict=True))
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
-        """Yield the parts of a layout, each with its low half, or None if frozen: no update needs it."""
+        """Yield the parts of a layout, each with the key of its low half, or None for a frozen layout."""
         program = self._plan.program
         for part, key in zip(program.owned_parts_of(layout), program.state_keys(layout, "low"), strict=True):
             yield part, key if key in program.blocks else None
 
     @contextmanager
-    def _room_for_master(self, num_elements: int) -> Iterator[None]:
+    def _reserve_master(self, num_elements: int) -> Iterator[None]:
         nbytes = round_up(4 * min(num_elements, MASTER_ELEMENTS), PAGE_BYTES) if self._is_split else 0
         self._store.reserve("ram", nbytes)
         try:
@@ -455,14 +454,14 @@ class Weights:
             self._store.reserve("ram", -nbytes)
 
     def _begin_state(self) -> None:
-        """Fill the optimizer's state with zeros, or with the loaded weights."""
+        """Fill optimizer state with zeros, and kinds that begin as weights (EMA) with the loaded weights."""
         program = self._plan.program
         copies = {kind.name for kind in self._plan.optimizer.state_kinds(self._is_split) if kind.begins_as_weight}
         for block in program.blocks.values():
             if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copies}:
                 with self._store.acquire(block.key, "ram", "w") as lease:
                     lease.tensor.zero_()
-                self._evict(block.key)
+                self._evict_streamed(block.key)
                 self._count(block.key)
         for layout in self._plan.graph.layouts.values():
             for kind in copies:
@@ -479,7 +478,7 @@ class Weights:
                     stop = min(start + _READ_ELEMENTS, part.stop)
                     lease.tensor[start - part.start : stop - part.start] = read(start, stop)
                 lease.tensor[len(part) :].zero_()
-            self._evict(key)
+            self._evict_streamed(key)
             self._count(key)
 
     @property
@@ -490,7 +489,7 @@ class Weights:
         blocks = self._plan.program.blocks
         self._activity.moved(sum(blocks[key].nbytes for key in keys))
 
-    def _evict(self, *keys: str) -> None:
+    def _evict_streamed(self, *keys: str) -> None:
         for key in keys:
             if self._plan.placement.homes[key] != "ram":
                 self._store.evict(key, "ram")
@@ -505,8 +504,8 @@ class Weights:
             return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
         with (
-            _OneLease(self._store, self._evict) as current_weight,
-            _OneLease(self._store, self._evict) as current,
+            _OneLease(self._store, self._evict_streamed) as current_weight,
+            _OneLease(self._store, self._evict_streamed) as current,
         ):
 
             def high(start: int, stop: int) -> Tensor:
@@ -516,7 +515,7 @@ class Weights:
                 for part, key in wanted:
                     inside = slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start)
                     block = current_weight.tensor(key)[inside]
-                    found.append(block if len(wanted) == 1 else block.clone())  # the next lease may reuse its memory
+                    found.append(block if len(wanted) == 1 else block.clone())  # the next lease may reuse the memory
                 return found[0] if len(found) == 1 else torch.cat(found)
 
             def read(start: int, stop: int) -> Tensor:
@@ -538,7 +537,7 @@ class Weights:
             yield read
 
     def _read_packed(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return numbers of a layout with packed blocks, read from the folder in the precision that layers use."""
+        """Return elements of a packed layout, read from the model's folder and rounded to the precision of layers."""
         numbers = torch.zeros(stop - start)
         self.source.read(layout, start, numbers)
         if self._is_split:
@@ -549,19 +548,19 @@ class Weights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield as ``master``, for an export: reserve RAM for fp32 copies, and report the unit to ``activity``."""
+        """Yield the reader of ``master`` for an export, with RAM reserved for fp32 copies and progress reported."""
         names = list(self._plan.graph.layouts)
         self._activity.begin_part(names.index(layout.name), unit=layout.name, num_parts=len(names))
-        with self._room_for_master(layout.num_elements), self.master(layout) as read:
+        with self._reserve_master(layout.num_elements), self.master(layout) as read:
             yield read
 
 
 class ExportStopped(KeyboardInterrupt):
-    """A stop was requested while several ranks export. All of them know of it."""
+    """A stop was requested while several ranks export. All ranks raise this error."""
 
 
 class GatheredWeights:
-    """The sharded weights of a run of several ranks: rank 0 reads, the others serve.
+    """The sharded weights of a multi-process run. Rank 0 reads ranges, and all other ranks send their shards.
 
     Args:
         plan: Plan of this rank.
@@ -573,15 +572,15 @@ class GatheredWeights:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """Keep the other ranks serving within the context, on rank 0. An error within ends the run on all ranks."""
+        """On rank 0, end the other ranks' ``serve`` on exit. An error in the context ends the run on all ranks."""
         yield
         self._group.broadcast(_NOTHING)
 
     def serve(self) -> bool:
-        """Send rank 0 the ranges that it reads of this rank's shards, until it has read all. For the other ranks.
+        """On a rank other than 0, send the ranges of this rank's shards that rank 0 reads, until rank 0 has finished.
 
         Returns:
-            False if a stop was requested before rank 0 had read all.
+            False if a stop was requested before rank 0 had read all ranges.
         """
         with ExitStack() as stack:
             current, read = "", None
@@ -599,11 +598,11 @@ class GatheredWeights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield as ``Weights.exported``, on rank 0. Its reads raise ``ExportStopped`` after a stop."""
+        """On rank 0, yield the reader of ``Weights.exported``. It raises ``ExportStopped`` after a stop request."""
         with self._weights.exported(layout) as read_own:
 
             def read(start: int, stop: int) -> Tensor:
-                if self._should_stop():  # at this point, all ranks can still learn of it
+                if self._should_stop():  # before a range is requested, rank 0 can still inform all ranks
                     self._group.broadcast(_STOPPED)
                     raise ExportStopped
                 self._group.broadcast((layout.name, start, stop))
@@ -620,7 +619,7 @@ class GatheredWeights:
             yield read
 
     def _pieces(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the subranges that a rank owns."""
+        """Yield the subranges of a range that a rank owns."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         for part in program.weight_parts_of(layout):
             owned = program.sharding.shards.owned(part, rank)
@@ -630,14 +629,14 @@ class GatheredWeights:
 
 
 class _OneLease:
-    """A context manager with a lease on the last block that was read.
+    """Context manager of a lease on the block that was read last.
 
     Args:
         evict: Evicts the copy of a block whose home is not RAM.
     """
 
     def __init__(self, store: TieredStore, evict: Callable[[str], None]) -> None:
-        self._store, self._evict = store, evict
+        self._store, self._evict_streamed = store, evict
         self._lease: Lease | None = None
         self._key = ""
 
@@ -647,7 +646,7 @@ class _OneLease:
     def __exit__(self, *exception: object) -> None:
         if self._lease is not None:
             self._lease.release()
-            self._evict(self._key)
+            self._evict_streamed(self._key)
             self._lease = None
 
     def tensor(self, key: str) -> Tensor:
@@ -660,7 +659,7 @@ class _OneLease:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """This rank's part of a block that a single process would hold: all of it, or a shard.
+    """This rank's shard of a block, or the whole block for a single process.
 
     Attributes:
         first: Element of the layout at which the whole block begins.
@@ -674,7 +673,7 @@ class SavedPlace:
 
 
 def saved_places(plan: Plan) -> dict[str, SavedPlace]:
-    """Return the parts of saved blocks by key. Omitted blocks belong to parameters and are whole."""
+    """Return the shards of saved blocks by key, except state blocks that each belong to a whole parameter."""
     program, found = plan.program, dict[str, SavedPlace]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
@@ -694,7 +693,7 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
             if kind.elements_of is not None and not kind.is_like_weight(layout):
                 if program.sharding.shards.are_whole:
                     continue
-                parts = [range(kind.num_elements(layout))]  # packed, and sharded as a separate block
+                parts = [range(kind.num_elements(layout))]  # the state of the layout is one block, sharded separately
                 owned = [program.sharding.shards.owned(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
     return found
@@ -712,14 +711,14 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
             f"block '{key}' is {spec.num_elements} elements of {spec.dtype}, not {start + out.numel()} of {out.dtype}"
         )
     step = reader.piece_bytes // size
-    # Split at the borders of pieces, so that each is read once.
-    borders = [start, *range(start // step * step + step, start + out.numel(), step), start + out.numel()]
-    for first, last in pairwise(borders):
+    # Split the range at the boundaries of pieces, so that each piece is read only once.
+    bounds = [start, *range(start // step * step + step, start + out.numel(), step), start + out.numel()]
+    for first, last in pairwise(bounds):
         found = reader.read_range(key, first * size, last * size)
         out[first - start : last - start] = found.view(out.dtype)
 
 
-def _cut(elements: range) -> Iterator[range]:
-    """Yield consecutive ranges of at most ``MASTER_ELEMENTS`` that cover a range."""
+def _split_range(elements: range) -> Iterator[range]:
+    """Split a range into consecutive ranges of at most ``MASTER_ELEMENTS``."""
     for start in range(elements.start, elements.stop, MASTER_ELEMENTS):
         yield range(start, min(start + MASTER_ELEMENTS, elements.stop))
