@@ -1,6 +1,7 @@
-"""tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training.
+"""tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Does not depend on training code.
 
-For users of a store. ``tiered.ext`` is for authors of tiers, links and policies, ``tiered.testing`` has their suites.
+These names are for users of a store. Authors of tiers, links and policies use ``tiered.ext``; ``tiered.testing`` tests
+their implementations.
 """
 
 from __future__ import annotations

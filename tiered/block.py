@@ -1,4 +1,4 @@
-"""Blocks, and the states that one copy of a block can be in."""
+"""Specs of blocks, and the states of their copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tiered.errors import shortened
 
 _MAX_KEY, _MAX_SEGMENT = 2000, 255
-_SEGMENT = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9_.\-]+"  # not '.' or '..'
+_SEGMENT = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9_.\-]+"  # The lookahead rejects '.' and '..'.
 _KEY = re.compile(f"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
@@ -21,9 +21,9 @@ class BlockSpec:
     """The unit of placement and of transfer: one named tensor with a home.
 
     Attributes:
-        key: name, path-like: segments of letters, digits, ``_ . -`` joined by ``/``.
+        key: path-like name: segments of letters, digits, ``_ . -`` joined by ``/``.
         home: name of the tier that owns the block's slot for life.
-        durable: part of a commit. Scratch blocks (gradients, activations) are not.
+        durable: whether commits include the block; False for scratch blocks (gradients, activations).
     """
 
     key: str
@@ -35,12 +35,12 @@ class BlockSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.key, str):
             raise TypeError(f"the key of a block is text, not {type(self.key).__name__}: {self.key!r:.40}")
-        # Most keys are shorter than a segment may be.
+        # Most keys are shorter than the limit for one segment, so they need no split.
         is_long = len(self.key) > _MAX_SEGMENT and any(len(part) > _MAX_SEGMENT for part in self.key.split("/"))
         if is_long or len(self.key) > _MAX_KEY:
             raise ValueError(
                 f"block key '{shortened(self.key)}' has {len(self.key)} characters: use at most {_MAX_KEY}, and "
-                f"{_MAX_SEGMENT} between two '/', as names of files"
+                f"at most {_MAX_SEGMENT} between two '/' (the limit of file names)"
             )
         if not _KEY.fullmatch(self.key):
             raise ValueError(f"block key '{shortened(self.key)}': use letters, digits, '_', '.', '-', joined by '/'")
@@ -62,20 +62,20 @@ class CopyState(enum.Enum):
     ABSENT occurs only away from home, STALE only at home. Leases and pins are counted separately.
     """
 
-    ABSENT = "absent"  # No slot.
-    FILLING = "filling"  # A slot that a transfer or the first write is filling.
-    CLEAN = "clean"  # Equal to the home copy, or the home copy: the store may drop it for free.
-    DIRTY = "dirty"  # The only newest bytes: written back before the slot is reused.
-    DRAINING = "draining"  # A write-back is in progress; readable.
-    STALE = "stale"  # Home slot whose newer version is in another tier, or that was never written.
+    ABSENT = "absent"  # The copy has no slot.
+    FILLING = "filling"  # A transfer or the first write is filling the slot.
+    CLEAN = "clean"  # Equal to the home copy, or the home copy: the store may drop it without a write.
+    DIRTY = "dirty"  # Only this copy has the newest bytes: they are written back before the slot is reused.
+    DRAINING = "draining"  # A write-back is in progress, and the copy is readable.
+    STALE = "stale"  # A home slot that was never written, or whose newer version is in another tier.
 
     @property
     def is_valid(self) -> bool:
-        # Not a set: hashing a member takes longer than the comparisons.
+        # Hashing a member for a set lookup takes longer than these comparisons.
         return self is CopyState.CLEAN or self is CopyState.DIRTY or self is CopyState.DRAINING
 
 
-#: The moves a copy may make. Anything else is a bug in the store (asserted on every move).
+#: Allowed state changes of a copy. Any other change is a bug in the store; every change asserts this.
 LEGAL_MOVES: frozenset[tuple[CopyState, CopyState]] = frozenset(
     {
         (CopyState.ABSENT, CopyState.FILLING),

@@ -1,4 +1,4 @@
-"""Blocks by name: whole tensors and ranges of rows, for programs that want copies instead of leases."""
+"""Access to blocks by name: whole tensors and ranges of rows, for programs that want copies instead of leases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ByName:
         self._movement, self._leasing = movement, leasing
 
     def default_home(self) -> str:
-        """Return the slowest tier that can be written."""
+        """Return the name of the slowest writable tier."""
         return self._movement.slowest_writable
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
@@ -48,7 +48,7 @@ class ByName:
             lease.tensor[start:stop].copy_(tensor)
 
     def read(self, spec: BlockSpec) -> torch.Tensor:
-        """Return a copy of a whole block. If it fits the nearest tier, the store keeps it there like any copy."""
+        """Return a copy of a whole block. If the block fits the nearest tier, the store keeps a copy there as usual."""
         where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
         try:
             with self._leasing.acquire(spec.key, where, "r") as lease:
@@ -73,13 +73,13 @@ class ByName:
             return lease.tensor[start:stop].to("cpu", copy=True)
 
     def stream(self, keys: Sequence[str], tier: str, mode: Mode) -> Iterator[Lease]:
-        """Yield leases one after the other; see ``TieredStore.stream``."""
+        """Yield leases one at a time; see ``TieredStore.stream``."""
         movement = self._movement
         with movement.changed:
             self._leasing.check_open()
             before = movement.prefetcher.schedule
             if before is not None:
-                raise ValueError("this store follows a schedule (set_schedule): it fetches ahead by that one")
+                raise ValueError("this store already prefetches by a schedule (set_schedule), so it cannot stream")
             for key in keys:
                 self._leasing.block(key)
             self._leasing.tier(tier)
@@ -100,7 +100,7 @@ class ByName:
                     movement.prefetcher.follow(None, 0)
 
     def _place(self, key: str) -> str | None:
-        """Return the slowest addressable tier that has the newest bytes of a block, or None if only files have them."""
+        """Return the slowest addressable tier with the newest bytes of a block, or None if only files have them."""
         movement = self._movement
         with movement.changed:
             block = self._leasing.block(key)
@@ -122,7 +122,7 @@ class ByName:
             if not is_there or slot is None or not isinstance(slot.resource, HomeFiles):
                 return None
             home = slot.resource
-            block.home.readers += 1  # so that nothing changes or frees the files meanwhile
+            block.home.readers += 1  # A reader keeps other callers from changing or freeing the files.
         try:
             is_checked = isinstance(tier, NvmeTier) and tier.verify == "always" and home.checksums is not None
             return _checked(home, spec, start, stop) if is_checked else _unchecked(home, spec, start, stop)
@@ -144,13 +144,13 @@ def _unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch
             text = f"read failed: {explain(cause)}"
             raise TransferError(text, tier=spec.home, path=str(path), errno=cause.errno, offset=begin) from cause
         if nbytes < end - begin:
-            text = f"file ends {end - begin - nbytes} bytes before the block does: it was cut off"
+            text = f"file is truncated: it ends {end - begin - nbytes} bytes before the block does"
             raise TransferError(text, tier=spec.home, path=str(path), offset=begin + nbytes)
     return pages[start - first : stop - first]
 
 
 def _checked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
-    """Read the whole pieces of 16 MiB that hold bytes ``start`` to ``stop``, and compare their checksums."""
+    """Read the 16 MiB pieces that hold bytes ``start`` to ``stop`` completely, and compare their checksums."""
     assert home.checksums is not None, home.key
     first, last = start // PIECE_BYTES * PIECE_BYTES, min(round_up(stop, PIECE_BYTES), spec.nbytes)
     found = page_aligned(last - first)
@@ -164,5 +164,5 @@ def _checked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.T
 
 def _no_rows_text(spec: BlockSpec, start: int, stop: int) -> str:
     if not spec.shape:
-        return f"block '{spec.key}' is one number: it has no rows"
-    return f"block '{spec.key}' has {spec.shape[0]} rows, not {start} to {stop}"
+        return f"block '{spec.key}' is a scalar: it has no rows"
+    return f"block '{spec.key}' has {spec.shape[0]} rows: rows {start} to {stop} are out of range"

@@ -7,7 +7,7 @@ import threading
 
 from tiered.errors import TieredError
 
-_num_forks = 0  # between the first process and this one
+_num_forks = 0  # This process is separated from the first one by this number of forks.
 
 
 def _count_fork() -> None:
@@ -19,7 +19,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class StoreCondition(threading.Condition):
-    """A condition that raises ``TieredError`` in a forked child, where a lock may be held by a thread that is gone."""
+    """A condition that raises ``TieredError`` in a forked child, where a vanished thread may hold the lock forever."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class StoreCondition(threading.Condition):
         if self._made_after != _num_forks:
             raise TieredError(
                 f"process {os.getpid()} was forked from process {self._pid}, which made this store: the child has"
-                " neither its memory nor its threads. Use the store in its own process only, or start the child with"
-                " multiprocessing's 'spawn' and open a store there"
+                " neither the store's memory nor its threads. Use the store only in the process that made it, or start"
+                " the child with multiprocessing's 'spawn' and open a store there"
             )
         return super().__enter__()

@@ -1,4 +1,4 @@
-"""The errors of the store. Each carries the facts as attributes and proposes a remedy."""
+"""Errors of the store. Each error has the facts as attributes, and its message proposes a remedy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tiered.units import format_size
 
 
 def shortened(text: object) -> str:
-    """Return a key for a message: as text, and without its middle if it is long."""
+    """Return a key as text for a message; the middle of a long key is omitted."""
     whole = str(text)
     return whole if len(whole) <= 200 else f"{whole[:100]}...{whole[-60:]}"
 
 
 class TieredError(Exception):
-    """Base of every error the store raises on purpose."""
+    """Base class of all errors that the store raises on purpose."""
 
 
 class CapacityError(TieredError):
-    """A tier has no room. Raised at once when waiting could never help.
+    """A tier lacks space. The store raises it at once if waiting could never help.
 
     Attributes:
         free_bytes: bytes not held by any slot.
@@ -63,7 +63,8 @@ class BlockNotFoundError(TieredError, KeyError):
         self.key = key
         super().__init__(f"no block named '{shortened(key)}' is registered" + (f" ({hint})" if hint else ""))
 
-    def __str__(self) -> str:  # KeyError would print the repr of its argument
+    # ``KeyError.__str__`` returns the repr of the argument.
+    def __str__(self) -> str:
         return str(self.args[0])
 
 
@@ -76,14 +77,14 @@ class UninitializedBlockError(TieredError):
 
 
 class LeaseError(TieredError):
-    """A lease was used against its rules. A mistake of the program, not of its input."""
+    """The program broke a rule of leases."""
 
 
 class TransferError(TieredError, OSError):
-    """Bytes could not be moved.
+    """A transfer, read or write failed.
 
     Attributes:
-        tier: the tier (or link) that failed.
+        tier: name of the tier (or link) that failed.
         offset: byte offset in the file, or None.
     """
 
@@ -112,10 +113,10 @@ class TransferError(TieredError, OSError):
 
 
 class CorruptBlockError(TieredError):
-    """The bytes on disk are not the bytes that were written.
+    """The bytes on disk differ from the bytes that were written.
 
     Attributes:
-        generation: number of the generation that it is a part of, or None for contents of a running process.
+        generation: number of the damaged generation, or None for contents of a running process.
     """
 
     def __init__(self, key: str, expected: str, found: str, *, place: str, generation: int | None = None) -> None:
@@ -124,7 +125,7 @@ class CorruptBlockError(TieredError):
         advice = "go back to the last committed generation" if generation is None else "open another generation"
         super().__init__(
             f"block '{key}'{of} is damaged: checksum {found}, expected {expected}, in {place}. The drive or the memory "
-            f"of this machine returned other bytes than were written: check them, and {advice}"
+            f"of this machine changed the bytes: check both, and {advice}"
         )
 
 
@@ -133,19 +134,15 @@ class GenerationError(TieredError):
 
 
 class NewerFormatError(GenerationError):
-    """A newer version of this package wrote it."""
+    """A newer version of this package wrote the generation."""
 
 
 class UnusableDirectoryError(TieredError):
-    """A tier was given a directory that cannot be made, or that holds foreign files. Nothing was written."""
+    """A tier's directory cannot be created, or contains files of other programs. The tier wrote nothing."""
 
 
 class LockingError(TieredError, OSError):
-    """The file system of a folder has no working locks, so that two processes could use the folder at once.
-
-    Attributes:
-        path: the file that was to be locked.
-    """
+    """The file system of a file has no working locks, so two processes could use its folder at the same time."""
 
     def __init__(self, path: str, cause: OSError, file_system: str) -> None:
         self.path = path

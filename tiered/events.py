@@ -1,4 +1,4 @@
-"""Events of a store as they happen, and its counters as frozen statistics."""
+"""Events of a store, and its statistics."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiered.links.base import LinkUsage
 
-#: Why a caller of the store waited.
+#: Causes for which a caller of the store waits.
 STALL_CAUSES = ("fill", "drain", "space", "lease", "commit")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """One event of a store.
 
     Attributes:
-        kind: ``fetch``, ``write_back``, ``evict``, ``stall``, ``commit``.
-        key: block, tier: destination, nbytes: bytes moved, start_s/end_s: ``time.perf_counter`` seconds.
-        detail: the link's path for movements, the cause for stalls.
+        kind: ``fetch``, ``write_back``, ``evict``, ``stall`` or ``commit``.
+        tier: name of the destination tier.
+        start_s, end_s: seconds of ``time.perf_counter``.
+        detail: path of the link for movements, cause for stalls.
     """
 
     kind: str
@@ -39,7 +40,7 @@ EventSink = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Bytes of one tier now; ``high_water_bytes`` is the most ever used."""
+    """Current bytes of one tier; ``high_water_bytes`` is its peak usage."""
 
     capacity_bytes: int
     used_bytes: int
@@ -51,19 +52,19 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of a store. ``later - earlier`` gives a window (levels such as ``used_bytes`` stay the later's).
+    """Counters of a store. ``later - earlier`` gives the counts between the two; ``tiers`` stay those of ``later``.
 
     Attributes:
         stall_s: seconds that callers waited, by cause.
-        prefetch_on_time: prefetched copies that had arrived before they were acquired.
-        prefetch_late: prefetched copies that were acquired while in flight.
-        prefetch_wasted: prefetched copies that were dropped unused.
-        evictions_clean: copies dropped to free room or on request.
-        evictions_dirty: evicted copies that were written back first.
-        written_bytes: per durable path.
-        schedule_misses: accesses that a set schedule did not foresee.
-        due_bytes: by ``"src->dst"``, bytes for all uses up to the present tick. Copies fetched for later uses do not
-            count; write-backs count from their start. So a window from one tick to another does not depend on timing.
+        prefetch_on_time: number of prefetched copies that had arrived before they were acquired.
+        prefetch_late: number of prefetched copies that were acquired while in flight.
+        prefetch_wasted: number of prefetched copies that were dropped unused.
+        evictions_clean: number of evicted copies that needed no write-back.
+        evictions_dirty: number of evicted copies that were written back first.
+        written_bytes: bytes written, by durable path.
+        schedule_misses: number of accesses that are not in the schedule.
+        due_bytes: bytes for all uses up to the current tick, by ``"src->dst"``. Fetches for later uses do not count
+            yet; write-backs count from their start. So the counts between two ticks do not depend on timing.
     """
 
     tiers: Mapping[str, TierStats]
@@ -115,7 +116,7 @@ class StoreStats:
 
 @dataclass(slots=True)
 class Counters:
-    """The store's running counts, changed under its lock."""
+    """Running counts of a store, guarded by its lock."""
 
     stall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALL_CAUSES, 0.0))
     prefetch_on_time: int = 0
@@ -127,25 +128,21 @@ class Counters:
 
 
 class DueBytes:
-    """Bytes that links move, by the tick that needs them. Changed under the store's lock."""
+    """Bytes that links move, by the tick that needs them. Guarded by the store's lock."""
 
     def __init__(self) -> None:
         self._asked = Counter[tuple[str, str]]()
-        self._ahead: list[tuple[int, tuple[str, str], int]] = []  # for uses of later ticks
+        self._ahead: list[tuple[int, tuple[str, str], int]] = []  # (tick, link, bytes) of uses at later ticks
 
     def ask(self, link: tuple[str, str], nbytes: int, *, for_use: int, now: int) -> None:
-        """Count bytes on a link; a negative number takes back a failed transfer.
-
-        Args:
-            for_use: tick that needs them.
-        """
+        """Count bytes on a link for a use at tick ``for_use``. Negative bytes cancel the count of a failed transfer."""
         self._asked[link] += nbytes
         self._ahead = [each for each in self._ahead if each[0] > now]
         if for_use > now:
             self._ahead.append((for_use, link, nbytes))
 
     def up_to(self, now: int) -> Mapping[tuple[str, str], int]:
-        """Return the bytes for uses up to a tick, by link."""
+        """Return the bytes for uses up to tick ``now``, by link."""
         found = Counter(self._asked)
         for tick, link, nbytes in self._ahead:
             if tick > now:

@@ -1,6 +1,6 @@
-"""Names for authors of tiers, links and policies, and for tools that look after a tier's directories.
+"""Names for authors of tiers, links and policies, and for tools that maintain a tier's directories.
 
-The contracts are in docs/extending.md, their suites in ``tiered.testing``.
+``docs/extending.md`` states the contracts, and ``tiered.testing`` has the test suites.
 """
 
 from __future__ import annotations

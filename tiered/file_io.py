@@ -1,7 +1,7 @@
-"""Files on drives: direct I/O, checksums, flushing, replacing in one step. Tiers, links and commits use this layer.
+"""Files on drives: direct I/O, checksums, flushing, atomic replacement. Tiers, links and commits use this layer.
 
-O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, past the kernel's cache. If a file
-system refuses it, when a file is opened or only when it is used, these functions fall back to the cache.
+O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, and bypasses the kernel's cache. Some
+file systems refuse it when a file is opened or at the first read or write; these functions then use the cache.
 
 Every piece (16 MiB of a block's contents) has an xxh3-64 checksum, which detects damage and locates it.
 """
@@ -24,38 +24,38 @@ import xxhash
 from tiered.errors import TieredError
 from tiered.units import PAGE_BYTES, MiB, format_size
 
-#: Contents under one checksum. A constant of the format: not of a tier, an engine or a machine.
+#: Bytes of contents per checksum. The stored format fixes this number.
 PIECE_BYTES = 16 * MiB
-#: Checksum of contents that arrive in parts: ``update`` with each, then ``hexdigest``.
+#: Incremental checksum: call ``update`` with each part, then ``hexdigest``.
 Digest = xxhash.xxh3_64
 
-#: The manifest of a model of 600 B parameters has some 20 MB.
+#: Generous limit: the manifest of a model with 600 B parameters has about 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
-_NUM_SHARES = 8  # shares of the paths per thread
-_NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
+_NUM_SHARES = 8  # number of batches of paths per thread
+_NUM_SYNC_THREADS = 8  # A drive flushes several files concurrently in about the time of one.
 
 
 def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Return a new file descriptor, with O_DIRECT if that works; the caller closes it. Raises ``OSError``.
+    """Return a new file descriptor, with O_DIRECT if possible; the caller closes it. Raises ``OSError``.
 
     Args:
-        on_buffered: called if O_DIRECT is refused.
+        on_buffered: called if the file system refuses O_DIRECT.
     """
     try:
-        # Without O_NONBLOCK, opening a stranger's named pipe would block. For a file the flag means nothing.
+        # Without O_NONBLOCK, opening a named pipe would block. The flag has no effect on regular files.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_DIRECT, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     if on_buffered is not None:
         on_buffered()
-    # Without O_EXCL: the first try may have made the file.
+    # The first attempt may have created the file, so O_EXCL would fail now.
     return os.open(path, flags & ~os.O_EXCL | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Yield the file descriptor of ``open_direct``. An ``OSError`` of the system inside names the file."""
+    """Yield the file descriptor of ``open_direct``. An ``OSError`` raised in the ``with`` block gets the file name."""
     try:
         fd = open_direct(path, flags)
         try:
@@ -65,11 +65,12 @@ def opened(path: Path, flags: int) -> Iterator[int]:
     except OSError as error:
         if isinstance(error, TieredError) or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None  # fallocate, pwritev and fsync do not name it
+        # Errors of fallocate, pwritev and fsync do not name the file.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> None:
-    """Write all of ``view`` at ``offset``; both multiples of 4096 if the file is open with O_DIRECT."""
+    """Write all of ``view`` at ``offset``. With O_DIRECT, its size and the offset are multiples of 4096."""
     done = 0
     while done < len(view):
         try:
@@ -80,7 +81,7 @@ def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], 
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Fill ``view`` from ``offset`` and return the number of bytes read, fewer if the file ends."""
+    """Fill ``view`` from ``offset`` and return the number of bytes read; fewer at the end of the file."""
     done = 0
     while done < len(view):
         try:
@@ -91,12 +92,12 @@ def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], N
             continue
         done += count
         if count == 0 or done % PAGE_BYTES:
-            break  # the end of the file
+            break  # The file ends here.
     return done
 
 
 def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None) -> None:
-    """Fall back to the kernel's cache: some file systems accept O_DIRECT when opening and refuse it later."""
+    """Turn off O_DIRECT: some file systems accept it when a file is opened and refuse it later."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
         raise error
@@ -106,12 +107,12 @@ def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None
 
 
 def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Drop a file's pages from the kernel's cache (``nbytes`` 0: to its end): the RAM tier counts the contents."""
+    """Drop a file's pages from the kernel's cache, because the RAM tier holds the contents. 0 bytes mean to the end."""
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of every piece of a block's contents."""
+    """Yield the (start, stop) byte range of every piece of a block."""
     for start in range(0, nbytes, PIECE_BYTES):
         yield start, min(start + PIECE_BYTES, nbytes)
 
@@ -119,7 +120,8 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 def checksum(*buffers: Any) -> str:
     """Return the xxh3-64 of the concatenated buffers, as 16 hex digits. Releases the GIL while it runs.
 
-    0.09 CPU-seconds per GB, a third of crc32; crc32c bindings hold the GIL (docs/decisions/0006-checksums.md).
+    It takes 0.09 CPU-seconds per GB, a third of crc32; bindings of crc32c hold the GIL
+    (docs/decisions/0006-checksums.md).
 
     Args:
         buffers: contiguous objects with the buffer protocol (memoryview, numpy array, bytes).
@@ -134,7 +136,7 @@ def checksum(*buffers: Any) -> str:
 
 
 def flush_contents(path: Path) -> None:
-    """Return once a file's contents survive a power cut. Raises ``OSError``."""
+    """Flush a file's contents so that they survive a power cut. Raises ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fdatasync(fd)
@@ -143,7 +145,7 @@ def flush_contents(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Return once a file's contents and size, or a folder's entries, survive a power cut."""
+    """Flush a file's contents and size, or a folder's entries, so that they survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(fd)
@@ -152,9 +154,9 @@ def sync_path(path: Path) -> None:
 
 
 def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
-    """Call ``sync`` for several paths concurrently; raises the error of the first share that failed."""
+    """Call ``sync`` for several paths concurrently. Raises the error of the first batch that failed."""
     todo = list(paths)
-    # A hand-off to a thread takes longer than a flush that has nothing to write: each thread gets a few shares.
+    # Handing a task to a thread takes longer than a flush with nothing to write, so each thread gets a few batches.
     num_shares = max(1, min(len(todo), _NUM_SHARES * _NUM_SYNC_THREADS))
 
     def sync_share(number: int) -> None:
@@ -167,18 +169,17 @@ def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a file in one step: readers see the old one or the new one, also after a crash.
+    """Replace a file atomically, by way of ``<path>.tmp``: readers get the old or the new contents, even after a crash.
 
     Args:
-        path: the file that is written; ``<path>.tmp`` is used meanwhile.
-        durable: return once it survives a power cut.
+        durable: whether the new contents must survive a power cut when the function returns.
     """
     temporary = path.with_suffix(".tmp")
     try:
         with create_text_file(temporary) as file:
             file.write(text)
             if durable:
-                # Before the rename: else a power cut could leave the new name with no contents.
+                # Flush before the rename, because otherwise a power cut could leave an empty file under the name.
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -190,22 +191,22 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def create_text_file(path: Path) -> TextIO:
-    """Create a UTF-8 text file for writing. An old file of this name is removed; of a link, only the link.
+    """Create a UTF-8 text file for writing. Removes an old file of this name; of a symbolic link, only the link.
 
     Raises:
-        OSError: the drive refused, or another process creates the file at the same time.
+        OSError: the write failed, or another process creates the file at the same time.
     """
     path.unlink(missing_ok=True)
-    return open(path, "x", encoding="utf-8")  # exclusive: follows no link that appears meanwhile
+    return open(path, "x", encoding="utf-8")  # Mode "x" does not follow a link created since the unlink.
 
 
 def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the contents of a small file that a stranger may have made. A named pipe is refused without waiting.
+    """Return the contents of a small untrusted file. Never blocks on a named pipe.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more bytes.
+        OSError: the file cannot be read, is not a regular file, or has more than ``max_bytes``.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening some devices acts on them
+    if not stat.S_ISREG(os.stat(path).st_mode):  # Check before opening, because opening some devices has effects.
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
@@ -213,18 +214,18 @@ def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> byte
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = (file.read(max_bytes + 1) or b"") if status.st_size <= max_bytes else b""
-        if max(status.st_size, len(content)) > max_bytes:  # files of /proc have more bytes than their size
+        if max(status.st_size, len(content)) > max_bytes:  # Files of /proc report a size of 0.
             raise OSError(errno.EFBIG, f"more than {format_size(max_bytes)}", str(path))
         return content
 
 
 def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Write a JSON file in one step; see ``replace_file``."""
+    """Replace a JSON file atomically; see ``replace_file``."""
     replace_file(path, json.dumps(document), durable=durable)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents. New ones survive a power cut; existing ones are left alone."""
+    """Create a folder and its missing parents, so that they survive a power cut. Leaves existing folders unchanged."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -232,9 +233,9 @@ def make_folder(path: Path) -> None:
 
 
 def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, int, str]]:
-    """Yield (number, number of an earlier path, how they clash) of folders that are equal or contain each other.
+    """Yield (index, index of an earlier path, relation) for folders that are equal or contain each other.
 
-    Symbolic links are resolved. The folders need not exist. A clash matters because a tier empties its folder.
+    Resolves symbolic links. The folders need not exist. A clash is an error because a tier empties its folder.
     """
     real = [Path(os.path.realpath(path)) for path in paths]
     for number, path in enumerate(real):

@@ -1,4 +1,4 @@
-"""Routes that copies take between tiers. The store and the plan share them."""
+"""Routes of copies between tiers, shared by the store and the plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """Graph of tiers and links, which gives the route of a copy from one tier to another.
+    """Graph of tiers and links that finds the shortest route between two tiers.
 
     Attributes:
-        links: Pairs (source, destination), one for each direction of a link. Among the shortest routes, the links that
-            come first here win.
+        links: (source, destination) pairs, one for each direction of a link. If several routes are equally short,
+            earlier links take precedence.
     """
 
     links: tuple[tuple[str, str], ...] = ()
@@ -27,21 +27,21 @@ class Routes:
     )
 
     def between(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
-        """Return the links of the shortest route, empty within one tier.
+        """Return the links of the shortest route; empty if ``src`` is ``dst``.
 
         Raises:
-            ValueError: no links lead there.
+            ValueError: no route exists.
         """
         if (src, dst) not in self._found:
             self._found[src, dst] = self._search(src, dst)
         return self._found[src, dst]
 
     def passed(self, src: str, dst: str) -> tuple[str, ...]:
-        """Return the tiers that a copy passes between its two ends."""
+        """Return the tiers that a copy passes between ``src`` and ``dst``."""
         return tuple(here for here, _ in self.between(src, dst)[1:])
 
     def is_far(self, src: str, dst: str) -> bool:
-        """Return whether a copy passes more than one tier on its way; False if no way leads there."""
+        """Return whether a copy passes more than one tier between ``src`` and ``dst``; False if no route exists."""
         try:
             return len(self.between(src, dst)) > 2
         except ValueError:
@@ -50,7 +50,7 @@ class Routes:
     def _search(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
         ways: dict[str, tuple[tuple[str, str], ...]] = {src: ()}
         reached = [src]
-        for here in reached:  # grows: the nearest tiers come first
+        for here in reached:  # The list grows during the loop, in breadth-first order.
             for link in self.links:
                 if link[0] == here and link[1] not in ways:
                     ways[link[1]] = (*ways[here], link)
@@ -61,9 +61,10 @@ class Routes:
 
 
 def stops(routes: Routes, block: Block, access: Access) -> Sequence[str]:
-    """Return the tiers between a block's home and an access in which it has, or will have, a copy on the way."""
+    """Return the tiers between a block's home and an access in which the block has or will have a copy."""
     between = routes.passed(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
-    if access.mode == "r" and target is not None and target.state.is_valid:  # it has passed them; reads change nothing
+    # A valid copy that is only read will not move again, so only the existing copies remain.
+    if access.mode == "r" and target is not None and target.state.is_valid:
         return [name for name in between if name in block.copies and block.copies[name].slot is not None]
     return between

@@ -1,4 +1,4 @@
-"""Public names that are imported at first use, because most of them need torch, which takes seconds."""
+"""Public names that are imported at first use, because most of them import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def lazy_names(
         else:
             __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-    So each name is written once, where type checkers and editors look for it. The list is read from the source text
-    of the module, as transformers does for its models.
+    Each name is written only once, where type checkers and editors look for it: the function reads the list from the
+    module's source text, as transformers does for its models.
 
     Args:
-        module: Dotted name of the module, which is being imported.
-        distribution: Installed distribution whose version is the attribute ``__version__``.
+        module: Dotted name of the module that calls this function while it is being imported.
+        distribution: Installed distribution whose version becomes the attribute ``__version__``.
 
     Raises:
         ImportError: The installation has no source text of the module.
@@ -45,16 +45,16 @@ def lazy_names(
         return getattr(home, name) if name in vars(home) else import_module(f"{homes[name]}.{name}")
 
     def __dir__() -> list[str]:
-        """Return the public names, imported or not: for tab completion and ``help``."""
+        """Return all public names for tab completion and ``help``, imported or not."""
         return sorted(public)
 
     return __getattr__, __dir__, list(homes)
 
 
 def _typed_imports(module: str) -> dict[str, str]:
-    """Return name -> module of the imports under ``if TYPE_CHECKING`` at the top level of a module."""
+    """Return the module of each name that a module imports under a top-level ``if TYPE_CHECKING``."""
     loader: Any = sys.modules[module].__loader__
-    read = getattr(loader, "get_source", None)  # a loader of tests may have none
+    read = getattr(loader, "get_source", None)  # The loader of a test runner may lack it.
     text = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8") if read is None else read(module)
     if text is None:
         raise ImportError(f"'{module}' needs its source file: install the package with its .py files")

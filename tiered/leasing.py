@@ -1,4 +1,4 @@
-"""Leases: reading and writing copies, waiting for them, and evicting and pinning them meanwhile."""
+"""Leases: granting and ending access to copies, waiting for them, pinning and evicting them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tiered.schedule import Access, Mode, Trace
 from tiered.tiers.base import Slot, StreamTier, Tier
 from tiered.transfer import Transfer, Waiting
 
-#: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
+#: A (key, tier, mode) request of ``TieredStore.acquire_many``.
 Request = tuple[str, str, Mode]
 
 _MODES = get_args(Mode)
-_MODES_TEXT = "'r' reads, 'rw' changes, 'w' overwrites without reading"
+_MODES_TEXT = "use 'r' to read, 'rw' to change, 'w' to overwrite without reading"
 
 
 def _streams_of(tiers: Mapping[str, StreamTier], names: Collection[str], stream: Any) -> Mapping[str, Sequence[Any]]:
-    """Return the streams whose kernels will use leases in some tiers: the current one of each, and the caller's."""
+    """Return the streams whose kernels will use the leases, by tier: the tier's current stream and the caller's."""
     found = {name: (tiers[name].current_stream(), stream) for name in names if name in tiers}
     return {name: [each for each in streams if each is not None] for name, streams in found.items()}
 
@@ -36,7 +36,7 @@ def _streams_of(tiers: Mapping[str, StreamTier], names: Collection[str], stream:
 class Leasing:
     """The leases of one store, and the rules for eviction and pins.
 
-    Methods named ``*_locked`` are called with ``movement.changed`` held.
+    The caller of a ``*_locked`` method holds ``movement.changed``.
     """
 
     def __init__(self, movement: Movement) -> None:
@@ -46,22 +46,22 @@ class Leasing:
         self.closed = False
         self._gathering = StoreCondition()
 
-    # -- looking up --------------------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise ``TieredError`` once the store is closed."""
+        """Raise ``TieredError`` if the store is closed."""
         if self.closed:
             raise TieredError("the store is closed")
 
     def block(self, key: str) -> Block:
-        """Return a block; raises ``BlockNotFoundError``."""
+        """Return a block by key. Raises ``BlockNotFoundError``."""
         block = self.movement.blocks.get(key)
         if block is None:
             raise BlockNotFoundError(key)
         return block
 
     def tier(self, name: str) -> Tier:
-        """Return a tier; raises ``ValueError`` with the names of the store's tiers."""
+        """Return a tier by name. Raises ``ValueError`` with the names of the store's tiers."""
         if name not in self.movement.tiers:
             raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
         return self.movement.tiers[name]
@@ -81,8 +81,8 @@ class Leasing:
     def acquire_many(self, requests: Sequence[Request], *, stream: Any, timeout_s: float | None) -> LeaseGroup:
         """Return leases on several blocks, all or nothing; see ``TieredStore.acquire_many``."""
         if len({key for key, _, _ in requests}) != len(requests):
-            raise ValueError(f"one block twice in one acquire_many: {[key for key, _, _ in requests]}")
-        # One caller at a time gathers its copies: two callers that each hold a part of the room could deadlock.
+            raise ValueError(f"acquire_many got the same block twice: {[key for key, _, _ in requests]}")
+        # Only one caller gathers copies at a time, because two callers that each hold part of the space could deadlock.
         with self._gathering:
             return LeaseGroup(self._acquire(requests, stream, timeout_s))
 
@@ -90,16 +90,16 @@ class Leasing:
         deadline = None if timeout_s is None else self.movement.time_s() + timeout_s
         for key, _, mode in requests:
             if mode not in _MODES:
-                raise ValueError(f"lease of '{key}': no mode '{mode}'; {_MODES_TEXT}")
+                raise ValueError(f"lease of '{key}': unknown mode '{mode}'; {_MODES_TEXT}")
         with self.movement.changed:
             self.check_open()
             targets = [(*self._target(key, tier), mode) for key, tier, mode in requests]
             for block, _, mode in targets:
                 if mode != "r" and block.spec.home in self.movement.read_only_tiers:
-                    text = f"block '{block.spec.key}' is at home in the read-only tier '{block.spec.home}'"
+                    text = f"the home of block '{block.spec.key}' is the read-only tier '{block.spec.home}'"
                     raise LeaseError(f"{text}: a lease of mode '{mode}' is not possible")
-            # Before the first wait: a wanted copy is never evicted, so a copy that has arrived stays while the next one
-            # is fetched.
+            # Mark all copies before the first wait: a wanted copy is never evicted, so copies that have arrived stay
+            # while others are fetched.
             for _, copy, _ in targets:
                 copy.wanted += 1
             try:
@@ -117,11 +117,11 @@ class Leasing:
                     copy.wanted -= 1
                     has_room_taken = mode == "w" and copy.state is CopyState.FILLING
                     if has_room_taken and block.writer is None and not block.num_transfers:
-                        self._invalidate(copy)  # a slot for a lease that was not granted
+                        self._invalidate(copy)  # Give back the slot of a lease that was not granted.
                         self.movement.changed.notify_all()
 
     def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:
-        """Take the next step for every target; return the first reason to wait, or None if all can be granted."""
+        """Advance every target one step; return the first reason to wait, or None if all leases can be granted."""
         first: Waiting | None = None
         for block, copy, mode in targets:
             waiting = self._obstacle(block, copy, mode)
@@ -131,7 +131,7 @@ class Leasing:
     def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
         if block.writer is not None:
             return Waiting("lease")
-        # If home is CLEAN, no copy is newer and nothing has to be fetched: the case of most blocks of a step.
+        # If home is CLEAN, no copy is newer, so nothing has to be fetched. Most blocks of a step are in this state.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
             waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
@@ -152,18 +152,18 @@ class Leasing:
         return None
 
     def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
-        """Wait once. Return False without waiting if the missing room is free by now, as no notification would come.
+        """Wait once. Return False without waiting if the space has become free, as no notification would come.
 
         Raises:
-            TieredError: the tier refuses room that it reports as free. Also ``TimeoutError``, or a transfer's error.
+            TieredError: the tier refuses space that it reports as free. Also ``TimeoutError``, or a transfer's error.
         """
         if waiting.cause == "space":
             free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
             if free_bytes >= waiting.need_bytes and asks_again:
                 raise TieredError(
-                    f"tier '{waiting.tier}' says that {free_bytes} bytes are free, and gives no slot of "
-                    f"{waiting.need_bytes}: its usage() and allocate() contradict each other. "
-                    "tiered.testing.TierSuite tests what a tier must do"
+                    f"tier '{waiting.tier}' reports {free_bytes} free bytes but allocates no slot of "
+                    f"{waiting.need_bytes} bytes: its usage() and allocate() contradict each other. "
+                    "tiered.testing.TierSuite tests the contract of a tier"
                 )
             if free_bytes >= waiting.need_bytes:
                 return False
@@ -172,7 +172,8 @@ class Leasing:
         if left_s is not None and left_s <= 0:
             raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
         num_failures = len(self.movement.failed_write_backs)
-        if waiting.transfer is None or waiting.transfer.error is None:  # else it failed before the wait began
+        # A transfer that failed before the wait began sends no further notification.
+        if waiting.transfer is None or waiting.transfer.error is None:
             self.movement.changed.wait(left_s)
         end_s = self.movement.time_s()
         self.check_open()
@@ -219,20 +220,20 @@ class Leasing:
         return lease
 
     def _order(self, copy: Copy, streams: Sequence[Any]) -> None:
-        """Order kernels that will use a copy after earlier kernels and copies. Host memory has no streams."""
+        """Make streams wait for earlier kernels and transfers that use the copy. Host memory has no streams."""
         if not streams:
             return
         assert copy.slot is not None
-        # A write-back in progress only reads the copy: it holds up no reader.
+        # A write-back in progress only reads the copy, so readers need not wait for it.
         filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
         if filled_by is not None and filled_by.event is not None and filled_by.error is None:
             if filled_by.event.query():
-                copy.transfer = None  # it has ended: no later lease has to wait for it
+                copy.transfer = None  # The transfer has ended, so later leases need not wait for it.
             else:
                 filled_by.wait_stream(streams[-1])
         tier = self.movement.stream_tiers[copy.tier]
         for stream in streams:
-            # Behind the kernels of the slot's users, of this block or of another that the slot held.
+            # The slot may have held another block before: wait for the kernels of all its earlier users.
             tier.order_before(copy.slot, stream)
 
     def return_leases(self, leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
@@ -243,7 +244,7 @@ class Leasing:
         """
         movement = self.movement
         with movement.changed:
-            # Before the copies can be evicted: their next user waits for the kernels that are queued now.
+            # Record the use before the copies can be evicted: the slot's next user waits for the kernels queued now.
             for name, tier in movement.stream_tiers.items():
                 copies = (lease._copy for lease in leases if lease.tier == name)
                 if slots := [copy.slot for copy in copies if copy.slot is not None]:
@@ -264,7 +265,7 @@ class Leasing:
             movement.changed.notify_all()
 
     def _written(self, block: Block, copy: Copy) -> None:
-        """The copy now holds the newest bytes: every other copy is superseded."""
+        """Make a copy the newest version of its block, and drop or invalidate all other copies."""
         block.version += 1
         self.movement.occupancy.note_valid()
         for other in block.copies.values():
@@ -287,17 +288,17 @@ class Leasing:
         else:
             self.movement.drop(copy)
 
-    # -- refusing ----------------------------------------------------------------------------------------------
+    # -- refusal -----------------------------------------------------------------------------------------------
 
     def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
-        """Raise at once if no wait can help: the room does not exist, or the caller's own lease blocks it."""
+        """Raise at once if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
         if waiting.cause == "lease":
             mine = threads_of_caller()
             for block, _, mode in targets:
                 for lease in self.leases:
                     if lease._block is block and lease.thread_id in mine and (mode != "r" or lease.mode != "r"):
                         key = block.spec.key
-                        who = "this very thread" if lease.thread_id == mine[0] else "the caller of this backward"
+                        who = "this thread" if lease.thread_id == mine[0] else "the caller of this backward"
                         raise LeaseError(f"'{key}' is leased ('{lease.mode}') by {who}: release it first")
         if waiting.cause == "space":
             there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
@@ -307,7 +308,7 @@ class Leasing:
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
     def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
-        """Cancel evictions of targets if the caller's leases leave no room to finish them; return whether any was."""
+        """Cancel evictions of targets that the caller's leases keep from finishing; return whether any was canceled."""
         if waiting.cause != "space" or waiting.need_bytes <= self._room_ever(waiting.tier):
             return False
         newest = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
@@ -317,7 +318,7 @@ class Leasing:
         return bool(leaving)
 
     def _room_ever(self, tier: str, besides: Sequence[Copy] = ()) -> int:
-        """Return the bytes of ``tier`` that could be free once all other callers release what they hold."""
+        """Return the bytes of ``tier`` that could become free if all other callers released their leases."""
         usage = self.movement.tiers[tier].usage()
         threads = threads_of_caller()
         mine = {lease._copy for lease in self.leases if lease.thread_id in threads}
@@ -335,7 +336,7 @@ class Leasing:
         return sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier)
 
     def _capacity_error(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
-        """Return the error with the tier's numbers and its largest holders."""
+        """Return an error with the tier's byte counts and its largest slots."""
         blocks = self.movement.blocks.values()
         held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
         largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
@@ -353,17 +354,17 @@ class Leasing:
         """Return the home slot of a new block, evicting copies if needed."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         asks_again = False
-        # If enough bytes are free, the scan of all blocks is skipped: a store may have 100,000.
+        # Skip the scan of all blocks (up to 100,000) if enough bytes are free.
         while need <= tier.usage().free_bytes or need <= self._room_ever(tier.name):
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot
-            # Waits for evictions in progress. Raises TransferError: a write-back failed.
+            # Wait for evictions in progress. A failed write-back raises TransferError.
             asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
         raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_quiet_locked(self, block: Block) -> None:
-        """Wait until no movement of the block is in progress and no commit holds it.
+        """Wait until all transfers of the block have ended and no commit holds it.
 
         Raises:
             LeaseError: the block is leased.
@@ -374,17 +375,16 @@ class Leasing:
             self.movement.changed.wait()
 
     def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
-        """Wait once for the obstacle between the newest bytes of ``block`` and its home.
+        """Wait once for the cause that keeps the newest bytes of ``block`` from its home.
 
         Raises:
-            CapacityError: waiting could never help.
-            LeaseError: waiting could never help.
+            CapacityError, LeaseError: waiting could never help.
             TransferError: a write-back failed.
         """
         self._check_can_ever([(block, block.home, "r")], waiting)
         self._wait(waiting, block, None, asks_again=True)
 
-    # -- placing -----------------------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[str]) -> None:
         """Drop all contents of blocks; see ``TieredStore.discard``."""
@@ -402,7 +402,7 @@ class Leasing:
             self.movement.changed.notify_all()
 
     def pin(self, key: str, tier: str) -> None:
-        """Count one more pin; see ``TieredStore.pin``."""
+        """Add one pin; see ``TieredStore.pin``."""
         occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
@@ -416,7 +416,7 @@ class Leasing:
             occupancy.num_changes += 1
 
     def unpin(self, key: str, tier: str) -> None:
-        """Count one pin less; see ``TieredStore.unpin``."""
+        """Remove one pin; see ``TieredStore.unpin``."""
         occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
@@ -431,7 +431,7 @@ class Leasing:
             self.movement.changed.notify_all()
 
     def prefetch(self, key: str, tier: str) -> Transfer:
-        """Start bringing a copy in; see ``TieredStore.prefetch``."""
+        """Start fetching a copy; see ``TieredStore.prefetch``."""
         with self.movement.changed:
             block = self.block(key)
             self.tier(tier)
@@ -448,7 +448,7 @@ class Leasing:
             return copy.transfer
 
     def evict(self, key: str, tier: str) -> Transfer:
-        """Evict a copy as soon as nothing holds it; see ``TieredStore.evict``."""
+        """Evict a copy as soon as no lease or transfer uses it; see ``TieredStore.evict``."""
         with self.movement.changed:
             block = self.block(key)
             copy = block.copy_in(tier)
@@ -472,26 +472,26 @@ class Leasing:
             while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
                 movement.changed.wait()
             if nbytes > owner.usage().free_bytes:
-                movement.raise_unsaved()  # the reason for the missing room
+                movement.raise_unsaved()  # A failed write-back is the likely reason for the missing space.
             owner.reserve(nbytes)
             movement.occupancy.reserved_bytes[tier] += nbytes
             movement.changed.notify_all()
 
 
-#: Older versions deadlock if a garbage collection inside the call frees a tensor.
+#: In older versions, ``sys._current_frames`` deadlocks if a garbage collection inside the call frees a tensor.
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
 def threads_of_caller() -> Sequence[int]:
-    """Return the ids of threads whose leases would deadlock the caller: its own first, then callers of its backward.
+    """Return the ids of threads whose leases would deadlock the caller: its own id first, then callers of its backward.
 
     On a CPU, a backward runs in the calling thread. On a device, it runs in a thread of autograd, which must not
-    wait for leases of the caller that waits for it. Python 3.11 cannot find these callers, so there it does wait.
-    Two threads in backwards count for each other, because autograd has one thread per device.
+    wait for leases of the thread that waits for the backward. Python 3.11 cannot find this thread, so there the wait
+    does happen. If two threads run backwards, both ids are returned, because autograd has one thread per device.
     """
     own = threading.get_ident()
     if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:
         return (own,)
-    # The engine is C++: the innermost Python frame of a thread that waits in it is the function that called it.
+    # The autograd engine is C++, so the innermost Python frame of a waiting thread is the function that called it.
     calls_engine = getattr(graph._engine_run_backward, "__code__", None)
     return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))

@@ -1,4 +1,4 @@
-"""A store as a mapping from names to tensors: ``store["a"] = tensor``, ``store["a"]``, ``del store["a"]``, ``len``."""
+"""A store as a mapping from names to tensors: ``store["a"] = tensor``, ``store["a"]``, ``del store["a"]``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tiered.errors import BlockNotFoundError
 from tiered.events import StoreStats
 from tiered.units import format_size
 
-#: Types that a block can be written from.
+#: Types whose values can be written to a block.
 Writable = torch.Tensor | npt.NDArray[Any]
 
 
 class BlockMapping(MutableMapping[str, torch.Tensor]):
-    """Blocks by name, for programs that want no leases. A ``MutableMapping`` with these rules:
+    """Blocks by name, for programs that do not use leases: a ``MutableMapping`` with these rules:
 
     * Reading returns a **copy** in ordinary memory; ``values()`` and ``items()`` copy one block at a time.
-    * ``store[key] = tensor`` writes like ``put``. A block keeps its shape, dtype and home for life, because its room is
-      reserved for them. Assigning another shape or dtype raises ``ValueError`` and changes nothing.
-    * ``del store[key]`` unregisters; committed generations keep the contents. It raises ``LeaseError`` for a leased
-      block, which stays, and waits for a commit that still writes the block.
-    * Iteration uses the names at its start, so blocks may be added and removed meanwhile.
-    * A store equals only itself, and is true even if it is empty.
+    * ``store[key] = tensor`` writes like ``put``. A block keeps its shape, dtype and home for life, because its slot is
+      fixed. Assigning another shape or dtype raises ``ValueError`` and changes nothing.
+    * ``del store[key]`` unregisters a block; committed generations keep the contents. It waits for a commit that still
+      writes the block. If the block is leased, it raises ``LeaseError`` and keeps the block.
+    * Iteration uses a snapshot of the names, so blocks can be added and removed during the loop.
+    * A store equals only itself, and is truthy even if it is empty.
     """
 
     _by_name: ByName
@@ -47,31 +47,31 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Return all counters."""
+        """Return the store's counters."""
 
     @abstractmethod
     def unregister(self, *keys: str) -> None:
-        """Forget blocks and give their home slots back."""
+        """Remove blocks from the store and free their home slots."""
 
     @abstractmethod
     def spec(self, key: str) -> BlockSpec:
-        """Return the spec of a block; raises ``BlockNotFoundError``."""
+        """Return the spec of a block. Raises ``BlockNotFoundError``."""
 
     @abstractmethod
     def blocks(self) -> Iterator[BlockSpec]:
         """Return the specs of all registered blocks, in order of registration."""
 
     def put(self, key: str, tensor: Writable, *, home: str | None = None, durable: bool = True) -> BlockSpec:
-        """Write a tensor as a block, registering the block if it is new. For programs that want no leases.
+        """Write a tensor to a block without a lease, registering the block if it is new.
 
         Args:
-            tensor: on any device, or a NumPy array; with the shape and dtype of the block if it is registered.
+            tensor: tensor on any device, or NumPy array. A registered block requires its shape and dtype.
             home: home tier of a new block; default: the slowest tier.
             durable: whether commits include a new block.
 
         Raises:
-            ValueError: the block has another shape, dtype or home. Otherwise as ``register`` and ``acquire``.
-            TypeError: neither a tensor nor an array, or an array of a dtype that torch does not have.
+            ValueError: the block has another shape, dtype or home. Also the errors of ``register`` and ``acquire``.
+            TypeError: the value is neither a tensor nor an array, or an array whose dtype torch lacks.
         """
         tensor = as_tensor(key, tensor)
         is_new = key not in self
@@ -84,8 +84,8 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
             given = tuple(tensor.shape), tensor.dtype, home or spec.home
             if given != (spec.shape, spec.dtype, spec.home):
                 raise ValueError(
-                    f"block '{key}' is {spec.shape} of {spec.dtype} at home in '{spec.home}', not {given[0]} of "
-                    f"{given[1]} in '{given[2]}': convert it, or unregister it first (del store['{key}'])"
+                    f"block '{key}' has shape {spec.shape}, {spec.dtype} and home '{spec.home}', not {given[0]}, "
+                    f"{given[1]} and '{given[2]}': convert it, or unregister the block first (del store['{key}'])"
                 )
         try:
             self._by_name.write(spec, tensor, None)
@@ -96,19 +96,19 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         return spec
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """Return a copy of a block's contents, in memory of the process that no tier counts. Raises as ``acquire``."""
+        """Return a copy of a block in host memory that no tier counts. Raises the errors of ``acquire``."""
         return self._by_name.read(self.spec(key))
 
     def __setitem__(self, key: str, tensor: Writable) -> None:
-        """Write a block; a new one is at home in the slowest tier and durable. Raises as ``put``."""
+        """Write a block. A new block is durable, with its home in the slowest tier. Raises the errors of ``put``."""
         self.put(key, tensor)
 
     def __delitem__(self, key: str) -> None:
-        """Forget a block and give its room back. Raises as ``unregister``."""
+        """Remove a block and free its home slot. Raises the errors of ``unregister``."""
         self.unregister(key)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a block of that name is registered, written or not."""
+        """Return whether a block of this name is registered, even if it was never written."""
         try:
             self.spec(key)  # type: ignore[arg-type]
         except BlockNotFoundError:
@@ -116,25 +116,25 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         return True
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of all registered blocks, in order of registration."""
+        """Iterate over the names of all registered blocks, in order of registration."""
         return iter([spec.key for spec in self.blocks()])
 
     def __len__(self) -> int:
-        """Return how many blocks are registered."""
+        """Return the number of registered blocks."""
         return sum(1 for _ in self.blocks())
 
     def __bool__(self) -> bool:
-        """Return True: ``store or other`` must not take an empty store for a missing one."""
+        """Return True, so that ``store or default`` keeps an empty store."""
         return True
 
     def __eq__(self, other: object) -> bool:
-        """Return whether it is the same store; contents are not read."""
+        """Return whether ``other`` is the same object, without reading contents."""
         return self is other
 
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Return the number of blocks, and the used and total bytes of each tier."""
+        """Describe the store by its number of blocks, and the used and total bytes of each tier."""
         count = f"{len(self)} block{'' if len(self) == 1 else 's'}"
         tiers = ", ".join(
             f"{name} {format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)}"
@@ -149,31 +149,30 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         )
 
     def clear(self) -> None:
-        """Forget all blocks, without reading them. Raises as ``unregister``."""
+        """Remove all blocks without reading them. Raises the errors of ``unregister``."""
         self.unregister(*self)
 
 
 def as_tensor(key: str, value: object) -> torch.Tensor:
-    """Return a tensor unchanged, or a NumPy array as a tensor that shares its memory if torch can.
+    """Return a tensor unchanged, or a NumPy array as a tensor, with shared memory where torch allows it.
 
     Raises:
-        TypeError: something else, a tensor that is not dense or has no contents, or an array of a dtype that torch does
-            not have.
+        TypeError: the value is neither, a tensor is not dense or has no contents, or torch lacks the array's dtype.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta:
-            raise TypeError(f"block '{key}' cannot be written from a tensor on the meta device: that has no contents")
+            raise TypeError(f"block '{key}' cannot be written from a tensor on the meta device, which has no contents")
         if value.layout != torch.strided or value.is_nested:
             kind = str(value.layout).removeprefix("torch.").removesuffix("_coo").replace("strided", "nested")
-            raise TypeError(f"block '{key}' is written from a dense tensor, not from a {kind} one: call to_dense()")
+            raise TypeError(f"block '{key}' must be written from a dense tensor, not a {kind} one: call to_dense()")
         return value
     if not isinstance(value, np.ndarray | np.generic):
         found = type(value).__name__
-        raise TypeError(f"block '{key}' is written from a torch tensor or a NumPy array, not from '{found}'")
+        raise TypeError(f"block '{key}' must be written from a torch tensor or a NumPy array, not '{found}'")
     array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()  # torch takes neither without a warning or an error
+        array = array.copy()  # torch warns of read-only arrays and rejects negative strides.
     try:
         return torch.from_numpy(array)
     except TypeError:

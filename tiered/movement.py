@@ -1,8 +1,8 @@
-"""Moving blocks between tiers: fetch, write back, make room. Everything here runs under the store's lock.
+"""Transfers of blocks between tiers: fetch, write back, evict. Everything here runs under the store's lock.
 
-The functions are level-triggered. ``bring`` takes the next possible step towards a valid copy in a tier and returns
-the reason to wait. When the cause ends, the waiting caller or the prefetcher calls it again. So no plan of several
-steps has to be kept consistent while other threads change the state.
+The functions are level-triggered: ``bring`` takes the next possible step towards a valid copy in a tier and returns
+the reason to wait. When the wait ends, the caller or the prefetcher calls ``bring`` again. No multi-step plan has to
+stay consistent while other threads change the state.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tiered.transfer import Transfer, Waiting
 
 
 class Movement:
-    """Mechanics of a store, which moves copies and promises nothing. Call with ``changed`` held.
+    """Moves the copies of a store. Callers hold ``changed``.
 
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
         stream_tiers: tiers on a device with streams, by name.
-        describing_tiers: tiers that note the shape and dtype of a home slot, by name.
-        durable_tiers: tiers whose files commits keep by links, by name.
-        pausing_tiers: tiers whose writes may wait for room.
-        read_only_tiers: names of tiers whose homes hold their contents from the start.
-        routes: routes between all tiers.
+        describing_tiers: tiers that record the shape and dtype of a home slot, by name.
+        durable_tiers: tiers whose files commits preserve with hard links, by name.
+        pausing_tiers: tiers whose writes can wait for space.
+        read_only_tiers: names of tiers whose home slots have their contents from the start.
         time_s: clock that measures stalls.
         due: bytes per link, by the tick that needs them.
-        inflight_bytes: bytes of all transfers that bring a copy in.
-        failed_write_backs: errors of write-backs; a caller that waits for room raises one that is added meanwhile.
-        unsaved: blocks whose newest bytes are not at home because their last write-back failed -> its error.
+        inflight_bytes: bytes of all fetches in progress.
+        failed_write_backs: errors of write-backs. A caller that waits for space raises an error that is added during
+            its wait.
+        unsaved: errors of blocks whose last write-back failed, so their newest bytes are not at home.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Movement:
         self.blocks: dict[str, Block] = {}
         self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}
         self.order = [tier.name for tier in tiers]
-        # Optional protocols are checked once: isinstance with a protocol takes longer than most calls.
+        # Check optional protocols only here, because isinstance with a protocol takes longer than most calls.
         self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
         self.describing_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DescribingTier)}
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
@@ -76,7 +76,7 @@ class Movement:
         self.on_event = on_event
         self.occupancy = Occupancy(tiers, self.blocks)
         self.prefetcher = Prefetcher(self, max_inflight_bytes)
-        self._held_up: dict[Copy, Block] = {}  # evicted copies whose write-back lacks room in a middle tier
+        self._held_up: dict[Copy, Block] = {}  # evicted copies whose write-back lacks space in an intermediate tier
         self.failed_write_backs: list[BaseException] = []
         self.unsaved: dict[Block, BaseException] = {}
         self.inflight_bytes = 0
@@ -90,24 +90,24 @@ class Movement:
 
     @property
     def slowest_writable(self) -> str:
-        """Default home of a block: the slowest tier that can be written."""
+        """Name of the slowest writable tier, the default home of a block."""
         return next(name for name in reversed(self.order) if name not in self.read_only_tiers)
 
     def nearest_addressable(self, home: str) -> str:
-        """Return the addressable tier that is nearest to ``home``, on the fast side."""
+        """Return the slowest addressable tier that is not slower than ``home``."""
         names = self.order[: self.order.index(home) + 1]
         return next(name for name in reversed(names) if self.tiers[name].device is not None)
 
-    # -- bringing a copy in ------------------------------------------------------------------------------------
+    # -- fetching ----------------------------------------------------------------------------------------------
 
     def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None:
-        """Take the next step towards a valid copy of ``block`` in ``tier``; return None once it is valid.
+        """Take the next step towards a valid copy of ``block`` in ``tier``. Return the reason to wait, None if valid.
 
         Args:
-            for_use: tick of the use it serves. Without ``demand``, only copies needed later are evicted for it.
+            for_use: tick that needs the copy. Without ``demand``, only copies that are needed later are evicted.
 
         Raises:
-            UninitializedBlockError: there are no contents to bring.
+            UninitializedBlockError: the block has no contents.
         """
         target = block.copy_in(tier)
         newest = block.newest()
@@ -143,14 +143,14 @@ class Movement:
 
     @staticmethod
     def rest_of(copy: Copy, cause: str) -> Waiting | None:
-        """Return the reason to wait for a transfer that was started to or from ``copy``, or None if it has ended."""
+        """Return the reason to wait for the transfer to or from ``copy``, or None if it has ended."""
         assert copy.transfer is not None
         is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
         return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
-            is_slow = copy.tier in self.read_only_tiers  # a folder is read again only if no copy is as near
+            is_slow = copy.tier in self.read_only_tiers  # Prefer any other copy at the same distance.
             return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._place[copy.tier] - self._place[tier])
 
         return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
@@ -166,8 +166,8 @@ class Movement:
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
-        source.prefetched = False  # it was fetched for this
-        # Last: if the transfer has ended, the callback runs at once and must find all of the above.
+        source.prefetched = False  # The source was prefetched for this fetch, so it was not wasted.
+        # Add the callback last: if the transfer has ended, it runs at once and needs the state set above.
         transfer.add_done_callback(lambda done: self._filled(block, source, target, for_use, done))
 
     def _filled(self, block: Block, source: Copy, target: Copy, for_use: int, transfer: Transfer) -> None:
@@ -192,7 +192,7 @@ class Movement:
     # -- writing back ------------------------------------------------------------------------------------------
 
     def write_back(self, block: Block, copy: Copy) -> Waiting | None:
-        """Start writing a DIRTY copy to its home; return the reason to wait, or None if it is in progress."""
+        """Start writing a DIRTY copy to its home; return the reason to wait, or None if the write is in progress."""
         if copy.state is CopyState.DRAINING:
             return None
         assert copy.state is CopyState.DIRTY and copy.slot is not None and block.home.slot is not None
@@ -204,7 +204,7 @@ class Movement:
         if middle is not None and middle.state.is_valid:
             hops.pop(0)
         elif middle is not None:
-            if middle.state is CopyState.FILLING:  # a fetch of the same bytes: forward them from there
+            if middle.state is CopyState.FILLING:  # A fetch is bringing the same bytes, so wait and write those.
                 return Waiting("fill", middle.transfer)
             slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
             if slot is None:
@@ -220,7 +220,7 @@ class Movement:
             self.occupancy.add_relayed(middle, 1)
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
-        # Last: if the transfer has ended, the callback runs at once and must find all of the above.
+        # Add the callback last: if the transfer has ended, it runs at once and needs the state set above.
         transfer.add_done_callback(lambda done: self._drained(block, copy, middle, hops, done))
         return None
 
@@ -234,7 +234,7 @@ class Movement:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)
                 self.unsaved.pop(block, None)
-            else:  # the copy keeps the only valid bytes; callers that wait for room or for the home get the error
+            else:  # The copy keeps the only valid bytes. Callers that wait for space or for the home raise the error.
                 _ask_for_write(self, block, hops, -1)
                 self.failed_write_backs.append(transfer.error)
                 self.unsaved[block] = transfer.error
@@ -249,14 +249,14 @@ class Movement:
             self.changed.notify_all()
 
     def is_moving(self) -> bool:
-        """Return whether a transfer is in progress, after starting the held-up write-backs that have room now."""
+        """Start the held-up write-backs that have space now, and return whether a transfer is in progress."""
         while not any(block.num_transfers for block in self.blocks.values()):
             if not self.send_held_up():
                 return False
         return True
 
     def retry_unsaved(self) -> None:
-        """Start every failed write-back again; unpinned copies are evicted when it succeeds."""
+        """Retry every failed write-back; evict the unpinned copies when it succeeds."""
         for block in list(self.unsaved):
             newest = block.newest()
             if newest is not None and newest.state is CopyState.DIRTY:
@@ -266,17 +266,17 @@ class Movement:
                     self.evict(block, newest)
 
     def raise_unsaved(self) -> None:
-        """Raise the error of the first block whose last write-back failed, if there is one."""
+        """Raise the error of the first block whose last write-back failed, if any."""
         for error in self.unsaved.values():
             raise error
 
     def give_up_waiting(self) -> None:
-        """Make writes that wait for room on a full drive fail, now and from now on."""
+        """Make current and future writes fail instead of waiting for space on a full drive."""
         for tier in self.pausing_tiers:
             tier.give_up_waiting()
 
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
-        """Release the copy that a write-back passed through; evict it if it was made for that."""
+        """Release the intermediate copy of a write-back; evict it if the write-back created it."""
         self.occupancy.add_relayed(middle, -1)
         middle.readers -= 1
         if middle.state is CopyState.FILLING and transfer.error is not None:
@@ -287,16 +287,16 @@ class Movement:
             middle.drop_when_clean = True
         self.settle(block, middle)
 
-    # -- making room -------------------------------------------------------------------------------------------
+    # -- making space ------------------------------------------------------------------------------------------
 
     def make_room(
         self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False, waits: bool = True
     ) -> Slot | None:
-        """Return a slot in ``tier``, evicting in the policy's order, or None if there is no room yet.
+        """Return a slot in ``tier``, evicting copies in the policy's order, or None if there is not enough space yet.
 
         Args:
-            home: whether it is the block's home slot.
-            waits: whether the caller retries once a copy has left. If not, a buffer of another size is dropped sooner.
+            home: whether the slot is the block's home slot.
+            waits: whether the caller retries after a copy has left. If not, drops a buffer of another size at once.
         """
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
@@ -305,7 +305,7 @@ class Movement:
             is_near = waits and self.occupancy.leaving(block, tier) is not None
             if is_near or not demand:
                 return None
-            # No buffer of this size will become free: one of another size must be dropped.
+            # No buffer of this size will become free, so a buffer of another size must be dropped.
         slot = owner.allocate(nbytes, name=name, home=home)
         if slot is not None:
             return slot
@@ -325,7 +325,7 @@ class Movement:
         return owner.allocate(nbytes, name=name, home=home)
 
     def _make_buffer(self, block: Block, tier: str, *, for_use: int, demand: bool) -> bool:
-        """Evict a copy of the same size if no buffer is free for it; return whether one is free now."""
+        """Evict a copy of the same size if no buffer is free; return whether a buffer is free now."""
         owner, nbytes = self.occupancy.buffer_tiers[tier], block.spec.nbytes
         if owner.has_buffer(nbytes):
             return True
@@ -340,14 +340,14 @@ class Movement:
         return owner.has_buffer(nbytes)
 
     def no_room(self, block: Block, tier: str) -> Waiting:
-        """Return the reason to wait after ``make_room`` found none."""
+        """Return the reason to wait after ``make_room`` returned None."""
         leaving = self.occupancy.leaving(block, tier) if tier in self.occupancy.copy_buffers else None
         if leaving is not None:
             return Waiting("drain", leaving.transfer)
         return Waiting("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
 
     def evict(self, block: Block, copy: Copy) -> None:
-        """Drop a copy; write it back first if it is DIRTY, and drop it when the write has ended."""
+        """Drop a copy. A DIRTY copy is written back first and dropped when the write has ended."""
         is_first = not copy.drop_when_clean
         copy.drop_when_clean = True
         if copy.state in (CopyState.DIRTY, CopyState.DRAINING):
@@ -357,11 +357,11 @@ class Movement:
         self.settle(block, copy)
 
     def settle(self, block: Block, copy: Copy) -> None:
-        """Take the next step of a requested eviction, if nothing holds the copy any more."""
+        """Take the next step of a requested eviction, unless a pin, lease or transfer still uses the copy."""
         if not copy.drop_when_clean or block.writer is not None:
             return
         if copy.pins:
-            # A waiting acquire does not cancel it: otherwise its timing would decide which bytes move.
+            # Pins cancel an eviction. A waiting acquire does not, because then timing would decide which bytes move.
             copy.drop_when_clean = False
         elif copy.state is CopyState.DIRTY:
             if self.write_back(block, copy) is not None:
@@ -370,10 +370,10 @@ class Movement:
             self.drop(copy)
 
     def send_held_up(self) -> bool:
-        """Start held-up write-backs of evicted copies, which lacked room in a middle tier; return whether one started.
+        """Start held-up write-backs of evicted copies that have space now; return whether any started.
 
-        They do not wait for a caller that needs their room. Otherwise timing would decide whether they are written
-        before their next use, and so how many bytes move.
+        They start even if no caller needs the space. Otherwise timing would decide whether a copy is written before its
+        next use, and therefore how many bytes move.
         """
         num_before = len(self._held_up)
         for copy, block in list(self._held_up.items()):
@@ -383,11 +383,11 @@ class Movement:
 
     @property
     def has_held_up(self) -> bool:
-        """Whether a write-back waits for room in a middle tier."""
+        """Whether a write-back waits for space in an intermediate tier."""
         return bool(self._held_up)
 
     def held_up_slots(self) -> Mapping[tuple[str, int], int]:
-        """Return the number of slots that held-up write-backs will take in middle tiers, by (tier, bytes of a slot)."""
+        """Return the number of intermediate slots that held-up write-backs need, by (tier, slot bytes)."""
         slots = Counter[tuple[str, int]]()
         for copy, block in self._held_up.items():
             hop = self.routes.between(copy.tier, block.spec.home)[0][1]
@@ -396,7 +396,7 @@ class Movement:
         return slots
 
     def drop(self, copy: Copy) -> None:
-        """Free a cache copy's slot without writing anything."""
+        """Free the slot of a copy outside its home, without writing it back."""
         assert not copy.is_home and not copy.readers, (copy.tier, copy.readers)
         if copy.prefetched:
             self.counters.prefetch_wasted += 1
@@ -415,7 +415,7 @@ class Movement:
         )
 
     def mark_used(self, copy: Copy) -> None:
-        """Make a copy the most recently used one. Uses are counted, not timed: callers need not advance any tick."""
+        """Make a copy the most recently used. A counter orders the uses, so callers need not advance a tick."""
         self._num_uses += 1
         copy.last_use = self._num_uses
 
@@ -428,7 +428,7 @@ class Movement:
         key, next_use = block.spec.key, NEVER
         schedule, now = self.prefetcher.schedule, self.prefetcher.now
         if schedule is not None:
-            # A use in the present tick is still to come until the copy is leased in that tick.
+            # A use at the current tick is still ahead until the copy has been leased in that tick.
             is_past = copy.leased_at == now
             next_use = schedule.next_use(key, copy.tier, now if is_past else now - 1)
         return Candidate(key, copy.slot_bytes, copy.state is CopyState.DIRTY, copy.last_use, next_use)
@@ -441,7 +441,7 @@ class Movement:
 
 
 def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
-    """Return the bytes per link that all uses up to the present tick need, whenever they move."""
+    """Return the bytes per link for all uses up to the current tick, regardless of when they move."""
     found = Counter(movement.due.up_to(movement.prefetcher.now))
     for copy, block in movement._held_up.items():
         for hop in movement.routes.between(copy.tier, block.spec.home):
@@ -450,17 +450,17 @@ def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
 
 
 def _ask_for_write(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
-    """Count the bytes of a write-back on its links; a negative count takes back a failed one."""
+    """Count the bytes of a write-back on its links. A ``count`` of -1 cancels a failed write-back."""
     now = movement.prefetcher.now
     for hop in hops:
         movement.due.ask(hop, count * block.spec.nbytes, for_use=now, now=now)
 
 
 def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:
-    """Start writing ``copy`` to the block's home by way of ``middle``; call it with the store's lock held.
+    """Start writing ``copy`` to the block's home by way of ``middle``; the caller holds the store's lock.
 
     Args:
-        middle: has a slot, and the newest bytes already if its state is valid.
+        middle: copy with a slot. If its state is valid, it has the newest bytes and the first hop is omitted.
 
     Returns:
         One transfer that ends with the second hop.

@@ -1,4 +1,4 @@
-"""Room that slots take in each tier, and room open to copies. Everything here runs under the store's lock."""
+"""Space that slots take in each tier, and space available to copies. Everything here runs under the store's lock."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Occupancy:
         buffer_tiers: tiers that keep buffers of exact sizes, by name.
         home_bytes: bytes of home slots, by tier.
         reserved_bytes: reserved bytes, by tier.
-        pinned_bytes: bytes that pinned copies take once they have arrived, by tier.
-        copy_bytes: bytes of slots that are not homes, by tier.
-        num_changes: changes that may allow more fetches, apart from the tick and the sums of bytes, such as released
-            slots and pins. With more than two tiers also copies that became valid and need no more room in between.
-        copy_buffers: tier -> bytes of a slot -> number of buffers kept for copies. There a copy takes the room
-            of buffers of another size only if there is no other way.
-        pinned_buffers: number of pinned copies, by (tier, bytes of a slot).
+        pinned_bytes: bytes of pinned copies, including copies that have not arrived yet, by tier.
+        copy_bytes: bytes of slots that are not home slots, by tier.
+        num_changes: number of changes that can enable fetches, such as released slots and pins. With more than two
+            tiers, also copies that became valid and need no more space in intermediate tiers.
+        copy_buffers: number of buffers kept for copies, by tier and slot bytes. In these tiers, a copy replaces buffers
+            of another size only as a last resort.
+        pinned_buffers: number of pinned copies, by (tier, slot bytes).
     """
 
     def __init__(self, tiers: Sequence[Tier], blocks: Mapping[str, Block]) -> None:
         """
         Args:
-            blocks: registered blocks by key; the store's own mapping, which changes.
+            blocks: the store's mapping of registered blocks, which changes later.
         """
         self._tiers, self._blocks = {tier.name: tier for tier in tiers}, blocks
-        # Optional protocols are checked once: isinstance with a protocol takes longer than most calls.
+        # Check optional protocols only here, because isinstance with a protocol takes longer than most calls.
         self.buffer_tiers = {tier.name: tier for tier in tiers if isinstance(tier, BufferTier)}
         self.home_bytes = dict.fromkeys(self._tiers, 0)
         self.pinned_bytes = dict.fromkeys(self._tiers, 0)
@@ -41,20 +41,20 @@ class Occupancy:
         self.num_changes = 0
         self.copy_buffers: dict[str, Mapping[int, int]] = {}
         self.pinned_buffers = Counter[tuple[str, int]]()
-        self._relayed_bytes = dict.fromkeys(self._tiers, 0)  # write-backs that pass through a tier now
+        self._relayed_bytes = dict.fromkeys(self._tiers, 0)  # bytes of write-backs that pass through each tier
         self._relayed_buffers = Counter[tuple[str, int]]()
 
     def take_slot(self, copy: Copy, slot: Slot) -> None:
-        """Give a slot to a copy that is not a home."""
+        """Assign a slot to a copy outside its home."""
         copy.slot = slot
         self.copy_bytes[copy.tier] += slot.slot_bytes
 
     def note_valid(self) -> None:
-        """Count a copy that became valid, if that may leave more room to others."""
+        """Count a copy that became valid as a change, if it can leave more space for other copies."""
         self.num_changes += len(self._tiers) > 2
 
     def release_slot(self, copy: Copy) -> None:
-        """Return the slot of a copy to its tier. A home keeps its slot."""
+        """Return the slot of a copy to its tier. A home copy keeps its slot."""
         copy.prefetched = copy.drop_when_clean = False
         if copy.slot is not None and not copy.is_home:
             self.copy_bytes[copy.tier] -= copy.slot.slot_bytes
@@ -63,17 +63,17 @@ class Occupancy:
             copy.slot = None
 
     def add_pinned(self, tier: str, slot_bytes: int, count: int) -> None:
-        """Count pinned copies of a size; a negative count removes them."""
+        """Add ``count`` pinned copies of one size; a negative count removes them."""
         self.pinned_bytes[tier] += count * slot_bytes
         self.pinned_buffers[tier, slot_bytes] += count
 
     def add_relayed(self, middle: Copy, count: int) -> None:
-        """Count write-backs that pass through a copy; a negative count removes ended ones."""
+        """Add ``count`` write-backs that pass through a copy; a negative count removes them."""
         self._relayed_bytes[middle.tier] += count * middle.slot_bytes
         self._relayed_buffers[middle.tier, middle.slot_bytes] += count
 
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
-        """Make and keep buffers for copies; see ``TieredStore.keep_buffers``."""
+        """Allocate and keep buffers for copies; see ``TieredStore.keep_buffers``."""
         owner = self.buffer_tiers.get(tier)
         if owner is None:
             return
@@ -84,18 +84,18 @@ class Occupancy:
         owner.keep_buffers({size: homes[size] + count for size, count in counts.items()})
 
     def slot_bytes(self, block: Block, tier: str) -> int:
-        """Return the size of a slot of a block. Cached, because the schedule is walked at every change."""
+        """Return the size of a block's slot. The size is cached, because every change walks the schedule."""
         known = block.slot_bytes.get(tier)
         if known is None:
             known = block.slot_bytes[tier] = self._tiers[tier].slot_bytes(block.spec.nbytes)
         return known
 
     def copies(self, tier: str) -> list[tuple[Block, Copy]]:
-        """Return the blocks and copies that hold a slot of a tier, homes included."""
+        """Return the blocks and copies that have a slot in a tier, including home copies."""
         return [(b, c) for b in self._blocks.values() if (c := b.copies.get(tier)) is not None and c.slot is not None]
 
     def leaving(self, block: Block, tier: str) -> Copy | None:
-        """Return a copy that is leaving and whose buffer fits ``block``, or None."""
+        """Return a copy whose eviction is in progress and whose buffer fits ``block``, or None."""
         slot_bytes = self._tiers[tier].slot_bytes(block.spec.nbytes)
         for _, copy in self.copies(tier):
             if copy.drop_when_clean and copy.state is CopyState.DRAINING and copy.slot_bytes == slot_bytes:
@@ -103,14 +103,14 @@ class Occupancy:
         return None
 
     def bytes_for_copies(self, tier: str) -> int:
-        """Return the bytes of a tier that neither homes nor reservations take."""
+        """Return the bytes of a tier that are available to copies: all except home slots and reservations."""
         return self._tiers[tier].usage().free_bytes + self.copy_bytes[tier]
 
     def room(self, held_up: Mapping[tuple[str, int], int]) -> dict[str, int]:
-        """Return the bytes of each tier that are open to prefetched copies.
+        """Return the bytes of each tier that are available to prefetched copies.
 
         Args:
-            held_up: number of slots that held-up write-backs will take, by (tier, bytes of a slot).
+            held_up: number of slots that held-up write-backs need, by (tier, slot bytes).
         """
         taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
         room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self._tiers.items()}
@@ -119,7 +119,7 @@ class Occupancy:
         return room
 
     def buffers(self, held_up: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
-        """Return the number of buffers that are open to prefetched copies, by (tier, bytes of a slot)."""
+        """Return the number of buffers that are available to prefetched copies, by (tier, slot bytes)."""
         taken = (self.pinned_buffers, self._relayed_buffers, held_up)
         return {
             (tier, size): count - sum(each.get((tier, size), 0) for each in taken)

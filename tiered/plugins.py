@@ -11,49 +11,49 @@ from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 
-#: The group under which a package names its tiers.
+#: Entry-point group under which packages list their tiers.
 ENTRY_POINT_GROUP = "tiered.tiers"
-#: A tier class, or a function that returns a tier, with any arguments.
+#: A tier class or a function that returns a tier; the arguments are up to the tier.
 TierFactory = Callable[..., Tier]
 
 _OWN: dict[str, TierFactory] = {"gpu": GpuTier, "ram": RamTier, "nvme": NvmeTier}
 
 
 def available_tiers() -> tuple[str, ...]:
-    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then names of installed packages in order.
+    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then the sorted names from installed packages.
 
-    Imports none of those packages.
+    Does not import these packages.
     """
     return (*_OWN, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - set(_OWN)))
 
 
 def tier_class(name: str) -> TierFactory:
-    """Return the class of the tiers of a name (or the function that makes them), imported now.
+    """Import and return the tier class (or factory function) of a name.
 
-    The names of this package always mean its own tiers.
+    The names gpu, ram and nvme always mean the built-in tiers.
 
     Raises:
-        TieredError: no installed package has such a tier, two have, or it cannot be imported.
+        TieredError: no installed package provides the tier, several do, or the import fails.
     """
     if name in _OWN:
         return _OWN[name]
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         raise TieredError(
-            f"no tier is called '{name}'; there are {', '.join(available_tiers())}. "
-            f"Install the package that brings it (its entry point in the group '{ENTRY_POINT_GROUP}' has that name)"
+            f"no tier is called '{name}'; available tiers: {', '.join(available_tiers())}. "
+            f"Install the package that provides it by an entry point in the group '{ENTRY_POINT_GROUP}'"
         )
     if len({point.value for point in points}) > 1:
         places = " and ".join(sorted(_place_of(point) for point in points))
-        raise TieredError(f"tier '{name}' is in {places}: uninstall one of them, or import the class you mean")
+        raise TieredError(f"tier '{name}' is in {places}: uninstall one package, or import the class directly")
     try:
         found = points[0].load()
-    except Exception as cause:  # an import may raise anything
+    except Exception as cause:  # Importing a package can raise any exception.
         text = f"tier '{name}' of {_place_of(points[0])} cannot be imported: {type(cause).__name__}: {cause}"
-        raise TieredError(f"{text}. Install what it needs, or another version of it") from cause
+        raise TieredError(f"{text}. Install its dependencies, or another version") from cause
     if not callable(found):
-        text = f"tier '{name}' of {_place_of(points[0])} is a {type(found).__name__}, not a class or a function"
-        raise TieredError(f"{text} that makes a tier: its entry point is wrong")
+        text = f"the entry point of tier '{name}' of {_place_of(points[0])} is wrong: it names a {type(found).__name__}"
+        raise TieredError(f"{text}, not a class or function that creates a tier")
     factory: TierFactory = found
     return factory
 

@@ -14,9 +14,9 @@ class Candidate:
     """A copy that may be evicted now (not leased, not pinned, not in flight, not a home).
 
     Attributes:
-        nbytes: bytes its slot would give back.
-        last_use: counter of the store, larger for a later use or arrival.
-        next_use: tick of its next scheduled use, or ``NEVER``.
+        nbytes: bytes that evicting the copy frees.
+        last_use: number that increases with every use or arrival in the store.
+        next_use: tick of the next scheduled use, or ``NEVER``.
     """
 
     key: str
@@ -27,26 +27,25 @@ class Candidate:
 
 
 class EvictionPolicy(Protocol):
-    """Orders candidates. Pure: the same arguments give the same answer, and nothing is changed."""
+    """Orders candidates for eviction. A pure function: equal arguments give equal results, and nothing is changed."""
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
-        """Return the candidates, the one to evict first at the front."""
+        """Return the candidates in the order of eviction."""
         ...
 
 
 class LRU:
-    """Least recently used first; ties by key, so that the order never depends on a dict."""
+    """Evicts the least recently used copy first; ties are ordered by key."""
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
         return sorted(candidates, key=lambda candidate: (candidate.last_use, candidate.key))
 
 
 class Belady:
-    """Farthest next use first; clean before dirty, then large before small.
+    """Evicts the copy with the farthest next use first; among these clean before dirty, then large before small.
 
-    Copies outside the schedule have ``next_use == NEVER`` and fall back to recency among themselves.
-    For the cyclic scans of training this equals pinning: the gain is that a fetch never displaces a
-    copy that is needed sooner than the one it brings.
+    Copies outside the schedule have ``next_use == NEVER`` and are ordered by recency. For the cyclic scans of
+    training, this policy acts like pinning: a fetch never evicts a copy that is needed sooner than the fetched copy.
     """
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:

@@ -1,4 +1,4 @@
-"""Prefetching: walks the schedule in deadline order, as far ahead as room and a limit allow."""
+"""Prefetching: walks the schedule in deadline order, as far ahead as space and a limit allow."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class AwaySchedule:
-    """Scheduled accesses of blocks that are ever used away from home. The others need no fetch and no room.
+    """Scheduled accesses of blocks that are used away from home at least once. Other blocks need no fetch and no space.
 
-    The schedule is walked at every change. If most blocks stay at home, walking them would dominate the work of a step.
+    Every change walks the schedule. If most blocks stay at home, walking all of them would dominate a step.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
@@ -27,12 +27,12 @@ class AwaySchedule:
         self._part: Schedule | None = None
 
     def know(self, block: Block) -> None:
-        """Note a new block, which the schedule may already contain."""
+        """Update the schedule for a newly registered block, which may already have accesses."""
         if block.spec.key in self._all.keys:
             self._part = None
 
     def among(self, blocks: Mapping[str, Block]) -> Schedule:
-        """Return the schedule of registered ``blocks``, by key, that are used away from home."""
+        """Return the accesses of those registered ``blocks`` (by key) that are used away from home."""
         if self._part is None:
             accesses = [access for access in self._all.accesses if access.key in blocks]
             away = {access.key for access in accesses if blocks[access.key].spec.home != access.tier}
@@ -50,23 +50,23 @@ def next_fetches(
     buffers: Mapping[tuple[str, int], int] | None = None,
     skipped: Container[tuple[int, str]] = (),
 ) -> Iterator[Access]:
-    """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
+    """Yield the accesses whose copies should be fetched now, nearest deadline first. Has no side effects.
 
-    Two rules keep fetches useful. A block that is written between now and the access is skipped, because a copy
-    fetched before that write would be the wrong version. And the copies of all accesses from now up to the fetched
-    one must fit together, in their tiers and in the tiers that they pass. So no use in between evicts the fetched
-    copy, and the moved bytes do not depend on the speed of transfers.
+    Two rules keep fetches useful. First, a block that is written between now and the access is skipped, because a
+    copy fetched before the write would be stale. Second, the copies of all accesses from now up to the fetched one
+    must fit together, in their tiers and in the tiers that they pass. So no earlier use evicts the fetched copy, and
+    the moved bytes do not depend on the speed of transfers.
 
     Args:
-        now: the trainer's tick; its own accesses are served on demand.
-        lookahead_bytes: most bytes of distinct future copies to look ahead; None = no limit but the room.
-        room_bytes: bytes of each tier that are open to copies (capacity less homes and reserved bytes).
-        inspect: returns whether an access has a copy, arrived or in flight, and its size (0: needs no slot). It and
-            ``passing`` get accesses of the schedule, which may have the ticks of its first period.
-        passing: returns the room that an access needs in tiers between its tier and the block's home. None if there
+        now: the trainer's tick; accesses of this tick are served on demand.
+        lookahead_bytes: maximum bytes of distinct future copies; None = limited only by space.
+        room_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
+        inspect: returns whether an access has a copy (arrived or in flight), and the bytes of the slot it needs
+            (0 if none). Like ``passing``, it gets accesses whose ticks may be those of the first period.
+        passing: returns the bytes that an access needs in tiers between its tier and the block's home. None if there
             are no such tiers.
-        buffers: by (tier, size), the number of copies with a buffer; sizes without an entry share the bytes.
-        skipped: (tick, key) of reads that will not take place.
+        buffers: number of buffers by (tier, size); sizes without an entry share the bytes.
+        skipped: (tick, key) of reads that will not happen.
     """
     if lookahead_bytes == 0:
         return
@@ -77,15 +77,15 @@ def next_fetches(
         room.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)
-    room.counted.clear()  # copies used now leave, and are fetched again
+    room.counted.clear()  # Copies that are used now leave, so their next use needs space again.
     for tick, access in schedule.walk(now):
         key = access.key
         if key in settled and (key, access.tier) in room.counted and not (passing is not None and passing(access)):
-            continue  # the steps below would change nothing
+            continue  # The steps below would change nothing.
         is_present, nbytes = inspect(access)
         if not room.take(access, nbytes):
             return
-        # Both a write and a fetch settle the key: a later access of it is fetched for once this one is past.
+        # A write or a fetch settles the key: fetches for its later accesses start only after this access.
         is_settled = key in settled
         settled.add(key)
         if is_settled or access.mode == "w":
@@ -93,16 +93,16 @@ def next_fetches(
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
-        # A skipped access keeps its room, and the fetches after it their order: it may take place after all.
+        # A skipped access keeps its space and its place in the order, because it may happen after all.
         if not is_present and (tick, key) not in skipped:
             yield Access(tick, key, access.tier, access.mode)
 
 
 class _FreeBytes:
-    """Free bytes of each tier, while the copies of a schedule are counted.
+    """Remaining bytes of each tier while the copies of a schedule are counted.
 
     Attributes:
-        counted: (key, tier) of copies whose room was taken.
+        counted: (key, tier) of the copies that were counted.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class _FreeBytes:
         self.counted: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
-        """Take the room of an access, once per copy; return False if a tier lacks it."""
+        """Subtract the bytes of an access, once per copy; return False if a tier lacks space."""
         others = self._passing(access) if self._passing is not None else None
-        if not others:  # in line: a step has some 10,000 of these calls
+        if not others:  # Inlined common case: a step calls this method about 10,000 times.
             tier, place = access.tier, (access.key, access.tier)
             if place not in self.counted:
                 self.counted.add(place)
@@ -136,11 +136,11 @@ class _FreeBytes:
 
 
 class Mover(Protocol):
-    """Part of ``Movement`` that its prefetcher uses.
+    """The part of ``Movement`` that the prefetcher uses.
 
     Attributes:
         order: names of the tiers, fast to slow.
-        inflight_bytes: sum over the transfers that bring a copy in.
+        inflight_bytes: bytes of all fetches in progress.
     """
 
     blocks: dict[str, Block]
@@ -160,59 +160,60 @@ class Mover(Protocol):
 
 
 class Prefetcher:
-    """Starts fetches by a schedule, as far ahead as there is room. Everything here runs under the store's lock.
+    """Starts fetches by a schedule, as far ahead as space allows. Everything here runs under the store's lock.
 
     Attributes:
-        lookahead_bytes: most bytes of copies to look ahead; None = no limit but the room.
-        settled: state in which the last search left nothing to fetch, or None.
+        lookahead_bytes: maximum bytes of copies to fetch ahead; None = limited only by space.
+        settled: store state at which the last search started all fetches that it found, or None.
     """
 
     def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
         """
         Args:
-            mover: moves copies; it calls ``pump`` when a copy has arrived or left.
-            max_inflight_bytes: no fetch starts while this many bytes are in flight.
+            mover: moves copies, and calls ``pump`` when a copy has arrived or left.
+            max_inflight_bytes: limit above which no further fetch starts.
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
         self._away = AwaySchedule(None)
-        self._skipped: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not take place
+        self._skipped: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not happen
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.settled: object = None
         self._is_pumping = False
 
     def know(self, block: Block) -> None:
-        """Note a new block, which the schedule may already contain."""
+        """Update the schedule for a newly registered block, which may already have accesses."""
         self._away.know(block)
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
-        """Fetch ahead by another schedule."""
+        """Prefetch by a new schedule."""
         self._mover.occupancy.num_changes += 1
         self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, AwaySchedule(schedule)
         self._skipped = set()
 
     def advance(self, tick: int) -> None:
-        """Go to a tick."""
+        """Set the current tick."""
         self.now = tick
         if self._skipped:
             self._skipped = {each for each in self._skipped if each[0] >= tick}
 
     def skip(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
-        """Do not prefetch for these accesses, (tick, key)."""
+        """Stop prefetching for ``accesses``, and prefetch again for ``but_not``; both are (tick, key) pairs."""
         self._mover.occupancy.num_changes += 1
         self._skipped.update(accesses)
         self._skipped.difference_update(but_not)
 
     def pump(self) -> None:
-        """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
+        """Start the scheduled fetches that fit. Cheap if there is nothing to do."""
         if self._is_pumping:
             return
         if not self._away.among(self._mover.blocks).accesses and not self._mover.has_held_up:
             return
         self._is_pumping = True
         try:
-            self._mover.send_held_up()  # first: fetches must not take the room that these need in middle tiers
+            # Start held-up write-backs first: fetches must not take the intermediate space that they need.
+            self._mover.send_held_up()
             state = self.state_of_fetches()
             if state == self.settled:
                 return
@@ -221,21 +222,21 @@ class Prefetcher:
                 if self._mover.inflight_bytes >= self._max_inflight_bytes:
                     return
                 waits_for = self._prefetch(access)
-                if waits_for == "space":  # nothing later overtakes it
+                if waits_for == "space":  # Later fetches must not overtake this one.
                     return
                 has_begun_all &= waits_for == ""
             if has_begun_all:
-                self.settled = state  # the earlier state: it differs if a copy has left since
+                self.settled = state  # The state from before: if a copy has left since, the next search runs again.
         finally:
             self._is_pumping = False
 
     def state_of_fetches(self) -> object:
-        """Return everything that decides what to fetch: equal states lead to equal fetches."""
+        """Return all values that decide what to fetch; equal states lead to equal fetches."""
         occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
         return self.now, occupancy.num_changes, occupancy.room(held_up), occupancy.buffers(held_up)
 
     def wanted(self) -> Iterator[Access]:
-        """Yield scheduled accesses without a copy, nearest deadline first, as far as there is room."""
+        """Yield scheduled accesses that have no copy yet, nearest deadline first, as far as space allows."""
         away, held_up = self._away.among(self._mover.blocks), self._mover.held_up_slots()
         room, buffers = self._mover.occupancy.room(held_up), self._mover.occupancy.buffers(held_up)
         passing = self._passing if len(self._mover.order) > 2 else None
@@ -243,7 +244,7 @@ class Prefetcher:
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:
-        """Start the fetches for all changes made inside in one walk at the end. Call it with the lock held."""
+        """Defer fetches to one walk at the end of the ``with`` block. The caller holds the lock."""
         if self._is_pumping:
             yield
             return
@@ -260,9 +261,9 @@ class Prefetcher:
             return True, 0
         copy = block.copies.get(access.tier)
         if copy is None or copy.slot is None:
-            is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
+            is_pinned = copy is not None and copy.pins > 0  # The space of pinned copies is already subtracted.
             return False, 0 if is_pinned else self._mover.occupancy.slot_bytes(block, access.tier)
-        return True, 0 if copy.pins else copy.slot.slot_bytes  # filled, or on its way
+        return True, 0 if copy.pins else copy.slot.slot_bytes  # The copy is valid or in flight.
 
     def _passing(self, access: Access) -> dict[str, int]:
         block = self._mover.blocks.get(access.key)
@@ -272,7 +273,7 @@ class Prefetcher:
         return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
 
     def _prefetch(self, access: Access) -> str:
-        """Start one fetch; return the cause of a wait, or "" if the copy is in flight."""
+        """Start one fetch; return the reason why it cannot start yet, or "" if the copy is in flight."""
         block = self._mover.blocks[access.key]
         if not block.has_contents or block.writer is not None:
             return "contents"
@@ -280,5 +281,5 @@ class Prefetcher:
         if waiting is not None and waiting.cause == "space":
             return "space"
         copy = block.copy_in(access.tier)
-        copy.prefetched = copy.state is CopyState.FILLING  # False if it has only reached a middle tier
+        copy.prefetched = copy.state is CopyState.FILLING  # False if the bytes are still on an earlier hop.
         return "" if copy.slot is not None else "another hop"

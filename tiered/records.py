@@ -1,4 +1,4 @@
-"""The records of the store: blocks, their copies in tiers, and the leases on them."""
+"""Records of the store: blocks, their copies in tiers, and leases."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 
 class Copy:
-    """One copy of one block in one tier. All fields are guarded by the store's lock.
+    """One copy of one block in one tier. The store's lock guards all fields.
 
     Attributes:
-        readers: read leases plus transfers that read from this copy.
-        pins: number of pins.
-        wanted: number of acquires that wait for this copy; it is not evicted meanwhile.
-        last_use: order of its last use or arrival.
-        leased_at: tick in which it was leased last.
-        transfer: transfer that fills or drains it, while in progress; afterwards the last fill.
-        prefetched: brought by the prefetcher and not used yet.
-        drop_when_clean: evict once drained.
+        readers: number of read leases and of transfers that read this copy.
+        wanted: number of acquires that wait for this copy, which prevent its eviction.
+        last_use: counter value of the last use or arrival.
+        leased_at: tick of the last lease.
+        transfer: transfer that fills or drains the copy; afterwards the last fill.
+        prefetched: whether the prefetcher fetched the copy and no lease has used it yet.
+        drop_when_clean: whether the copy is evicted after its write-back.
     """
 
     __slots__ = (
@@ -66,13 +65,13 @@ class Copy:
         return 0 if self.slot is None else self.slot.slot_bytes
 
     def move(self, state: CopyState) -> None:
-        """Change state. Every change of every copy uses this method."""
+        """Change the state. All state changes use this method."""
         assert (self.state, state) in LEGAL_MOVES, f"illegal move {self.state.name} -> {state.name} in {self.tier}"
         self.state = state
 
 
 class Block:
-    """A registered block: its spec, its copies by tier, its writer. All fields are guarded by the store's lock."""
+    """A registered block: its spec, its copies by tier, its writer. The store's lock guards all fields."""
 
     __slots__ = ("copies", "num_transfers", "slot_bytes", "spec", "version", "writer")
 
@@ -80,12 +79,12 @@ class Block:
         self.spec = spec
         self.copies: dict[str, Copy] = {spec.home: Copy(spec.home, is_home=True)}
         self.writer: Lease | None = None
-        self.num_transfers = 0  # movements in progress, of any copy
-        self.version = 0  # counts released writes
-        self.slot_bytes: dict[str, int] = {}  # by tier, cached
+        self.num_transfers = 0  # transfers in progress, over all copies
+        self.version = 0  # number of released writes
+        self.slot_bytes: dict[str, int] = {}  # cached slot sizes, by tier
 
     def copy_in(self, tier: str) -> Copy:
-        """Return the copy record for a tier (ABSENT if it never held one)."""
+        """Return the copy in a tier; a new record starts as ABSENT."""
         copy = self.copies.get(tier)
         if copy is None:
             copy = self.copies[tier] = Copy(tier, is_home=False)
@@ -106,14 +105,14 @@ class Block:
         return sum([copy.readers for copy in self.copies.values()])
 
     def newest(self) -> Copy | None:
-        """Return the copy that holds bytes newer than home's, or None."""
+        """Return the copy whose bytes are newer than the home copy, or None."""
         for copy in self.copies.values():
             if copy.state in (CopyState.DIRTY, CopyState.DRAINING):
                 return copy
         return None
 
 
-#: ``thread_id`` of a lease held by a commit in progress, which ends by itself.
+#: ``thread_id`` of leases that a commit in progress holds and will release.
 NO_THREAD = -1
 
 
@@ -122,16 +121,16 @@ class _Returner(Protocol):
 
 
 class Lease:
-    """One copy of one block, held still. Use it as a context manager, or call ``release`` once.
+    """The right to use one copy of one block in place. Use it as a context manager, or call ``release`` once.
 
-    The copy is neither evicted nor changed by others while the lease lives. A ``w`` or ``rw`` lease is
-    exclusive over all copies of the block. Leaving the ``with`` block of a ``w`` lease by an exception abandons it.
-    A write by torch through the tensor of an ``r`` lease raises ``LeaseError`` at its release.
+    During the lease, the store does not evict the copy and no other lease changes it. A ``w`` or ``rw`` lease is
+    exclusive over all copies of the block. An exception inside the ``with`` block of a ``w`` lease abandons the lease.
+    If torch writes to the tensor of an ``r`` lease, ``release`` raises ``LeaseError``.
 
     Attributes:
-        tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device. Not
-            usable after release: the slot may then hold another block.
-        version: number of writes released before this lease was granted.
+        tensor: contiguous view of the slot with the block's shape and dtype, on the tier's device (no copy). Do not use
+            it after the release, because the slot may then hold another block.
+        version: number of writes that were released before this lease was granted.
     """
 
     __slots__ = (
@@ -152,33 +151,33 @@ class Lease:
         self._leasing, self._block, self._copy = leasing, block, copy
         self._released = False
         self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
-        # `data` has a separate count of in-place writes; other views of the slot share one.
+        # `data` has a separate counter of in-place writes; other views of the slot share one counter.
         self.tensor = tensor.data if mode == "r" else tensor
         self._writes = _num_writes(self.tensor) if mode == "r" else 0
         self.thread_id = threading.get_ident()
 
     @property
     def is_released(self) -> bool:
-        """Return whether the lease was given back."""
+        """Whether the lease was released or abandoned."""
         return self._released
 
     def release(self, stream: Any = None) -> None:
-        """Give the copy back; after a ``w`` or ``rw`` lease its bytes are the block's newest contents.
+        """End the lease; after a ``w`` or ``rw`` lease, the copy has the block's newest contents.
 
         Args:
-            stream: on a device tier, the stream whose queued work still uses the tensor (default: the current one). The
-                slot is not reused before that work is done; the host does not wait.
+            stream: on a device tier, the stream whose queued kernels still use the tensor (default: the current one).
+                The slot is not reused before these kernels have finished; the host does not wait.
 
         Raises:
-            LeaseError: released before, or the tensor of an ``r`` lease was written.
+            LeaseError: the lease was released before, or torch wrote to the tensor of an ``r`` lease.
         """
         _end([self], abandoned=False, stream=stream)
 
     def abandon(self) -> None:
-        """Give a ``w`` lease back without contents: its writes are dropped.
+        """End a ``w`` lease and discard its writes.
 
         Raises:
-            LeaseError: not a ``w`` lease, or released before.
+            LeaseError: the mode is not ``w``, or the lease was released before.
         """
         if self.mode != "w":
             raise LeaseError(f"lease on '{self.key}' has mode '{self.mode}'; only a 'w' lease can be abandoned")
@@ -194,7 +193,7 @@ class Lease:
             _end([self], abandoned=kind is not None, stream=None)
 
     def __getattr__(self, name: str) -> Any:
-        """Explain why a released lease has no tensor; called only for missing attributes."""
+        """Raise an error that explains why a released lease has no tensor. Python calls this for missing attributes."""
         if name == "tensor":
             text = f"lease on '{self.key}' in tier '{self.tier}' was released: acquire the block again for its tensor"
             raise LeaseError(text)
@@ -205,7 +204,7 @@ class Lease:
 
 
 class LeaseGroup(Sequence[Lease]):
-    """Leases granted together and released together. Index by position, or by key with ``group.of(key)``."""
+    """Leases that are granted and released together. Index by position, or by key with ``group.of(key)``."""
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self._leases = tuple(leases)
@@ -240,11 +239,11 @@ class LeaseGroup(Sequence[Lease]):
 
 
 def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
-    """Give leases of one store back together; see ``Lease.release`` and ``Lease.abandon``.
+    """End leases of one store together; see ``Lease.release`` and ``Lease.abandon``.
 
     Raises:
-        LeaseError: one of them was released before; the others are as they were. Or the tensor of an ``r`` lease was
-            written: all leases have ended then.
+        LeaseError: one lease was released before, and the others stay unchanged. Or torch wrote to the tensor of an
+            ``r`` lease; then all leases have ended.
     """
     for lease in leases:
         if lease._released:
@@ -266,5 +265,5 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """Return torch's count of in-place writes to a tensor, or 0 if it keeps none."""
+    """Return torch's count of in-place writes to a tensor, or 0 for inference tensors, which have no count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The sequence of future accesses, which policies and the prefetcher may use."""
+"""Schedules: sequences of future accesses, used by policies and the prefetcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 Mode = Literal["r", "w", "rw"]
 
-#: "Not used again": later than every tick.
+#: Tick that is later than every other: the copy is not used again.
 NEVER = 2**63 - 1
 
 
@@ -18,7 +18,7 @@ class Access:
     """One use of one block.
 
     Attributes:
-        tick: position in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
+        tick: position in the trainer's count (``TieredStore.advance``). Several accesses can share a tick.
         mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """
 
@@ -32,16 +32,16 @@ class Schedule:
     """A known sequence of accesses, optionally repeating.
 
     Args:
-        accesses: in any order; sorted by tick here (stable).
-        period: ticks after which the sequence repeats (one training step), or None for once. All ticks must then lie in
-            ``[0, period)``.
-        end: first tick at which nothing is accessed any more (the end of training), or None.
+        accesses: accesses in any order; the constructor sorts them by tick (stable).
+        period: number of ticks after which the sequence repeats (one training step); all ticks must then be in
+            ``[0, period)``. None if the sequence does not repeat.
+        end: first tick after the last access (the end of training), or None.
         start: first tick of the sequence, a multiple of the period.
-        deferred: ticks of a period that finish what the period before began: the first period lacks them, and in the
-            one that ``end`` begins only they are accessed.
+        deferred: ticks of a period that finish work of the previous period. The first period skips them, and the
+            period that starts at ``end`` consists only of them.
 
     Raises:
-        ValueError: a tick outside the period.
+        ValueError: a tick is outside the period.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Schedule:
         self.end = end
         self.start = start
         self.deferred = frozenset(deferred)
-        assert period is not None or not self.deferred, "only what repeats can be deferred"
+        assert period is not None or not self.deferred, "deferred ticks need a period"
         if period is not None and self.accesses and not 0 <= self.accesses[0].tick <= self.accesses[-1].tick < period:
-            raise ValueError(f"ticks must lie in [0, {period}) for a schedule of that period")
+            raise ValueError(f"all ticks of a schedule with period {period} must be in [0, {period})")
         self._ticks = [access.tick for access in self.accesses]
         self.keys = frozenset(access.key for access in self.accesses)
         self._uses: dict[tuple[str, str], list[int]] = {}
@@ -69,11 +69,11 @@ class Schedule:
 
     @classmethod
     def from_trace(cls, trace: Trace, period: int | None = None) -> Schedule:
-        """Return the schedule that a recorded trace suggests (``with store.record() as trace``)."""
+        """Return a schedule with the accesses of a recorded trace (``with store.record() as trace``)."""
         return cls(trace.accesses, period)
 
     def of(self, is_wanted: Callable[[Access], bool]) -> Schedule:
-        """Return the schedule of some of the accesses, repeating and ending alike."""
+        """Return a schedule of the accesses for which ``is_wanted`` is true, with the same period, start and end."""
         wanted = filter(is_wanted, self.accesses)
         return Schedule(wanted, self.period, self.end, start=self.start, deferred=self.deferred)
 
@@ -92,7 +92,7 @@ class Schedule:
         after = max(after, self.start - 1)
         base, local = after - after % self.period, after % self.period
         index = bisect_right(ticks, local)
-        for number in range(index, index + 2 * len(ticks)):  # a period may lack its deferred ticks, or have only them
+        for number in range(index, index + 2 * len(ticks)):  # The first and last period contain only some of the ticks.
             turn, place = divmod(number, len(ticks))
             tick = base + turn * self.period + ticks[place]
             if self._is_used(tick):
@@ -100,16 +100,16 @@ class Schedule:
         return NEVER
 
     def used_at(self, tick: int) -> Sequence[Access]:
-        """Return the accesses of exactly this tick, as those in the first period."""
+        """Return the accesses at exactly this tick. Their own ticks are those of the first period."""
         if not self._is_used(tick):
             return ()
         local = tick if self.period is None else tick % self.period
         return self.accesses[bisect_right(self._ticks, local - 1) : bisect_right(self._ticks, local)]
 
     def walk(self, now: int) -> Iterator[tuple[int, Access]]:
-        """Yield the accesses later than ``now`` in deadline order, at most one period of them.
+        """Yield (tick, access) pairs later than ``now`` in deadline order, for at most one period.
 
-        Each is a pair of its tick and the access in the first period, so that no objects are made.
+        The access is the object of the first period, so that the walk creates no objects.
         """
         now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
@@ -117,7 +117,7 @@ class Schedule:
         turns = [(base, range(start, len(self.accesses)))]
         if self.period is not None:
             turns.append((base + self.period, range(start)))
-        is_plain = not self.deferred and self.end is None  # later than ``now``, so none lies before the start
+        is_plain = not self.deferred and self.end is None  # Every tick is used; all are later than the start.
         for first, places in turns:
             for place in places:
                 access = self.accesses[place]
@@ -126,13 +126,13 @@ class Schedule:
                     yield tick, access
 
     def _is_used(self, tick: int) -> bool:
-        """Return whether the sequence reaches this tick at all."""
+        """Return whether the tick is between the start and the end, with deferred ticks shifted by one period."""
         late_by = 0 if self.period is None or tick % self.period not in self.deferred else self.period
         return self.start <= tick - late_by and (self.end is None or tick - late_by < self.end)
 
 
 @dataclass
 class Trace:
-    """Accesses in the order they happened, filled in by ``TieredStore.record``."""
+    """Accesses in the order in which they happened, recorded by ``TieredStore.record``."""
 
     accesses: list[Access] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""A store in virtual time: the decisions of the real store, with links that take the time that their rates imply.
+"""Simulated tiers and links for a store in virtual time. The store decides as usual; transfers take nominal time.
 
-No byte moves and no memory is allocated. Waiting means running the next event, so everything happens on the caller's
-thread, in the same order every time. The plan uses it to predict the duration and the waits of a step.
+No bytes move and no memory is allocated. A wait runs the next event, so everything happens on the caller's thread, in
+a deterministic order. The plan uses the simulation to predict the duration and the stalls of a step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tiered.tiers.pool import SlabPool
 from tiered.transfer import Transfer
 from tiered.units import MiB
 
-#: A drive serves transfers in pieces of this size; a more urgent one waits for the piece in progress.
+#: A simulated drive serves transfers in pieces of this size. A more urgent transfer waits for the current piece.
 PART_BYTES = 16 * MiB
 
 
 class SimulatedClock(StoreCondition):
-    """Virtual time, and the condition that a store waits on: a wait runs the next event. For one thread.
+    """Virtual clock and condition of a store: a wait runs the next event. For a single thread.
 
     Attributes:
         now_s: seconds since the start.
@@ -41,15 +41,15 @@ class SimulatedClock(StoreCondition):
         self._num_events += 1
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock, and run all events due by then."""
+        """Advance the clock, and run all events that become due."""
         end_s = self.now_s + seconds
         while self._events and self._events[0][0] <= end_s:
             self._run_next()
         self.now_s = end_s
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Run the next event; there must be one, else the wait would never end."""
-        assert self._events, "the store waits, and nothing is under way"
+        """Run the next event. Without a pending event the wait would never end."""
+        assert self._events, "the store waits although no event is pending"
         self._run_next()
         return True
 
@@ -60,15 +60,15 @@ class SimulatedClock(StoreCondition):
 
 
 class SimulatedTier:
-    """A tier that only counts bytes, and buffers if it is addressable.
+    """A tier that only counts bytes and buffers.
 
     Args:
-        slot_bytes: maps the bytes of contents to the size of their slot.
-        addressable: False if it is reached only through links.
-        is_read_only: Home slots hold their contents from the start.
+        slot_bytes: function from the bytes of contents to the bytes of their slot.
+        addressable: whether leases can use the tier; a file tier is reached only through links.
+        is_read_only: whether home slots have their contents from the start.
 
     Attributes:
-        num_drops: buffers dropped for buffers of other sizes.
+        num_drops: number of buffers dropped for buffers of other sizes; 0 unless addressable.
     """
 
     alignment_bytes = 1
@@ -91,7 +91,7 @@ class SimulatedTier:
         self._pool = SlabPool(self._ledger, make=lambda nbytes: nbytes, drop=self._drop)
 
     def _drop(self, buffer: int) -> None:
-        self.num_drops += self.device is not None  # a file is no buffer
+        self.num_drops += self.device is not None  # Dropped files do not count.
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         slot_bytes = self.slot_bytes(nbytes)
@@ -127,7 +127,7 @@ class SimulatedChannel:
     """Rate and queue that the links of a drive or bus share: urgent transfers first, then in order of submission.
 
     Attributes:
-        busy_s: seconds of transfers that have begun.
+        busy_s: total seconds of all started pieces.
     """
 
     def __init__(self, clock: SimulatedClock, rate_bytes_per_s: float) -> None:
@@ -139,7 +139,7 @@ class SimulatedChannel:
         self.busy_s = 0.0
 
     def submit(self, link: SimulatedLink, transfer: Transfer) -> None:
-        """Queue a transfer of a link."""
+        """Add a transfer of a link to the queue."""
         self._push(link, transfer, transfer.nbytes, self.num_submitted)
         self.num_submitted += 1
         self._begin()
@@ -169,11 +169,11 @@ class SimulatedChannel:
 
 
 class SimulatedLink:
-    """One direction between two tiers.
+    """One direction of transfers between two tiers.
 
     Args:
-        channel: shared with other links, e.g. with the other direction of a drive.
-        priority: smaller goes first.
+        channel: rate and queue, shared with other links such as the opposite direction of a drive.
+        priority: order in the queue; smaller values go first.
     """
 
     path = "simulated"

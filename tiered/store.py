@@ -1,4 +1,4 @@
-"""TieredStore: the contract of a store of blocks. How it is kept: ``leasing``, ``movement``, ``durable``."""
+"""TieredStore: the public interface of a store. ``leasing``, ``movement`` and ``durable`` implement it."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from tiered.units import GiB
 class TieredStore(BlockMapping):
     """Named blocks in tiers of different speed. Thread-safe; a context manager (``close`` at the end).
 
-    Only for the process that made it: a forked child gets ``TieredError`` from every use; there ``close`` does nothing.
+    Only the process that created the store can use it: in a forked child, ``close`` does nothing and every other use
+    raises ``TieredError``. A store is also a mapping from names to copies of tensors, see ``BlockMapping``.
 
-    Also a mapping from names to copies of tensors, see ``BlockMapping``.
-
-    Every block owns a slot in one **home** tier for life; faster tiers hold **copies**. So eviction never
-    allocates, and a full tier or disk is refused when a block is registered, not in the middle of the work.
+    Every block owns a slot in one **home** tier for life; faster tiers hold **copies**. So eviction never allocates,
+    and a tier or disk that is too small raises an error when a block is registered, not later.
 
     Args:
-        tiers: fast to slow; a tier's ``capacity_bytes`` is never exceeded.
-        policy: ranks copies for eviction; default ``LRU()``. ``Belady()`` uses the schedule.
-        links: Default: ``default_links``, which link each tier with the next faster one that it can reach.
+        tiers: tiers from fast to slow. The store never exceeds a tier's ``capacity_bytes``.
+        policy: order of eviction; default ``LRU()``. ``Belady()`` uses the schedule.
+        links: links between the tiers. Default: ``default_links``, which links each tier with the next faster tier
+            that it can reach.
         path: directory of committed generations; default: the first path of a durable tier.
-        keep_generations: number of latest generations that a commit keeps.
-        overwrite: start empty although ``path`` holds committed generations. Commits of this store then prune them, as
-            ``keep_generations`` says, unless ``load`` continues one.
-        on_full: if the drive of ``path`` is full and no tier owns it: ``pause`` until there is room, or ``error``.
-        on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
-        max_inflight_bytes: most bytes that prefetches have in progress at once.
-        on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
-        clock: virtual time, for stores of simulated tiers and links.
+        keep_generations: number of newest generations that a commit keeps.
+        overwrite: whether to start empty although ``path`` has committed generations. Later commits prune these
+            according to ``keep_generations``, unless ``load`` continues one of them.
+        on_full: ``pause`` until there is space, or ``error``, if the drive of ``path`` is full and no tier uses it.
+        on_notice: called with a sentence for the user, from any thread; default: logs a warning.
+        max_inflight_bytes: maximum bytes that prefetches move at the same time.
+        on_event: called for every movement and stall under the store's lock: it must be quick and not call the store.
+        clock: virtual time, for simulated tiers and links.
 
     Raises:
-        ValueError: tiers with equal names, or with paths that contain each other.
-        GenerationError: ``path`` holds a committed generation, and ``overwrite`` is not set. The tiers stay open.
+        ValueError: tiers have equal names, or paths that contain each other.
+        GenerationError: ``path`` has a committed generation, and ``overwrite`` is False. The tiers stay open.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TieredStore(BlockMapping):
             try:
                 refuse_committed(path)
             except GenerationError:
-                del tiers  # the error's traceback keeps this frame, which would keep dropped tiers and their locks
+                del tiers  # The traceback keeps this frame alive, which would keep the locks of dropped tiers.
                 raise
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
@@ -102,22 +102,22 @@ class TieredStore(BlockMapping):
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
-        """Return a store with the blocks of a committed generation (default: the newest), contents verified.
+        """Return a store with the verified blocks of a committed generation (default: the newest undamaged one).
 
-        The newest is the newest whole one. ``on_notice`` reports newer damaged ones, and a top file that is older than
-        the generations, as in a copy of a live directory. A given generation must be whole.
+        ``on_notice`` reports newer damaged generations, and a top file that is older than the generations, as in a copy
+        of a live directory. If ``generation`` is set, it must be undamaged.
 
-        A block keeps its recorded home if ``tiers`` has a tier of that name; otherwise it gets the slowest tier.
+        A block keeps its recorded home if ``tiers`` has a tier of that name; otherwise its home is the slowest tier.
 
         Raises:
-            GenerationError: nothing committed there, or written by a newer format; or a part is missing.
-            CorruptBlockError: damaged bytes.
+            GenerationError: there is no generation, a part of it is missing, or a newer format wrote it.
+            CorruptBlockError: a block is damaged.
         """
-        if not os.path.isdir(path):  # before a new store makes the directory
+        if not os.path.isdir(path):  # Check before the new store creates the directory.
             for tier in tiers:
                 tier.close()
             raise GenerationError(
-                f"'{path}' is no directory, so nothing was committed there. Name the store's directory"
+                f"'{path}' is not a directory, so nothing was committed there. Name the store's directory"
             )
         store = cls(tiers, path=path, overwrite=True, **options)
         try:
@@ -134,55 +134,55 @@ class TieredStore(BlockMapping):
 
     @property
     def is_paused(self) -> bool:
-        """Whether something waits for room on a full drive."""
+        """Whether a write waits for space on a full drive."""
         return self._generations.full.is_waiting or any(tier.is_waiting for tier in self._movement.pausing_tiers)
 
     @property
     def path(self) -> str | None:
-        """Return the directory of committed generations, or None."""
+        """Directory of committed generations, or None."""
         return self._generations.path
 
     @property
     def keep_generations(self) -> int:
-        """Number of latest generations that a commit keeps, in addition to the ones of ``keep_also``."""
+        """Number of newest generations that a commit keeps, in addition to those of ``keep_also``."""
         return self._generations.num_kept
 
     def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
         """Make commits also keep the generations that ``named()`` returns, because other checkpoints refer to them.
 
-        Called at every commit, from its thread. Their bytes come on top of the capacity of a file tier.
+        Every commit calls ``named`` on its thread. The kept bytes are not part of the capacity of a file tier.
         """
         self._generations.keep_also = named
 
     def keep_only(self, named: Callable[[], Collection[int]]) -> None:
-        """Make commits keep only the generations that ``named()`` returns, and the one that they make.
+        """Make commits keep only the generations that ``named()`` returns and the new generation.
 
-        For checkpoints across several stores, where only the caller knows which generations belong together.
-        Called at every commit, from its thread.
+        Use it for checkpoints across several stores, where only the caller knows which generations belong together.
+        Every commit calls ``named`` on its thread.
         """
         self._generations.keep_also = named
         self._generations.num_kept = 0
 
     def tiers_between(self, src: str, dst: str) -> Sequence[str]:
-        """Return the tiers that a copy passes on its way from one tier to another.
+        """Return the intermediate tiers of a copy from one tier to another.
 
         Raises:
-            ValueError: no links lead there.
+            ValueError: no links connect the tiers.
         """
         return self._movement.routes.passed(src, dst)
 
-    # -- declare -----------------------------------------------------------------------------------------------
+    # -- registration ------------------------------------------------------------------------------------------
 
     def register(
         self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
     ) -> BlockSpec:
-        """Declare a block and reserve its home slot now. In a ``ReadOnlyTier`` it has its contents already.
+        """Declare a block and reserve its home slot. In a ``ReadOnlyTier``, the block has its contents at once.
 
         Raises:
-            CapacityError: the home tier has no room for it.
-            TransferError: the machine refused the space (disk full).
-            ValueError: a key in use or malformed, an unknown tier, a durable block in a read-only one, or a home
-                that is more than two links from an addressable tier.
+            CapacityError: the home tier lacks space.
+            TransferError: the machine lacks space, such as on a full disk.
+            ValueError: the key is in use or malformed, the tier is unknown, a durable block is in a read-only tier, or
+                the home is more than two links away from an addressable tier.
         """
         spec = BlockSpec(key, tuple(shape), dtype, home, durable)
         with self._changed:
@@ -191,7 +191,7 @@ class TieredStore(BlockMapping):
                 raise ValueError(f"block '{key}' is registered already")
             tier = self._leasing.tier(home)
             if durable and home in self._movement.read_only_tiers:
-                raise ValueError(f"block '{key}': commits do not hold what is at home in '{home}'; write durable=False")
+                raise ValueError(f"block '{key}': commits exclude the read-only tier '{home}'; set durable=False")
             addressable = (name for name, each in self._movement.tiers.items() if each.device is not None)
             far = next((name for name in addressable if self._movement.routes.is_far(name, home)), None)
             if far is not None and home not in self._movement.read_only_tiers:
@@ -211,9 +211,9 @@ class TieredStore(BlockMapping):
         return spec
 
     def discard(self, *keys: str) -> None:
-        """Declare contents dead: copies are dropped and never written back. The blocks stay registered.
+        """Drop the contents of blocks without writing them back. The blocks stay registered.
 
-        Committed generations keep their contents. Waits for transfers of the blocks in progress.
+        Committed generations keep their contents. Waits for the blocks' transfers in progress.
 
         Raises:
             LeaseError: one of the blocks is leased.
@@ -221,7 +221,7 @@ class TieredStore(BlockMapping):
         self._leasing.discard(keys)
 
     def unregister(self, *keys: str) -> None:
-        """Forget blocks and give their home slots back.
+        """Remove blocks from the store and free their home slots.
 
         Raises:
             LeaseError: one of the blocks is leased.
@@ -239,25 +239,25 @@ class TieredStore(BlockMapping):
                 self._movement.tiers[block.spec.home].free(block.home.slot)
             self._changed.notify_all()
 
-    # -- use ---------------------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------------------
 
     def acquire(
         self, key: str, tier: str, mode: Mode = "r", *, stream: Any = None, timeout_s: float | None = None
     ) -> Lease:
         """Return a lease on the block's copy in ``tier``, fetching the copy first if needed.
 
-        The host waits for room and for file reads. A last copy to a device is only *ordered* before ``stream``
-        (default: the current one), after it was enqueued. ``r`` leases are shared; ``w`` and ``rw`` are exclusive
-        and wait for all leases and movements of the block. ``w`` does not bring the old contents.
+        The host waits for space and for file reads. It does not wait for the final copy to a device: the copy is
+        enqueued and only *ordered* before ``stream`` (default: the current stream). ``r`` leases are shared; ``w`` and
+        ``rw`` are exclusive and wait for all leases and transfers of the block. ``w`` does not fetch the old contents.
 
         Raises:
-            CapacityError: it can never fit together with the homes, pins and the caller's own leases.
-            UninitializedBlockError: it was never written, and ``mode`` reads.
-            BlockNotFoundError: there is no such block.
-            TransferError: its bytes could not be moved.
-            LeaseError: it would wait for the caller's own lease.
-            ValueError: there is no such tier or mode, or the tier is not addressable.
-            TimeoutError: not granted within ``timeout_s`` seconds.
+            CapacityError: the copy can never fit together with the homes, pins and the caller's own leases.
+            UninitializedBlockError: ``mode`` reads a block that was never written.
+            BlockNotFoundError: no block has this key.
+            TransferError: a transfer failed.
+            LeaseError: the call would wait for the caller's own lease.
+            ValueError: the tier or mode is unknown, or the tier is not addressable.
+            TimeoutError: the lease was not granted within ``timeout_s`` seconds.
         """
         return self._leasing.acquire(key, tier, mode, stream=stream, timeout_s=timeout_s)
 
@@ -269,57 +269,57 @@ class TieredStore(BlockMapping):
         Do not call it while holding a lease that another ``acquire_many`` may wait for.
 
         Raises:
-            ValueError: one key twice. Otherwise as ``acquire``.
+            ValueError: a key occurs twice. Also the errors of ``acquire``.
         """
         return self._leasing.acquire_many(requests, stream=stream, timeout_s=timeout_s)
 
     def prefetch(self, key: str, tier: str) -> Transfer:
-        """Start bringing a copy in. A hint: never blocks, never raises for lack of room (``.skipped`` then)."""
+        """Start fetching a copy. This is a hint: it never blocks, and without space the result is ``skipped``."""
         return self._leasing.prefetch(key, tier)
 
-    # -- rows and streams; whole blocks by name: BlockMapping ------------------------------------------------------
+    # -- rows and streams (BlockMapping has whole blocks by name) ----------------------------------------------
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of rows ``start`` to ``stop`` of a block, in memory of the process that no tier counts.
+        """Return a copy of rows ``start`` to ``stop`` of a block, in host memory that no tier counts.
 
-        If only files have the newest bytes, only the pages of these rows are read, or the 16 MiB that share a checksum
-        with ``verify="always"``. Such a read bypasses all tiers: it evicts nothing, and ``stats`` does not count it.
+        If only files have the newest bytes, only the pages of these rows are read (with ``verify="always"``, the
+        16 MiB pieces that contain them). Such a read bypasses all tiers: it evicts nothing and ``stats`` omits it.
 
         Raises:
-            ValueError: there are no such rows. Otherwise as ``acquire``.
+            ValueError: the rows are out of range. Also the errors of ``acquire``.
         """
         return self._by_name.read_rows(self.spec(key), start, stop)
 
     def write_rows(self, key: str, start: int, tensor: Writable) -> None:
         """Replace the rows of a block from ``start`` on.
 
-        The whole block is fetched into the nearest tier, and written back when it is evicted or committed: many
-        calls cause one write.
+        The whole block is fetched into the nearest tier and written back when it is evicted or committed, so many
+        calls can share one write.
 
         Raises:
-            ValueError: there are no such rows, or of another shape or dtype. Otherwise as ``acquire``.
-            TypeError: as ``put``.
+            ValueError: the rows are out of range, or their shape or dtype differs. Also the errors of ``acquire``.
+            TypeError: see ``put``.
         """
         self._by_name.write(self.spec(key), as_tensor(key, tensor), start)
 
     def stream(self, keys: Iterable[str], tier: str, mode: Mode = "r") -> Iterator[Lease]:
-        """Yield leases on blocks one after the other, and fetch ahead as far as the tier has room.
+        """Yield leases on blocks one at a time, and prefetch the following blocks as far as the tier has space.
 
         Each lease ends before the next begins, and the last with the loop. The look-ahead needs no setting: copies are
-        fetched in order while all of them fit next to the homes, so that none evicts another.
+        fetched in order while all of them fit next to the homes, so no fetch evicts another copy.
 
         Raises:
-            ValueError: the caller has set a schedule. Otherwise as ``acquire``.
+            ValueError: the caller has set a schedule. Also the errors of ``acquire``.
         """
         return self._by_name.stream(list(keys), tier, mode)
 
-    # -- place -------------------------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------------------
 
     def pin(self, key: str, tier: str) -> None:
-        """Keep a copy in ``tier`` from its next arrival on, until ``unpin``. Counted.
+        """Keep the copy in ``tier``, as soon as it is there, until ``unpin``. Pins are counted.
 
         Raises:
-            CapacityError: homes and pins together would not fit the tier.
+            CapacityError: homes and pins together would exceed the tier.
         """
         self._leasing.pin(key, tier)
 
@@ -327,33 +327,33 @@ class TieredStore(BlockMapping):
         """Reverse one ``pin``.
 
         Raises:
-            LeaseError: not pinned there.
+            LeaseError: the copy is not pinned.
         """
         self._leasing.unpin(key, tier)
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Charge bytes outside any block (workspace, staging) to a tier's ledger; negative gives back.
+        """Charge bytes outside any block (workspace, staging) to a tier's ledger; a negative number returns them.
 
-        Waits for transfers in progress, because leaving copies still take room.
+        Waits for transfers in progress, because copies that are being evicted still take space.
 
         Raises:
-            CapacityError: the tier has no such room even then.
+            CapacityError: the tier lacks space even after these transfers.
             TransferError: a write-back failed.
         """
         self._leasing.reserve(tier, nbytes)
 
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
-        """Make buffers for the copies of a tier now, so that no later lease or fetch allocates; a tier may ignore it.
+        """Allocate buffers for the copies of a tier now, so that later leases and fetches allocate nothing.
 
-        Copies then use only buffers of their size. The prefetcher skips a copy without one. A lease waits for one
-        that is leaving, and does not drop a buffer of another size. If nothing else helps, one is dropped after all: a
-        request that fits the free bytes always succeeds. Call it when all homes are registered.
+        Copies then use only buffers of their size: the prefetcher skips a copy without a buffer, and a lease waits for
+        the eviction of a copy of this size. A buffer of another size is dropped only as a last resort, so a request
+        that fits the free bytes always succeeds. Call this method when all homes are registered. A tier may ignore it.
 
         Args:
-            counts: bytes of a slot -> number of copies of that size at the same time. Empty: no buffers are kept.
+            counts: number of simultaneous copies by slot bytes. If empty, no buffers are kept.
 
         Raises:
-            ValueError: there is no such tier.
+            ValueError: the tier is unknown.
             TransferError: the machine has less memory than the tier's capacity.
         """
         with self._changed:
@@ -362,9 +362,9 @@ class TieredStore(BlockMapping):
             self._movement.occupancy.keep_buffers(tier, counts)
 
     def evict(self, key: str, tier: str) -> Transfer:
-        """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
+        """Drop the copy in ``tier``, writing it back first if it is dirty. Return the write-back.
 
-        A copy that is leased or in flight goes as soon as that ends. The home copy always stays.
+        If the copy is leased or in flight, it is dropped as soon as that ends. The home copy always stays.
 
         Raises:
             LeaseError: the copy is pinned.
@@ -372,7 +372,7 @@ class TieredStore(BlockMapping):
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Set the access schedule and the look-ahead of the prefetcher (None = as much as fits, 0 = none)."""
+        """Set the access schedule and the look-ahead of the prefetcher (None = as far as space allows, 0 = none)."""
         with self._changed:
             self._movement.prefetcher.follow(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
@@ -388,26 +388,26 @@ class TieredStore(BlockMapping):
             self._leasing.trace = None
 
     def advance(self, tick: int) -> None:
-        """Set the trainer's tick: accesses up to it are past or are made now. Drives the prefetcher."""
+        """Set the trainer's tick and start the next fetches. Accesses up to this tick count as past or current."""
         with self._changed:
             self._movement.prefetcher.advance(tick)
             self._movement.prefetcher.pump()
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], *, but_not: Iterable[tuple[int, str]] = ()) -> None:
-        """Do not prefetch for scheduled accesses that will not, or will probably not, take place.
+        """Do not prefetch for scheduled accesses that will not, or probably will not, happen.
 
-        An access that takes place after all is served on demand.
+        If such an access happens nevertheless, it is served on demand.
 
         Args:
-            accesses: (tick, key) of reads.
-            but_not: accesses of earlier calls that will take place after all.
+            accesses: (tick, key) pairs of reads.
+            but_not: accesses from earlier calls that will happen after all.
         """
         with self._changed:
             self._movement.prefetcher.skip(accesses, but_not)
             self._movement.prefetcher.pump()
 
     def wait_idle(self) -> None:
-        """Wait until no transfer is in progress, retrying failed write-backs once. Raises ``TransferError`` in vain."""
+        """Wait until all transfers have ended. Retries failed write-backs once, then raises ``TransferError``."""
         with self._changed:
             for what_next in (self._movement.retry_unsaved, self._movement.raise_unsaved):
                 while self._movement.is_moving():
@@ -415,63 +415,63 @@ class TieredStore(BlockMapping):
                 what_next()
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
-        """Read the files of blocks whose newest bytes are at home, compare them, and return the bytes compared.
+        """Compare the files of blocks whose newest bytes are at home with their checksums; return the bytes compared.
 
-        Left out: blocks with newer bytes in a faster tier, those whose home is memory, and those without checksums
-        (``verify="off"`` and not committed since). Writers of a block wait while it is read.
+        Skips blocks with newer bytes in a faster tier, blocks whose home is memory, and blocks without checksums
+        (``verify="off"`` and no commit since the write). Writers of a block wait while it is read.
 
         Args:
-            keys: which blocks; default all.
+            keys: blocks to verify; default: all.
 
         Raises:
             CorruptBlockError: the first difference, with its file and range.
-            BlockNotFoundError: a key names no block.
+            BlockNotFoundError: a key is not registered.
             TransferError: a file cannot be read.
-            GenerationError: a file is gone.
+            GenerationError: a file is missing.
         """
         return self._generations.verify_at_rest(keys)
 
-    # -- keep --------------------------------------------------------------------------------------------------
+    # -- generations -------------------------------------------------------------------------------------------
 
     def commit(self, meta: Mapping[str, JSON] | None = None) -> Commit:
-        """Make the present contents of all durable blocks a generation that survives a crash.
+        """Make the current contents of all durable blocks a generation that survives a crash.
 
-        Returns once every block is frozen by a link or a read lease, or written if its home is neither files nor
-        addressable. A thread writes the rest.
+        Returns as soon as a hard link or a read lease protects every block. Blocks whose home is neither files nor
+        addressable are written first; a thread writes the rest.
 
         Raises:
-            GenerationError: the store has no directory to commit to.
-            TransferError: bytes could not be written.
+            GenerationError: the store has no directory for commits.
+            TransferError: a write failed.
         """
         with self._changed:
             self._leasing.check_open()
         return self._generations.commit(dict(meta or {}))
 
     def load(self, generation: int | None = None, *, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-        """Fill the registered durable blocks from a committed generation (default: the current one); return its record.
+        """Fill the registered durable blocks from a committed generation and return its manifest. Verifies contents.
 
-        Homes may differ from the homes at the commit. Files on the paths of a block's home tier are adopted by links;
-        everything else is read into place. Contents are verified. After an error it can be called again, with an older
-        generation. Generations newer than the loaded one are pruned when a commit needs their room.
+        Homes may differ from the homes at the commit. Files on the paths of a block's home tier are adopted by hard
+        links; all other contents are read into the home. After an error, the caller can try again with an older
+        generation. Commits prune generations newer than the loaded one when they need the space.
 
         Args:
-            generation: its number; default: the current one.
-            on_bytes: called with the size of each block once it is filled.
+            generation: number of the generation; default: the current one.
+            on_bytes: called with the size of each block after it is filled.
 
         Raises:
-            GenerationError: there is none, a part is missing, or its blocks are not those that are registered.
-            CorruptBlockError: damaged.
-            TransferError: a drive refused.
+            GenerationError: there is no generation, a part is missing, or its blocks differ from the registered blocks.
+            CorruptBlockError: a block is damaged.
+            TransferError: a drive returned an error.
             LeaseError: a block is leased.
         """
         with self._changed:
             self._leasing.check_open()
         return self._generations.load(generation, on_bytes)
 
-    # -- look --------------------------------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------------------
 
     def where(self, key: str) -> dict[str, CopyState]:
-        """Return the state of every copy of the block that holds a slot, by tier."""
+        """Return the state of every copy of the block that has a slot, by tier."""
         with self._changed:
             return {c.tier: c.state for c in self._leasing.block(key).copies.values() if c.slot is not None}
 
@@ -481,17 +481,13 @@ class TieredStore(BlockMapping):
             return iter([block.spec for block in self._blocks.values()])
 
     def spec(self, key: str) -> BlockSpec:
-        """Return the spec of a block.
-
-        Raises:
-            BlockNotFoundError: there is no such block.
-        """
+        """Return the spec of a block. Raises ``BlockNotFoundError``."""
         with self._changed:
             return self._leasing.block(key).spec
 
     @property
     def tier_names(self) -> list[str]:
-        """Return the names of the tiers, fast to slow."""
+        """Names of the tiers, fast to slow."""
         return list(self._movement.order)
 
     def tier(self, name: str) -> Tier:
@@ -499,7 +495,7 @@ class TieredStore(BlockMapping):
         return self._leasing.tier(name)
 
     def stats(self) -> StoreStats:
-        """Return all counters; subtract two of them for a window."""
+        """Return the store's counters. The difference of two results gives the counts between the calls."""
         with self._changed:
             counters, tiers, due = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
             written: dict[str, int] = {}
@@ -535,7 +531,7 @@ class TieredStore(BlockMapping):
     def close(self) -> None:
         """Finish transfers and a commit in progress, and free everything. Uncommitted contents are lost. Idempotent.
 
-        Warns (``RuntimeWarning``) of a commit that failed without a ``wait`` for it. Does nothing in a forked child.
+        Emits a ``RuntimeWarning`` if a commit failed and no caller waited for it. Does nothing in a forked child.
         """
         if self._changed.is_of_parent:
             return
@@ -548,7 +544,7 @@ class TieredStore(BlockMapping):
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()
-        with ExitStack() as ends:  # all of them run, even if an earlier one raises, as after a device error
+        with ExitStack() as ends:  # Every callback runs, even if an earlier one raises because of a device error.
             ends.callback(self._generations.close)
             for tier in reversed(list(self._movement.tiers.values())):
                 ends.callback(tier.close)
@@ -556,7 +552,7 @@ class TieredStore(BlockMapping):
                 ends.callback(link.close)
 
     def give_up_waiting(self) -> None:
-        """Make writes that wait for room on a full drive fail, now and from now on. No effect in a forked child."""
+        """Make current and future writes fail instead of waiting for space on a full drive. No-op in a forked child."""
         if self._changed.is_of_parent:
             return
         self._movement.give_up_waiting()
@@ -569,5 +565,5 @@ class TieredStore(BlockMapping):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.give_up_waiting()  # for a full drive: the bytes are not needed any more
+            self.give_up_waiting()  # After an error nobody needs the bytes, so do not wait for a full drive.
         self.close()

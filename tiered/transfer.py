@@ -1,4 +1,4 @@
-"""Transfer: a copy of bytes on its way, to be waited for by host or by stream."""
+"""Transfer: a copy of bytes in flight that the host or a stream can wait for."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 class Transfer:
-    """One movement of bytes between two tiers, completed by a link's thread.
+    """One copy of bytes between two tiers, completed by a link's thread.
 
-    The link keeps it alive; callers may drop it. ``done`` and ``wait`` may be called from any thread.
-    After ``wait`` returned, the destination holds the bytes for the host; for a device destination
-    they are ordered before ``wait_stream``'s stream (the host need not have waited for the device).
+    The link keeps the transfer alive; callers can drop it. ``done`` and ``wait`` can be called from any thread. After
+    ``wait`` returns, the host can use the bytes. On a device, the bytes are ordered before later work of the stream
+    passed to ``wait_stream``; the host does not wait for the device.
 
     Attributes:
-        src: name of the tier that is read.
-        dst: name of the tier that is written.
-        path: path of the bytes, e.g. ``posix-direct``.
-        skipped: a prefetch that had no room, or nothing to do; it is done and moved nothing.
-        event: a recorded device event that ends after the copy, or None. Its ``query()`` says whether it has ended.
+        src: name of the source tier.
+        dst: name of the destination tier.
+        path: method of the copy, e.g. ``posix-direct``.
+        skipped: whether a prefetch had no space or nothing to do; it is done and moved nothing.
+        event: device event recorded after the copy, or None. Its ``query()`` returns whether the copy has ended.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Transfer:
         self.start_s = time.perf_counter()
         self.end_s = self.start_s
         self._lock = threading.Lock()
-        self._arrived = threading.Event()  # the link ended; the callbacks may still run
+        self._arrived = threading.Event()  # Set when the link has finished; callbacks may still run.
         self._done = threading.Event()
         self._callbacks: list[Callable[[Transfer], None]] = []
         if skipped:
@@ -55,15 +55,15 @@ class Transfer:
             self._done.set()
 
     def done(self) -> bool:
-        """Return whether the transfer ended, well or badly, and all its callbacks returned."""
+        """Return whether the transfer succeeded or failed and all its callbacks have returned."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, including the store's callbacks: afterwards an evicted copy is gone.
+        """Wait for the end, including the store's callbacks. After a write-back, the evicted copy is gone.
 
         Raises:
-            TimeoutError: not ended within ``timeout_s`` seconds.
-            TransferError: the bytes did not arrive.
+            TimeoutError: the transfer did not end within ``timeout_s`` seconds.
+            TransferError: the transfer failed.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"transfer {self.src} -> {self.dst} of {self.nbytes} bytes not done after {timeout_s} s")
@@ -71,9 +71,9 @@ class Transfer:
             raise self.error
 
     def wait_stream(self, stream: Any) -> None:
-        """Order the arrived bytes before later work of ``stream``; waits until the copy is enqueued.
+        """Order the bytes before later work of ``stream``. The host waits until the copy is enqueued.
 
-        A stream cannot wait for an event that is not recorded yet (it would silently not wait), hence the host wait.
+        The host must wait because a stream silently ignores an event that is not recorded yet.
         """
         self._arrived.wait()
         if self.error is not None:
@@ -82,7 +82,7 @@ class Transfer:
             stream.wait_event(self.event)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call ``callback(self)`` once done: on the link's thread, or here and now if it is done already."""
+        """Call ``callback(self)`` at the end, on the link's thread, or at once if the transfer has already ended."""
         with self._lock:
             if not self._arrived.is_set():
                 self._callbacks.append(callback)
@@ -90,7 +90,7 @@ class Transfer:
         callback(self)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """For links: mark the end and run the callbacks. Called exactly once."""
+        """Mark the end and run the callbacks. A link calls this exactly once."""
         with self._lock:
             assert not self._arrived.is_set(), "a transfer ends once"
             self.error = error
@@ -110,9 +110,9 @@ class Waiting:
 
     Attributes:
         cause: one of ``STALL_CAUSES``.
-        transfer: the movement whose failure concerns the waiter.
-        tier: for ``space``: the tier without room.
-        need_bytes: for ``space``: size of the slot.
+        transfer: transfer whose error the waiting caller raises, or None.
+        tier: for cause ``space``, the tier that lacks space.
+        need_bytes: for cause ``space``, the bytes of the slot.
     """
 
     cause: str

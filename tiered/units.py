@@ -1,6 +1,6 @@
 """Sizes, rates and durations: constants, parsing and printing.
 
-Sizes are ``int`` bytes everywhere inside the package; text appears only at the edge.
+Inside the package, all sizes are ``int`` bytes. Only input and output use text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*"
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text consists of digits from 0 to 9, so that ``int`` accepts it.
+    """Return whether a text consists of the digits 0 to 9, so that ``int`` accepts it.
 
-    ``str.isdigit`` accepts more: the name of a file may be a superscript two, for which ``int`` raises ``ValueError``.
+    ``str.isdigit`` is not enough: it accepts a superscript two, for which ``int`` raises ``ValueError``.
     """
     return text.isascii() and text.isdecimal()
 
@@ -40,10 +40,10 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a size such as ``"110GiB"`` (2**30) or ``"110GB"`` (10**9) names.
+    """Convert a size such as ``"110GiB"`` (2**30) or ``"110GB"`` (10**9) to bytes.
 
     Raises:
-        ValueError: no number, no unit, or a unit that is not a size; the text says what to write.
+        ValueError: the number or the unit is missing or invalid. The message shows a valid size.
     """
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None:
@@ -58,7 +58,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Return ``nbytes`` in the largest binary unit that keeps it at 1 or more, e.g. ``"1.50 GiB"``."""
+    """Format ``nbytes`` in the largest binary unit of which there is at least 1, e.g. ``"1.50 GiB"``."""
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -66,7 +66,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_decimal_size(nbytes: float) -> str:
-    """Return ``nbytes`` in MB, GB or TB, the units in which the wear of drives is given, e.g. ``"0.59 GB"``."""
+    """Format ``nbytes`` in MB, GB or TB, the units of drive endurance, e.g. ``"0.59 GB"``."""
     for unit, name in ((TB, "TB"), (GB / 10, "GB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / (TB if name == 'TB' else GB):,.2f} {name}"
@@ -74,15 +74,15 @@ def format_decimal_size(nbytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a rate in decimal GB/s, the unit in which drives and links are sold."""
+    """Format a rate in decimal GB/s, the unit in which drives and links are sold."""
     return f"{bytes_per_s / GB:.2f} GB/s"
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds that a duration such as ``"45min"``, ``"90s"`` or ``"2h"`` names.
+    """Convert a duration such as ``"45min"``, ``"90s"`` or ``"2h"`` to seconds.
 
     Raises:
-        ValueError: no number, or a unit other than s, min, h, d.
+        ValueError: the number is missing, or the unit is not s, min, h or d.
     """
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2].lower() not in _DURATION_UNITS:
@@ -91,7 +91,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as people read it: ``"4.2 ms"``, ``"0.42 s"``, ``"12.3 s"``, ``"3m05s"``, ``"16h44m"``."""
+    """Format a duration for people: ``"4.2 ms"``, ``"0.42 s"``, ``"12.3 s"``, ``"3m05s"``, ``"16h44m"``."""
     if 0 < seconds < 0.0995:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""ZarrStore: a zarr v3 Store whose values are blocks of a TieredStore, so that arrays get RAM, NVMe and GPU tiers."""
+"""ZarrStore: a zarr v3 Store whose values are blocks of a TieredStore, so that arrays use RAM, NVMe and GPU tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered.errors import BlockNotFoundError, TieredError
 from tiered.store import TieredStore
 from tiered.zarr_views import range_of
 
-#: Keys that share a lock: enough that fetches of different chunks rarely wait for each other.
+#: Number of locks that all keys share: enough that fetches of different chunks rarely wait for each other.
 _NUM_LOCKS = 64
 _ESCAPED = re.compile(r"[^A-Za-z0-9.\-]")
 
@@ -29,7 +29,7 @@ class _Shared:
     """State that all ZarrStores over one TieredStore share, so that two of them never replace a value concurrently.
 
     Attributes:
-        token: names the TieredStore for ``pickle`` inside this process.
+        token: identifier of the TieredStore for ``pickle`` inside this process.
     """
 
     def __init__(self) -> None:
@@ -57,28 +57,28 @@ def _shared(store: TieredStore) -> _Shared:
 class ZarrStore(Store):
     """A zarr v3 store over a ``TieredStore``: ``zarr.create_array(tiered.ZarrStore(store), ...)``.
 
-    Each value (a chunk, a metadata document) is one block of bytes. Its home is one tier for life; ``get`` reads it
-    through ``tier``, where the copy stays until room is needed, as the store's policy decides. ``store.commit()``
-    makes all values a generation that survives a crash; a ZarrStore over ``TieredStore.open(...)`` has them again.
+    Each value (a chunk or a metadata document) is one block of bytes. Its home is one tier for life. ``get`` reads it
+    through ``tier``, where a copy stays until the store's policy evicts it. ``store.commit()`` makes all values a
+    generation that survives a crash; a ZarrStore over ``TieredStore.open(...)`` reads them again.
 
-    Slots are multiples of 4096 bytes, and each value on a drive has its files: choose chunks of megabytes.
-    ``set`` replaces a value of the same size in place. A value of another size goes to a second block, which must fit
-    next to the first one: otherwise it raises ``CapacityError`` and keeps the old value. Readers and commits get the
-    old value or the new one, never a mixture.
+    Slots are multiples of 4096 bytes, and each value on a drive has separate files, so choose chunks of megabytes.
+    ``set`` replaces a value of the same size in place. A value of another size needs a second block next to the first:
+    if it does not fit, ``set`` raises ``CapacityError`` and keeps the old value. Readers and commits get the old value
+    or the new value, never a mixture.
 
-    Thread-safe. Closing it closes nothing: the TieredStore belongs to the caller, and must live longer.
+    Thread-safe. ``close`` does not close the TieredStore, which belongs to the caller and must live longer.
 
     Args:
-        store: holds the blocks. Other blocks of it are left alone.
-        prefix: the blocks' keys begin with it; two ZarrStores of different prefixes share no value.
-        home: tier that owns the values; default: the slowest.
-        tier: addressable tier through which values are read and written; default: the slowest with host memory. A GPU
-            tier serves ``zarr.config.enable_gpu()`` without a copy through the host.
-        durable: values are part of commits.
-        timeout_s: how long one access waits for room or for a drive before it raises ``TimeoutError``.
+        store: store of the blocks. Its other blocks are left alone.
+        prefix: prefix of the blocks' keys. Two ZarrStores with different prefixes share no values.
+        home: home tier of the values; default: the slowest tier.
+        tier: addressable tier for reads and writes; default: the slowest tier in host memory. A GPU tier serves
+            ``zarr.config.enable_gpu()`` without a copy through the host.
+        durable: whether commits include the values.
+        timeout_s: maximum time that one access waits for space or for a drive before it raises ``TimeoutError``.
 
     Raises:
-        ValueError: no such tier, or one that is not addressable.
+        ValueError: a tier is unknown or not addressable.
     """
 
     supports_writes: bool = True
@@ -124,7 +124,7 @@ class ZarrStore(Store):
         }
 
     def with_read_only(self, read_only: bool = False) -> ZarrStore:
-        """Return a store of the same values that refuses writes, or takes them."""
+        """Return a store of the same values, read-only or writable."""
         return type(self)(self._store, **self._arguments(), read_only=read_only)
 
     def __eq__(self, other: object) -> bool:
@@ -142,24 +142,24 @@ class ZarrStore(Store):
         return f"ZarrStore('{self._prefix}', home='{self._home}', tier='{self._tier}')"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refer to the living TieredStore: it holds memory of this process, and can be found again only here."""
+        """Pickle a reference to the open TieredStore, which only this process can resolve."""
         return _from_living, (type(self), self._shared.token, self._arguments(), self.read_only)
 
     # -- keys --------------------------------------------------------------------------------------------------
 
     def block_keys(self, key: str) -> tuple[str, str]:
-        """Return the keys of the two blocks that may hold a value; a value of another size goes to the free one.
+        """Return the keys of the two blocks that can hold a value. A value of a new size goes to the unused block.
 
-        Every folder segment ends in ``_d`` and the last one in ``_v`` or ``_w``. So no block's key is a folder of
-        another's, as a file tier requires, although zarr allows the keys ``a`` and ``a/b``. Characters that
-        block keys cannot have are written as ``_`` and two hex digits for each byte of UTF-8.
+        Every folder segment ends in ``_d`` and the last segment in ``_v`` or ``_w``. So no block's key is a folder of
+        another key, as a file tier requires, although zarr allows the keys ``a`` and ``a/b``. Characters that are not
+        allowed in block keys become ``_`` and two hex digits per UTF-8 byte.
         """
         *folders, name = key.split("/")
         stem = "/".join([self._prefix, *(f"{_escape(folder)}_d" for folder in folders), _escape(name)])
         return f"{stem}_v", f"{stem}_w"
 
     def _zarr_key(self, block_key: str) -> str | None:
-        """Return the key whose value a block holds, or None if its key lacks the prefix of this store."""
+        """Return the zarr key of a block, or None if the block's key lacks this store's prefix."""
         if not block_key.startswith(f"{self._prefix}/"):
             return None
         segments = block_key.removeprefix(f"{self._prefix}/").split("/")
@@ -170,26 +170,26 @@ class ZarrStore(Store):
         return list(dict.fromkeys(key for key, block in found if key is not None and self._has_value(block)))
 
     def _has_value(self, block_key: str) -> bool:
-        """Return whether the block exists and was ever written; it was not between ``register`` and a first write."""
+        """Return whether the block exists and has contents. Between ``register`` and the first write it has none."""
         try:
             return any(state.is_valid for state in self._store.where(block_key).values())
         except BlockNotFoundError:
             return False
 
     def _block_of(self, key: str) -> str | None:
-        """Return the block that holds a value, or None if there is no such value."""
+        """Return the key of the block that holds a value, or None if the value does not exist."""
         holders = [block_key for block_key in self.block_keys(key) if self._has_value(block_key)]
         if len(holders) < 2:
             return holders[0] if holders else None
-        # The opened generation was committed while this value was being replaced. The newer value is whole, because its
-        # block entered the commit only after it was written. It was registered later.
+        # The opened generation was committed while this value was being replaced. Return the block registered later: it
+        # has the newer value, which is complete, because a block enters a commit only after it was written.
         return [spec.key for spec in self._store.blocks() if spec.key in holders][-1]
 
     # -- values ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Hold off writers that would replace this value."""
+        """Prevent other threads from replacing this value inside the ``with`` block."""
         lock = self._shared.lock(self.block_keys(key)[0])
         if not lock.acquire(timeout=self._timeout_s):
             raise TimeoutError(f"'{key}' was in use for {self._timeout_s:g} s")
@@ -201,7 +201,7 @@ class ZarrStore(Store):
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return a copy of a value or of a range of its bytes, or None if there is none. Blocks the caller."""
+        """Return a copy of a value or of a byte range, or None if the value does not exist. Blocks the caller."""
         prototype = prototype or default_buffer_prototype()
         self._is_open = True
         with self._locked(key):
@@ -211,14 +211,14 @@ class ZarrStore(Store):
             with self._store.acquire(block_key, self._tier, "r", timeout_s=self._timeout_s) as lease:
                 part = lease.tensor[range_of(lease.tensor.numel(), byte_range)]
                 if part.is_cuda and prototype.buffer is not cpu.Buffer:
-                    # On the current stream: the lease was granted for it, and the caller's kernels run on it.
+                    # The lease and the caller's kernels use the current stream, so the clone is ordered.
                     return prototype.buffer.from_array_like(part.clone())
-                # `cpu()` would return host memory as it is: a clone outlives the lease.
+                # `cpu()` returns the same tensor for host memory, so clone it to outlive the lease.
                 copied = part.clone() if part.device.type == "cpu" else part.cpu()
         return prototype.buffer.from_buffer(cpu.Buffer.from_array_like(copied.numpy()))
 
     def set_sync(self, key: str, value: Buffer) -> None:
-        """Store a value, in place of the one before. Blocks the caller."""
+        """Store a value, replacing the old value. Blocks the caller."""
         self._check_writable()
         self._is_open = True
         if not isinstance(value, Buffer):
@@ -232,7 +232,7 @@ class ZarrStore(Store):
             self._write(current, value)
             return
         new = next(block_key for block_key in self.block_keys(key) if block_key != current)
-        self._forget(new)  # left from a commit during an earlier replacement
+        self._forget(new)  # It may exist if an earlier replacement was interrupted by a commit.
         self._store.register(new, (len(value),), torch.uint8, home=self._home, durable=self._durable)
         try:
             self._write(new, value)
@@ -266,7 +266,7 @@ class ZarrStore(Store):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """See ``zarr.abc.store.Store``. Waits for drives in a thread, so that chunks are fetched side by side."""
+        """See ``zarr.abc.store.Store``. A thread waits for drives, so that chunks are fetched concurrently."""
         return await asyncio.to_thread(self.get_sync, key, prototype=prototype, byte_range=byte_range)
 
     async def get_partial_values(
@@ -284,7 +284,7 @@ class ZarrStore(Store):
         await asyncio.to_thread(self.set_sync, key, value)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """See ``zarr.abc.store.Store``. Atomic: of several writers one wins."""
+        """See ``zarr.abc.store.Store``. Atomic: only one of several concurrent writers stores its value."""
         self._check_writable()
 
         def put() -> None:
@@ -328,14 +328,14 @@ def _from_living(kind: type[ZarrStore], token: str, arguments: dict[str, Any], r
     store = _living.get(token)
     if store is None:
         raise TieredError(
-            "a ZarrStore holds memory of the process that made it and cannot go to another one. "
+            "a ZarrStore uses memory of the process that made it and cannot be sent to another process. "
             "Commit there, and open the generation here: ZarrStore(TieredStore.open(path, tiers))"
         )
     return kind(store, **arguments, read_only=read_only)
 
 
 def _escape(segment: str) -> str:
-    """Return a segment in the characters of block keys, so that ``_unescape`` gives it back."""
+    """Encode a segment with the characters allowed in block keys; ``_unescape`` decodes it."""
     return _ESCAPED.sub(lambda found: "".join(f"_{byte:02X}" for byte in found[0].encode()), segment)
 
 

@@ -1,4 +1,4 @@
-"""A committed generation as a read-only zarr group: every block an array of its true shape, verified as it is read."""
+"""A committed generation as a read-only zarr group: every block is an array, verified when it is read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tiered.block import BlockSpec
 from tiered.tiers.layout import DOCUMENT_NAME, array_view_document, group_document
 from tiered.units import MiB
 
-#: Whole rows of an array that one chunk holds at most; a chunk is one row at least.
+#: Maximum bytes of a chunk, which consists of whole rows. A longer row is a chunk of its own.
 _CHUNK_BYTES = 64 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """One block to show.
+    """One block of a generation as an array.
 
     Attributes:
-        read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host memory; raises if they are
-            damaged or missing.
+        read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host memory; raises an error if they
+            are damaged or missing.
     """
 
     spec: BlockSpec
@@ -36,7 +36,7 @@ class BlockView:
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Return the shape of all chunks: all of every axis but the first. No size is 0, as zarr wants it."""
+        """Shape of all chunks: some rows, and the full size of every other axis. No size is 0, as zarr requires."""
         shape = self.spec.shape
         if not shape:
             return ()
@@ -45,7 +45,7 @@ class BlockView:
         return tuple(max(1, size) for size in (rows, *shape[1:]))
 
     def chunk(self, indices: tuple[int, ...]) -> torch.Tensor:
-        """Return the bytes of one chunk; the last one is filled up with zeros, as zarr stores edge chunks."""
+        """Return the bytes of one chunk. The last chunk is padded with zeros, as zarr stores edge chunks."""
         chunk_bytes = math.prod(self.chunk_shape) * self.spec.dtype.itemsize
         start = indices[0] * chunk_bytes if indices else 0
         found = self.read(start, min(start + chunk_bytes, self.spec.nbytes))
@@ -53,7 +53,7 @@ class BlockView:
 
 
 class _GenerationStore(Store):
-    """The keys of a read-only hierarchy: documents made here, chunks read from the blocks on request."""
+    """Keys of a read-only hierarchy: generated documents, and chunks that are read from the blocks on request."""
 
     supports_writes: bool = False
     supports_deletes: bool = False
@@ -145,7 +145,7 @@ class _GenerationStore(Store):
 
 
 def group_of(views: Iterable[BlockView], attributes: Mapping[str, Any]) -> zarr.Group:
-    """Return a read-only group with an array for each block; ``attributes`` go under ``attributes.megatrain``."""
+    """Return a read-only group with an array for each block; ``attributes`` are stored as ``attributes.megatrain``."""
     return zarr.open_group(_GenerationStore(views, attributes), mode="r")
 
 
@@ -153,7 +153,7 @@ def range_of(nbytes: int, byte_range: ByteRequest | None) -> slice:
     """Return the requested bytes of a value as a slice.
 
     Raises:
-        ValueError: not one of zarr's byte requests.
+        ValueError: the type of ``byte_range`` is unknown.
     """
     match byte_range:
         case None:

@@ -437,13 +437,13 @@ def test_mistakes_are_refused_with_advice(tmp_path: Path) -> None:
     with filled([ram()], "ram", tmp_path) as store:
         with pytest.raises(GenerationError, match="must be JSON"):
             store.commit({"model": object()})  # type: ignore[dict-item]
-        with store.acquire(KEYS[0], "ram", "rw"), pytest.raises(LeaseError, match="by this very thread"):
+        with store.acquire(KEYS[0], "ram", "rw"), pytest.raises(LeaseError, match="by this thread"):
             store.commit()
         store.commit().wait(60)
         with pytest.raises(LockedError):
             TieredStore.open(str(tmp_path / "run"), [ram()])
         store.register("layer.0", (1,), torch.float32, home="ram")
-        with pytest.raises(GenerationError, match=r"lies inside block 'layer\.0'"):
+        with pytest.raises(GenerationError, match=r"is inside block 'layer\.0'"):
             store.commit()
     with pytest.raises(GenerationError, match="no generation 9"):
         TieredStore.open(str(tmp_path / "run"), [ram()], generation=9)

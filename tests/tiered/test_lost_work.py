@@ -80,7 +80,7 @@ def test_newest_generation_is_opened_despite_the_top_file(top: int | str | None,
     with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), on_notice=notices.append) as store:
         assert value_of(store) == 4
         (notice,) = notices
-        assert str(path) in notice and "Generation 4 is the newest whole one" in notice
+        assert str(path) in notice and "Using generation 4, the newest complete one" in notice
         assert list_generations(tmp_path / "drive") == [3, 4], "opening removes nothing"
         write(store, 5)
         assert store.commit({"value": 5}).generation == 5
@@ -109,12 +109,12 @@ def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: s
         (newest / MANIFEST_NAME).write_text("{")
     reader = GenerationReader(tmp_path / "drive")
     assert reader.generation == 2
-    assert reader.notice is not None and "generation 3 is not whole: " in reader.notice
+    assert reader.notice is not None and "generation 3 is incomplete: " in reader.notice
     assert opened_value(tmp_path) == 2
     assert read_manifest(tmp_path / "drive").generation == (2 if part == "manifest" else 3)
     forget_generation(tmp_path / "drive", 1)
     shutil.rmtree(tmp_path / "drive/snap/00000002")
-    with pytest.raises(GenerationError, match=r"no generation in .* is whole: generation 3 is not whole"):
+    with pytest.raises(GenerationError, match=r"no generation in .* is complete: generation 3 is incomplete"):
         GenerationReader(tmp_path / "drive")
 
 
@@ -155,7 +155,7 @@ def test_damaged_generations_are_reported_and_passed_over(
         assert value_of(store) == 3 - damaged and sorted(store) == sorted(KEYS)
         (notice,) = notices
         assert all(f"generation {number} cannot be used: " in notice for number in numbers), notice
-        assert notice.endswith(f"Generation {3 - damaged} is the newest whole one and is used"), notice
+        assert notice.endswith(f"Using generation {3 - damaged}, the newest complete one"), notice
         assert before == {path: path.read_bytes() for path in (root / "drive/snap").glob("**/c/0")}
         write(store, 9)
         assert store.commit().generation == 4

@@ -136,7 +136,7 @@ def test_rows_are_written_from_numpy_and_other_types_are_refused(store: TieredSt
     store.write_rows("a", 1, np.ones((2, 2), dtype=np.float32))
     assert store["a"].sum() == 4
     for wrong, said in (
-        ([1.0], "not from 'list'"),
+        ([1.0], "not 'list'"),
         ("text", "not from 'str'"),
         (np.array(["a"]), "torch has no dtype"),
     ):
@@ -153,7 +153,7 @@ def test_a_mode_that_there_is_not_is_refused(mode: Any, store: TieredStore) -> N
         lambda: store.acquire_many([("a", "ram", mode)]),
         lambda: next(store.stream(["a"], "ram", mode)),
     ):
-        with pytest.raises(ValueError, match=f"no mode '{mode}'; 'r' reads, 'rw' changes, 'w' overwrites"):
+        with pytest.raises(ValueError, match=f"unknown mode '{mode}'; use 'r' to read, 'rw' to change, 'w' to"):
             ask()
     with store.acquire("a", "ram", "rw"):
         pass

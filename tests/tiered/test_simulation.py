@@ -73,5 +73,5 @@ def test_reads_overtake_writes_between_parts() -> None:
 
 def test_waiting_without_pending_work_raises() -> None:
     clock = SimulatedClock()
-    with clock, pytest.raises(AssertionError, match="nothing is under way"):
+    with clock, pytest.raises(AssertionError, match="no event is pending"):
         clock.wait()

@@ -147,9 +147,9 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("location", "../../../mine", "no place of that block"),
-        ("location", "/etc", "no place of that block"),
-        ("location", "snap/00000001/other", "no place of that block"),
+        ("location", "../../../mine", "not a folder of that block"),
+        ("location", "/etc", "not a folder of that block"),
+        ("location", "snap/00000001/other", "not a folder of that block"),
         ("key", "../../mine/notes.txt", "block key"),
         ("key", "/etc/passwd", "block key"),
         ("nbytes", 1 << 60, "bytes"),

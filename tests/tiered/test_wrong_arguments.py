@@ -33,7 +33,9 @@ def test_a_key_is_text(store: TieredStore, key: Any) -> None:
 
 @pytest.mark.parametrize("key", ["k" * 5000, "/".join(["k" * 100] * 50), "k" * 256])
 def test_a_long_key_is_refused_in_few_words(store: TieredStore, key: str) -> None:
-    with pytest.raises(ValueError, match=f"has {len(key)} characters: use at most 2000, and 255 between") as caught:
+    with pytest.raises(
+        ValueError, match=f"has {len(key)} characters: use at most 2000, and at most 255 between"
+    ) as caught:
         store.put(key, torch.ones(4))
     assert len(str(caught.value)) < 400
     with pytest.raises(BlockNotFoundError) as missing:
@@ -75,10 +77,10 @@ def test_repr_shows_blocks_and_tiers(store: TieredStore) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.ones(4, 4).to_sparse(), r"dense tensor, not from a sparse one: call to_dense\(\)"),
-        (lambda: torch.ones(4, 4).to_sparse_csr(), "not from a sparse_csr one"),
-        (lambda: torch.empty(4, device="meta"), "on the meta device: that has no contents"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "not from a nested one"),
+        (lambda: torch.ones(4, 4).to_sparse(), r"dense tensor, not a sparse one: call to_dense\(\)"),
+        (lambda: torch.ones(4, 4).to_sparse_csr(), "not a sparse_csr one"),
+        (lambda: torch.empty(4, device="meta"), "on the meta device, which has no contents"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "not a nested one"),
     ],
 )
 def test_tensors_without_dense_contents(store: TieredStore, make: Callable[[], torch.Tensor], message: str) -> None:

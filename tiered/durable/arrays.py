@@ -1,4 +1,4 @@
-"""Arrays of committed generations: a block's chunk files, written, read back and compared, 16 MiB at a time.
+"""Arrays of committed generations: writes, reads and compares a block's chunk files, 16 MiB at a time.
 
 An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece (16 MiB of
 contents, one checksum) never spans two files of ``write_array``; it may span two files of a tier.
@@ -36,26 +36,26 @@ from tiered.tiers.directory import documents_and_folders, make_groups, read_docu
 from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, array_document, document_chunk_bytes, parts_of, place_of
 from tiered.units import PAGE_BYTES, MiB, round_up
 
-#: Largest chunk file of a block whose home is not a file tier.
+#: Maximum size of a chunk file of a block whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
-#: Most files of one block. Tiers make files of many MiB, but a stranger's document may claim any number.
+#: Maximum number of files of one block. Tiers create files of many MiB, but an untrusted document may claim any number.
 _MAX_FILES = 1 << 20
-#: Pieces in flight at once, enough for a fast drive.
+#: Number of pieces in flight, enough for a fast drive.
 _NUM_THREADS = 4
 _SCRATCH_BYTES = 4 * MiB
-#: Most contents of a block that ``read_small`` reads: more gain nothing from fewer calls.
+#: Maximum size of a block for ``read_small``. Larger blocks gain nothing from fewer system calls.
 SMALL_BYTES = 1 * MiB
 _of_thread = threading.local()
 
-#: For messages about a misplaced part of a generation.
+#: Remedy in messages about a misplaced part of a generation.
 ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
-# -- where its bytes are ---------------------------------------------------------------------------------------------
+# -- location of the bytes -------------------------------------------------------------------------------------------
 
 
 def chunk_bytes_written(spec: BlockSpec) -> int:
-    """Return the size of the files that ``write_array`` makes: all equal; no piece of 16 MiB spans two of them."""
+    """Return the size of each file that ``write_array`` creates. No 16 MiB piece spans two files."""
     num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
     if num_files < 2:
         return round_up(max(spec.nbytes, 1), PAGE_BYTES)
@@ -63,13 +63,13 @@ def chunk_bytes_written(spec: BlockSpec) -> int:
 
 
 def array_bytes(spec: BlockSpec) -> int:
-    """Return the size of all files together that ``write_array`` makes."""
+    """Return the total size of the files that ``write_array`` creates."""
     chunk_bytes = chunk_bytes_written(spec)
     return chunk_bytes * len(range(0, spec.nbytes, chunk_bytes))
 
 
 def array_chunk_bytes(folder: Path) -> int | None:
-    """Return the size of the chunk files of an array, None if the folder has no document that says so."""
+    """Return the size of each chunk file of an array, or None if the folder has no document with this size."""
     return document_chunk_bytes(read_document(folder))
 
 
@@ -80,15 +80,16 @@ def chunk_files(
     chunk_bytes: int | None = None,
     moved: Mapping[Path, Path] | None = None,
 ) -> list[ChunkFile]:
-    """Return all chunk files of an array, in order; also those that are missing.
+    """Return all chunk files of an array in order, including missing files.
 
     Args:
         elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
-        chunk_bytes: the size of the files, if it was read already.
-        moved: recorded path of a drive -> where it is now; links into the former lead to the latter.
+        chunk_bytes: size of each file, if already known.
+        moved: current path of each moved drive by its recorded path. Links to the recorded path resolve to the
+            current path.
 
     Raises:
-        GenerationError: the folder holds no array.
+        GenerationError: the folder has no array.
     """
     chunk_bytes = chunk_bytes or array_chunk_bytes(folder)
     if chunk_bytes is None:
@@ -96,16 +97,16 @@ def chunk_files(
     files = []
     starts = range(0, spec.nbytes, chunk_bytes)
     if len(starts) > _MAX_FILES:
-        raise GenerationError(f"block '{spec.key}' in '{folder}' is said to have {len(starts)} files. {ADVICE}")
+        raise GenerationError(f"the document of block '{spec.key}' in '{folder}' claims {len(starts)} files. {ADVICE}")
     for number, start in enumerate(starts):
         paths = [_target(place / "c" / str(number), moved) for place in (folder, *elsewhere)]
-        path = next((path for path in paths if path.exists()), paths[0])  # a dangling link does not exist
+        path = next((path for path in paths if path.exists()), paths[0])  # ``exists`` is False for a dangling link.
         files.append(ChunkFile(path, start, chunk_bytes))
     return files
 
 
 def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
-    """Return a chunk file; for a link into a drive that has moved, the file there."""
+    """Return a chunk file. Resolve a link to a moved drive to the file's current path."""
     if not moved or not file.is_symlink():
         return file
     target = Path(os.readlink(file))
@@ -114,7 +115,7 @@ def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
 
 
 def snapshot_of(file: Path, key: str) -> Path:
-    """Return the folder ``snap/<generation>`` on the drive of a block's chunk file."""
+    """Return the folder ``snap/<generation>`` that contains a block's chunk file, on the drive of the file."""
     return Path(os.path.realpath(file)).parents[key.count("/") + 2]
 
 
@@ -124,23 +125,23 @@ def link_text(path: Path) -> str:
 
 
 def missing_text(path: Path) -> str:
-    """Return the message about a chunk file that is missing."""
-    return f"{link_text(path)} is not there. {ADVICE}"
+    """Return the message about a missing chunk file."""
+    return f"{link_text(path)} does not exist. {ADVICE}"
 
 
 def no_array_text(key: str, folder: Path) -> str:
-    """Return the message about an array that is missing, or whose document is damaged."""
+    """Return the message about a missing array, or an array with a damaged document."""
     return f"block '{key}' has no array in '{folder}': '{folder / DOCUMENT_NAME}' is missing or damaged. {ADVICE}"
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
-#: Returns bytes ``start`` to ``stop`` of a block's contents, one piece: 1-D uint8 on any device.
+#: Function that returns bytes ``start`` to ``stop`` (one piece) of a block: 1-D uint8 on any device.
 Contents = Callable[[int, int], torch.Tensor]
 
 
 def contents_of(tensor: torch.Tensor) -> Contents:
-    """Return the contents of a contiguous tensor, to be written."""
+    """Return a ``Contents`` function for a contiguous tensor."""
     data = byte_view(tensor)
     return lambda start, stop: data[start:stop]
 
@@ -150,11 +151,12 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
     Args:
         root: folder of a generation.
-        contents: called once for every piece, by ``num_threads`` threads; with one, in order by the caller's thread.
-        num_threads: pieces in progress at once.
+        contents: called once per piece by ``num_threads`` threads. If ``num_threads`` is 1, the caller's thread calls
+            it in order.
+        num_threads: number of pieces in progress at the same time.
 
     Raises:
-        TransferError: the drive refused.
+        TransferError: the drive returned an error.
     """
     chunk_bytes = chunk_bytes_written(spec)
     folder = root / spec.key
@@ -169,11 +171,11 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
                 def write(piece: tuple[int, int], fd: int = fd, start: int = start) -> str:
                     return write_range(fd, piece[0], contents(start + piece[0], start + piece[1]))
 
-                os.posix_fallocate(fd, 0, chunk_bytes)  # a full drive shows before the first byte
+                os.posix_fallocate(fd, 0, chunk_bytes)  # A full drive fails here, before the first write.
                 found += _in_parallel(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
                 os.fsync(fd)
-                drop_cached(fd)  # after the flush, so that later reads come from the drive
-    except TransferError:  # from ``contents``; it is also an OSError
+                drop_cached(fd)  # Drop pages only after the flush, so that later reads come from the drive.
+    except TransferError:  # ``contents`` raised it; it is also an OSError.
         raise
     except OSError as error:
         path = str(error.filename or folder)
@@ -183,10 +185,10 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
 
 def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
-    """Write bytes into a file, filling up its last 4096 with zeros; return their checksum.
+    """Write bytes to a file, pad the last page with zeros, and return the checksum of the bytes.
 
     Args:
-        offset: in the file, a multiple of 4096.
+        offset: offset in the file, a multiple of 4096.
         data: 1-D uint8 on any device.
     """
     digest = Digest()
@@ -206,11 +208,11 @@ def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
 
 
 def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
-    """Return once the contents of blocks, in arrays in these folders, survive a power cut.
+    """Flush arrays, given as (folder, spec), so that their contents survive a power cut.
 
     Raises:
-        GenerationError: a part is missing.
-        TransferError: the drive refused.
+        GenerationError: a file is missing.
+        TransferError: the drive returned an error.
     """
     specs = {file.path: spec for folder, spec in arrays for file in chunk_files(folder, spec)}
 
@@ -225,7 +227,7 @@ def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
 
 
 def sync_tree(root: Path, top: Path) -> None:
-    """Flush all documents and folders below ``root``, and the folders from there up to ``top`` with their documents."""
+    """Flush all documents and folders below ``root``, and those of the parent folders up to ``top``."""
     above = [folder for folder in root.parents if folder == top or top in folder.parents]
     documents = [path for folder in above if (path := folder / DOCUMENT_NAME).exists()]
     sync_paths([*documents_and_folders(root), *documents, *above], sync_path)
@@ -235,17 +237,16 @@ def sync_tree(root: Path, top: Path) -> None:
 
 
 def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor | None = None) -> tuple[str, ...]:
-    """Read the chunk files of a block and return the checksums of its pieces, by a few threads.
+    """Read the chunk files of a block with several threads and return one checksum per piece.
+
+    The checksum of a piece in a truncated file covers only the existing bytes.
 
     Args:
-        into: takes the contents: contiguous, 1-D uint8, on any device.
-
-    Returns:
-        One checksum per piece. Bytes that a truncated file lacks are left out of it.
+        into: destination of the contents: contiguous 1-D uint8 on any device, or None.
 
     Raises:
         GenerationError: a file is missing.
-        TransferError: the drive refused.
+        TransferError: the drive returned an error.
     """
 
     def read(piece: tuple[int, int]) -> str:
@@ -255,13 +256,13 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
 
 
 def read_small(path: str, into: torch.Tensor) -> str | None:
-    """Read the first bytes of a file with as few calls as possible, and return their checksum.
+    """Read the first bytes of a file with as few system calls as possible, and return their checksum.
 
     Args:
-        into: takes the contents: 1-D uint8 of at most ``SMALL_BYTES``, on any device. Undefined without a checksum.
+        into: destination: 1-D uint8 of at most ``SMALL_BYTES``, on any device. Undefined if the result is None.
 
     Returns:
-        None if the file is missing, has fewer bytes or cannot be read so: ``read_array`` reports why.
+        None if the file is missing, too short or unreadable; ``read_array`` then reports the cause.
     """
     nbytes = into.numel()
     scratch = _scratch()[: round_up(nbytes, PAGE_BYTES)]
@@ -289,8 +290,8 @@ def read_piece(
     """Read one piece of a block and return its checksum; see ``read_array``.
 
     Args:
-        piece: first byte and end.
-        into: takes the piece, and has its size.
+        piece: start and stop byte.
+        into: destination with the size of the piece, or None.
     """
     digest, nbytes = Digest(), 0
     for path, first, last, start in parts_of(files, *piece):
@@ -308,12 +309,11 @@ def read_piece(
 
 
 def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, digest: Digest) -> int:
-    """Read bytes of a file and add them to a digest; return how many there were.
+    """Read up to ``nbytes`` bytes of a file, add them to ``digest``, and return their number.
 
     Args:
-        offset: in the file, a multiple of 4096.
-        into: 1-D uint8 of ``nbytes`` on any device, or None.
-        digest: takes in the bytes that were read.
+        offset: offset in the file, a multiple of 4096.
+        into: destination, 1-D uint8 of ``nbytes`` on any device, or None.
     """
     done = 0
     whole = 0 if into is None else _num_bytes_in_place(into)
@@ -344,7 +344,7 @@ def check_pieces(
     """Raise ``CorruptBlockError`` for the first piece of a block whose checksum differs.
 
     Args:
-        generation: number of the generation that the block is a part of, or None.
+        generation: number of the block's generation for the message, or None.
     """
     for number, piece in enumerate(pieces(nbytes)):
         wanted = expected[number] if number < len(expected) else "none"
@@ -354,27 +354,27 @@ def check_pieces(
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's bytes as 1-D uint8, no copy."""
+    """Return a contiguous tensor's bytes as a 1-D uint8 view."""
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
-    """Return host memory that O_DIRECT can read into and write from: 1-D uint8."""
+    """Return page-aligned host memory for O_DIRECT, 1-D uint8."""
     whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
     skip = -whole.data_ptr() % PAGE_BYTES
     return whole[skip : skip + nbytes]
 
 
 def _num_bytes_in_place(data: torch.Tensor) -> int:
-    """Return how many bytes O_DIRECT can move from or to this memory itself: whole pages of aligned host memory."""
+    """Return the number of bytes that O_DIRECT can move without a copy: whole pages of page-aligned host memory."""
     is_aligned = data.device.type == "cpu" and data.data_ptr() % PAGE_BYTES == 0
     return data.numel() // PAGE_BYTES * PAGE_BYTES if is_aligned else 0
 
 
 def _scratch() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the calling thread's page-aligned working memory; it goes with the thread."""
+    """Return page-aligned scratch memory that belongs to the calling thread and is freed with it."""
     found: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_of_thread, "scratch", None)
     if found is None:
         found = _of_thread.scratch = page_aligned(_SCRATCH_BYTES).numpy()

@@ -1,7 +1,7 @@
-"""One commit: freezes blocks by links and leases, then writes and checks what it froze.
+"""One commit: freezes blocks by links and leases, then writes and checks them.
 
-Blocks in a file tier are frozen by hard links. Other blocks are held by read leases, which a thread gives back one
-by one as it writes them. So the caller continues, and waits only to change a block that is not written yet.
+Hard links freeze the blocks of a file tier. Read leases freeze other blocks; a thread writes these blocks and releases
+the leases one by one. The caller continues, and waits only if it changes a block that is not written yet.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CommitFigures:
     """Bytes and seconds of a commit.
 
     Attributes:
-        written_bytes: size of the files it wrote.
-        linked_bytes: size of the files that it only linked.
-        freeze_s: seconds in ``TieredStore.commit``.
-        seconds: from its call to the end.
+        written_bytes: size of the files that the commit wrote.
+        linked_bytes: size of the files that the commit only linked.
+        freeze_s: seconds of the call of ``TieredStore.commit``.
+        seconds: seconds from this call to the end of the commit.
     """
 
     nbytes: int
@@ -59,9 +59,9 @@ class Commit:
     """A commit in progress. Thread-safe.
 
     Attributes:
-        generation: its number, one more than the last committed one.
-        num_bytes: contents of all its blocks; 0 until they are frozen.
-        done_bytes: bytes of them that are written, or linked and checked.
+        generation: number of the new generation, one more than the highest existing one.
+        num_bytes: bytes of all blocks; 0 until they are frozen.
+        done_bytes: bytes of blocks that are written, or linked and checked.
     """
 
     def __init__(self, movement: Movement, generation: int) -> None:
@@ -75,12 +75,12 @@ class Commit:
 
     @property
     def is_done(self) -> bool:
-        """Return whether it ended, well or badly: ``wait`` would not wait."""
+        """Whether the commit succeeded or failed, so that ``wait`` returns at once."""
         return self._ended.is_set()
 
     @property
     def figures(self) -> CommitFigures:
-        """Return its figures; only after ``wait`` has returned."""
+        """Figures of the commit, available after ``wait`` has returned."""
         assert self._figures is not None, f"generation {self.generation} is not committed"
         return self._figures
 
@@ -88,8 +88,9 @@ class Commit:
         """Wait until the generation is the current one and survives a power cut.
 
         Raises:
-            TimeoutError: not within ``timeout_s`` seconds.
-            TransferError: the drive refused; the generation before is still the newest one, or this one is whole.
+            TimeoutError: the commit takes more than ``timeout_s`` seconds.
+            TransferError: the drive returned an error. Either the previous generation is still the newest, or this
+                generation is complete.
         """
         self._wait_for_end(timeout_s)
         if self.error is not None:
@@ -97,23 +98,23 @@ class Commit:
             raise self.error
 
     def wait_before_next(self) -> None:
-        """Wait for the end; raises its error unless ``wait`` raised it before."""
+        """Wait for the end. Raises the commit's error unless ``wait`` has already raised it."""
         if not self._error_was_raised:
             self.wait()
 
     def join(self) -> None:
-        """Wait for the end without raising; warn of a failure that was not raised."""
+        """Wait for the end without raising; warn if the commit failed and no call has raised the error."""
         self._wait_for_end(None)
         if self.error is not None and not self._error_was_raised:
             self._error_was_raised = True
             warnings.warn(f"generation {self.generation} was not committed: {self.error}", RuntimeWarning, stacklevel=3)
 
     def count(self, nbytes: int) -> None:
-        """Count contents as done. Called by the commit's thread."""
+        """Add bytes to ``done_bytes``. The commit's thread calls this."""
         self.done_bytes += nbytes
 
     def end(self, error: BaseException | None, figures: CommitFigures | None) -> None:
-        """Mark the end, well or badly. Called once, by the commit's thread."""
+        """Mark the commit as succeeded or failed. The commit's thread calls this once."""
         self.error, self._figures = error, figures
         self._ended.set()
 
@@ -130,10 +131,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """One block of a commit: held by a lease, or linked into ``folder``. ``version`` shows whether it has changed.
+    """One block of a commit: protected by a lease, or linked into ``folder``.
 
     Attributes:
-        is_brought: The lease had to bring the copy into its tier.
+        version: version of the block when it was frozen, to detect later changes.
+        is_brought: whether the lease had to fetch the copy into its tier.
     """
 
     block: Block
@@ -147,13 +149,13 @@ class _Frozen:
 
 
 class FrozenBlocks:
-    """The contents of all durable blocks, held still for one generation, and written or linked into its folders.
+    """The frozen contents of all durable blocks, which are written or linked into the folders of a generation.
 
-    ``freeze`` runs in the caller's thread, the rest in the commit's.
+    ``freeze`` runs in the caller's thread, the rest in the commit's thread.
 
     Args:
-        full: waits for room on the drive of the store's directory.
-        counted: the tier that has this directory as a path, and counts the bytes written there; or None.
+        full: waits for space on the drive of the store's directory.
+        counted: tier that has this directory as a path and counts the bytes written there, or None.
     """
 
     def __init__(
@@ -178,23 +180,23 @@ class FrozenBlocks:
     # -- in the caller's thread --------------------------------------------------------------------------------
 
     def writes_before_return(self) -> bool:
-        """Return whether ``freeze`` will write blocks, because their home can hold no lease."""
+        """Return whether ``freeze`` will write blocks, because their home tier cannot be leased."""
         movement = self._movement
         with movement.changed:
             homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
         return any(movement.tiers[home].device is None and home not in movement.durable_tiers for home in homes)
 
     def freeze(self) -> None:
-        """Hold the present contents of all durable blocks still.
+        """Freeze the current contents of all durable blocks.
 
-        Blocks that must pass through a faster tier may exceed it together, so they are written here one by one.
+        Blocks that must pass through a faster tier are written here one by one, because together they may exceed it.
         """
         with self._movement.changed:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
-                self._settle_home(block)  # all write-backs at once: the drive sees a queue
-        # The notes of ownership before any link: so files that a crash leaves are known to be this store's.
+                self._settle_home(block)  # Start all write-backs at once, so that the drive gets a queue.
+                # Write the notes of ownership before any link: they identify files that a crash leaves as this store's.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
         written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
@@ -210,7 +212,7 @@ class FrozenBlocks:
                     with lease:
                         frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
                     held_bytes -= array_bytes(block.spec)
-                    with self._movement.changed:  # it may be unregistered or pinned since the lease ended
+                    with self._movement.changed:  # Another thread may have unregistered or pinned it by now.
                         is_here = self._movement.blocks.get(block.spec.key) is block and frozen.is_brought
                         if is_here and not block.copy_in(lease.tier).pins:
                             self._leasing.evict(block.spec.key, lease.tier)
@@ -223,7 +225,7 @@ class FrozenBlocks:
         write_document(self.folder, group_document())
 
     def _settle_home(self, block: Block) -> Waiting | None:
-        """Take the next step to bring the newest bytes home; return the reason to wait, or None when they are home."""
+        """Take the next step to write the newest bytes home; return the reason to wait, or None if they are home."""
         if block.writer is not None:
             return Waiting("lease")
         newest = block.newest()
@@ -246,7 +248,7 @@ class FrozenBlocks:
             return _Frozen(block, self.folder / spec.key, block.version, None, False, lease, is_brought=is_brought)
 
     def _link(self, block: Block, tier: DurableTier) -> _Frozen | None:
-        with self._movement.changed:  # held while it is linked: no write may come between the wait and the link
+        with self._movement.changed:  # Hold the lock, so that no write comes between the wait and the link.
             if not self._is_at_home_locked(block):
                 return None
             assert block.home.slot is not None
@@ -256,7 +258,7 @@ class FrozenBlocks:
             return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
 
     def _is_at_home_locked(self, block: Block) -> bool:
-        """Wait until the newest bytes of a block are at home; False if it has none, or is gone."""
+        """Wait until the newest bytes of a block are home. Return False if it is empty or no longer registered."""
         while (waiting := self._settle_home(block)) is not None:
             self._leasing.wait_for_locked(waiting, block)
         return self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
@@ -264,10 +266,10 @@ class FrozenBlocks:
     # -- in the commit's thread --------------------------------------------------------------------------------
 
     def write(self, on_bytes: Callable[[int], None] = lambda nbytes: None) -> tuple[BlockRecord, ...]:
-        """Write the leased blocks, flush and check the linked ones; return the records of all, in order.
+        """Write the leased blocks, flush and check the linked blocks, and return all records in order.
 
         Args:
-            on_bytes: called with the size of the contents that are done since the last call.
+            on_bytes: called with the bytes completed since the last call.
         """
         found: dict[str, tuple[str, ...]] = {}
         held = [each for each in self._frozen if each.lease is not None and not each.lease.is_released]
@@ -290,17 +292,17 @@ class FrozenBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Contents of all frozen blocks."""
+        """Bytes of all frozen blocks."""
         return sum(frozen.block.spec.nbytes for frozen in self._frozen)
 
     def release(self) -> None:
-        """Give back all leases that are still held. Idempotent."""
+        """Release all remaining leases. Idempotent."""
         for frozen in self._frozen:
             if frozen.lease is not None and not frozen.lease.is_released:
                 frozen.lease.release()
 
     def figures(self) -> CommitFigures:
-        """Return the figures so far."""
+        """Return the current figures."""
         written = [frozen.block.spec for frozen in self._frozen if frozen.lease is not None]
         return CommitFigures(
             nbytes=self.num_bytes,
@@ -311,7 +313,7 @@ class FrozenBlocks:
         )
 
     def emit(self) -> None:
-        """Emit the event of a commit that succeeded."""
+        """Emit the event of a successful commit."""
         if self._movement.on_event is not None:
             with self._movement.changed:
                 self._movement.on_event(
@@ -319,7 +321,7 @@ class FrozenBlocks:
                 )
 
     def _write(self, frozen: _Frozen, need_bytes: int) -> tuple[str, ...]:
-        """Write a leased block. On a full drive, wait for room for it and for all other blocks that are held."""
+        """Write a leased block. On a full drive, wait until ``need_bytes`` (all leased blocks) fit."""
         spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
         if counted is not None:
             counted.count_wear({counted.paths.index(path): array_bytes(spec)})
@@ -328,7 +330,7 @@ class FrozenBlocks:
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
         counted = self._counted
         if counted is not None:
-            counted.snapshots.count(array_bytes(spec))  # before the write: deletes kept files if room is short
+            counted.snapshots.count(array_bytes(spec))  # Count first: this deletes kept files if space is short.
         try:
             return write_array(self.folder, spec, contents_of(tensor))
         except BaseException as error:
@@ -341,7 +343,7 @@ class FrozenBlocks:
             raise
 
     def _tensor_of(self, frozen: _Frozen) -> torch.Tensor:
-        """Return the contents of a leased block for the calling thread: its stream waits for those that wrote them."""
+        """Return a leased block's tensor. The calling thread's stream waits for the streams that wrote it."""
         spec, lease = frozen.block.spec, frozen.lease
         assert lease is not None, spec
         slot = frozen.block.copies[lease.tier].slot
@@ -351,13 +353,13 @@ class FrozenBlocks:
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
     def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:
-        """Return the checksums of linked and flushed files, known from their writes or computed by reading back."""
+        """Return the checksums of linked and flushed files: those of the writes, or computed by reading the files."""
         spec, checksums = frozen.block.spec, frozen.checksums
         if checksums is None:
             checksums = read_array(chunk_files(frozen.folder, spec), spec)
         with self._movement.changed:
             home = frozen.block.home
-            # Else the block was written again meanwhile, and its home files are not the linked ones any more.
+            # If the block was written again meanwhile, its home files are no longer the linked files.
             is_unchanged = frozen.block.version == frozen.version and home.state is CopyState.CLEAN
             if is_unchanged and home.slot is not None:
                 files = files_of(home.slot)
@@ -384,4 +386,4 @@ def _check_keys(blocks: Sequence[Block]) -> None:
         parts = key.split("/")
         outer = next((o for end in range(1, len(parts)) if (o := "/".join(parts[:end])) in keys), None)
         if outer is not None:
-            raise GenerationError(f"block '{key}' lies inside block '{outer}' and cannot be committed: rename one")
+            raise GenerationError(f"block '{key}' is inside block '{outer}' and cannot be committed: rename one")

@@ -1,7 +1,7 @@
-"""Where the drives of a generation are now: one rule for every reader of committed generations.
+"""Current locations of a generation's drives: one rule for every reader of committed generations.
 
-The drives of a copied or moved folder may be elsewhere. So each drive is looked for in the same place relative to the
-directory of generations first, and at its recorded path second.
+The drives of a copied or moved folder may be elsewhere. So a reader looks for each drive first in the same place
+relative to the directory of generations, and then at its recorded path.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OWNER_NAME = "OWNER.json"
 
 @dataclass(frozen=True, slots=True)
 class DrivePlace:
-    """A path of a file tier as a generation recorded it, and where it is now.
+    """A path of a file tier as a generation recorded it, and its current location.
 
     Attributes:
         recorded: absolute path at the commit.
-        nearby: the same place relative to the directory of generations as it is now.
-        path: the place that is read: ``recorded`` if only it has a part of the generation, or if ``nearby`` is
-            another store's.
+        nearby: same place relative to the current directory of generations.
+        path: path to read: ``recorded`` if only ``recorded`` has a part of the generation, or if ``nearby`` belongs to
+            another store; otherwise ``nearby``.
     """
 
     recorded: Path
@@ -35,25 +35,25 @@ class DrivePlace:
 
     @property
     def is_outside(self) -> bool:
-        """Whether a copied or moved directory is read from the recorded path."""
+        """Whether the recorded path is read although the directory was copied or moved."""
         return self.path != self.nearby
 
 
 def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
-    """Return every path of a file tier that a generation was saved with; ``directory`` is where generations are now."""
+    """Return all paths of file tiers in a manifest; ``directory`` is the current directory of generations."""
     name = generation_name(manifest.generation)
     places: dict[Path, DrivePlace] = {}
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
         inside = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
-        # Arrays are on the first path: their location shows the folder that path and directory had in common.
+        # Arrays are on the first path, so their location reveals the common folder of this path and the directory.
         location = "." if block is None else os.path.normpath(block.location.removesuffix(inside) or ".")
         num_up = Path(location).parts.count("..")
         common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - num_up)))
         here = Path(os.path.abspath(directory), *[".."] * num_up)
         for path in map(Path, paths):
             nearby = path if block is None else Path(os.path.normpath(here / os.path.relpath(path, common)))
-            is_moved = nearby != path  # else no note is read
+            is_moved = nearby != path  # If the directory was not moved, no note has to be read.
             is_left = is_moved and not holds_part(nearby, manifest)
             is_left = is_left and (holds_part(path, manifest) or _belongs_to_other_store(nearby, manifest.store))
             places[path] = DrivePlace(path, nearby, path if is_left else nearby)
@@ -61,19 +61,19 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
 
 
 def holds_part(path: Path | str, manifest: Manifest) -> bool:
-    """Return whether a path has a part of a generation: a folder of its number that is not another store's."""
+    """Return whether a path has a part of a generation: a folder with its number that no other store owns."""
     folder = Path(path, SNAPSHOT_FOLDER, generation_name(manifest.generation))
     return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", manifest.store) == manifest.store
 
 
 def _belongs_to_other_store(path: Path, store: str) -> bool:
-    """Return whether a path has snapshots, all of them another store's: a run next to the copy uses it."""
+    """Return whether a path has snapshots that all belong to another store, such as a run next to the copy."""
     owners = {read_note(note).get("id", store) for note in path.glob(f"{SNAPSHOT_FOLDER}/*/{OWNER_NAME}")}
     return bool(owners) and store not in owners
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return a JSON object in a file, or an empty one."""
+    """Return the JSON object in a file, or an empty dict if the file is missing or invalid."""
     try:
         found = json.loads(read_document_file(path))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Generations of one store: its directory, numbers, commits one after the other, pruning, and loading one again."""
+"""Generations of one store: their directory and numbers, sequential commits, pruning, and loading."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ from tiered.tiers.layout import HomeFiles, dtype_name, files_of
 from tiered.tiers.snapshots import DurableTier
 from tiered.units import PAGE_BYTES
 
-#: Threads that read small blocks, and how many blocks each reads between two hand-offs.
+#: Number of threads that read small blocks, and of blocks per task of a thread.
 _NUM_THREADS = 4
 _NUM_AT_A_TIME = 64
 
-#: ``TieredStore.register``.
+#: Type of ``TieredStore.register``.
 Register = Callable[..., BlockSpec]
 
 
@@ -72,8 +72,8 @@ class Generations:
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
-        keep: number of latest generations that a commit keeps, at least 1.
-        full: waits for room on the drive of ``path`` if no tier owns it.
+        keep: number of newest generations that a commit keeps, at least 1.
+        full: waits for space on the drive of ``path`` if no tier owns the directory.
         notice: reports a sentence to the user.
     """
 
@@ -95,23 +95,23 @@ class Generations:
         self.num_kept = max(1, keep)
         self.keep_also: Callable[[], Collection[int]] | None = None
         self._committing = threading.Lock()
-        self._last: Commit | None = None  # in progress or ended
-        self._directory: TierDirectory | None = None  # owns ``path`` if no tier does
+        self._last: Commit | None = None  # last commit, in progress or ended
+        self._directory: TierDirectory | None = None  # owner of ``path`` if no tier owns it
         self._identity: StoreIdentity | None = None
-        self._abandoned: set[int] = set()  # newer than the one that was loaded
-        self._skipped: set[int] = set()  # damaged, and newer than the one that was opened
+        self._abandoned: set[int] = set()  # generations newer than the loaded one
+        self._skipped: set[int] = set()  # damaged generations newer than the opened one
 
-    # -- committing --------------------------------------------------------------------------------------------
+    # -- commits -----------------------------------------------------------------------------------------------
 
     def commit(self, meta: Mapping[str, JSON]) -> Commit:
-        """Freeze the present contents of all durable blocks, and let a thread make them the next generation.
+        """Freeze the current contents of all durable blocks, and start a thread that commits them as a new generation.
 
-        First waits for the commit before this one. Blocks that hold nothing are left out.
+        Waits for the previous commit first. Omits blocks without contents.
 
         Raises:
             GenerationError: the store has no directory, or ``meta`` is not JSON.
             LeaseError: the caller holds a write lease.
-            TransferError: a write-back failed, or the commit before failed and nothing has raised that yet.
+            TransferError: a write-back failed, or the previous commit failed and no call has raised its error yet.
         """
         check_meta(meta)
         with self._committing:
@@ -124,11 +124,11 @@ class Generations:
             commit = Commit(self._movement, number)
             frozen = FrozenBlocks(self._movement, self._leasing, store, number, full, self._owner_tier(store))
             try:
-                # Before anything more is held, so that at most ``keep`` generations exist (two if ``keep`` is 1).
+                # Prune before freezing, so that at most ``keep`` generations exist (two if ``keep`` is 1).
                 make_room = partial(self._forget_old, store, max(min(1, self.num_kept), self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
                 if frozen.writes_before_return():
-                    self._delete(store, doomed)  # the new one may need their room
+                    self._delete(store, doomed)  # The new generation may need their space.
                     doomed = []
                 frozen.freeze()
             except BaseException as failure:
@@ -150,7 +150,7 @@ class Generations:
         full: FullDrives,
         doomed: list[int],
     ) -> None:
-        """Run the commit's thread: write leased blocks, check and flush everything, flip, drop old generations."""
+        """Write leased blocks, check and flush all files, make the generation current, and prune. Runs in a thread."""
         is_committed = False
         error: BaseException | None = None
         figures: CommitFigures | None = None
@@ -176,28 +176,28 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
-        """Remove the files of a failed commit, but not a generation that the top file names, which is whole."""
+        """Remove the files of a failed commit, unless the top file names its generation, which is then complete."""
         frozen.release()
-        # The next commit removes files that the drive refuses to delete. An unreadable top file may name this one.
+        # The next commit removes files that cannot be deleted now. An unreadable top file may name this generation.
         with contextlib.suppress(OSError, GenerationError):
             if current_generation(store.path) != generation:
                 self._remove(store, generation)
 
     def join(self) -> None:
-        """Wait for the commit in progress; warns of a failure that was not raised."""
+        """Wait for the commit in progress; warn if it failed and no call has raised the error."""
         with self._committing:
             if self._last is not None:
                 self._last.join()
 
     def close(self) -> None:
-        """Give up the directory; the files stay. Idempotent."""
+        """Release the directory; the files stay. Idempotent."""
         if self._directory is not None:
             self._directory.close()
 
     # -- the directory -----------------------------------------------------------------------------------------
 
     def _own_directory(self) -> StoreIdentity:
-        """Return the identity of this store; lock its directory for it if no file tier owns it."""
+        """Return the identity of this store. Lock its directory if no file tier owns it."""
         if self._identity is not None:
             return self._identity
         if self.path is None:
@@ -206,16 +206,16 @@ class Generations:
         if self._directory is None and not any(str(path) in tier.paths for tier in self._file_tiers):
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
-                pass  # files that a file tier once kept for reuse: no tier is here to take them
+                pass  # Delete files that a file tier kept for reuse, because no tier will reuse them.
         self._identity = StoreIdentity.of(path, store_id_in_manifests(path) if read_store_id(path) is None else None)
         for _, folder in self._snapshot_folders(self._identity):
             owner = read_owner(folder)
             if owner is not None and owner.path != str(path) and self._identity.owns(folder):
-                self._identity.mark(folder)  # the directory was moved
+                self._identity.mark(folder)  # The directory was moved, so update its path in the note.
         return self._identity
 
     def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
-        """Return this store's identity and the owner's ``FullDrives``, after removing unfinished generations."""
+        """Remove unfinished generations; return this store's identity and the ``FullDrives`` of its directory."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
         full = self.full if owner is None else owner.full
@@ -231,33 +231,34 @@ class Generations:
         return next((tier for tier in self._file_tiers if str(store.path) in tier.paths), None)
 
     def _snapshot_folders(self, store: StoreIdentity) -> list[tuple[int, Path]]:
-        """Return (generation, folder) under ``snap/`` of the directory and of all paths of file tiers, of any store."""
+        """Return all (generation, folder) pairs of any store under ``snap/`` of the directory and of file tiers."""
         return list(snapshot_folders(self._paths(store)))
 
     def _paths(self, store: StoreIdentity) -> list[str]:
         return list(dict.fromkeys([str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]))
 
     def _next_number(self, store: StoreIdentity) -> int:
-        """Return a number that no generation of any store has here."""
+        """Return a number that no generation of any store uses on these paths."""
         return 1 + max([*newest_first(store.path), *numbers_taken(self._paths(store))], default=0)
 
-    # -- removing ----------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------
 
     def _forget_old(self, store: StoreIdentity, keep: int) -> list[int]:
-        """Forget all but ``keep`` generations, and return their numbers for ``_delete``.
+        """Invalidate all but ``keep`` generations, and return the invalid numbers for ``_delete``.
 
-        Abandoned newer generations go first, then the oldest. This part is quick: files on file tiers are renamed.
+        Selects abandoned newer generations first, then the oldest. This step is fast: it only renames files on file
+        tiers.
         """
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
-        # A damaged generation may be whole once its drive is mounted: it stays until newer ones replace it.
+        # A damaged generation may only lack a mounted drive, so keep it until newer generations replace it.
         num_newer = sum(number > max(self._skipped, default=0) for number in known)
         protected = self._skipped if num_newer < max(1, self.num_kept) else set()
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
         wanted = set(self.keep_also()) if self.keep_also is not None else set()
         unwanted = [number for number in order if number not in wanted | protected]
         doomed = unwanted[: max(0, len(unwanted) - keep)]
-        with contextlib.suppress(GenerationError):  # damaged: the coming flip repairs it
+        with contextlib.suppress(GenerationError):  # The next commit replaces a damaged top file.
             if current_generation(store.path) in doomed:
                 left = [number for number in order if number not in doomed]
                 if left:
@@ -265,14 +266,14 @@ class Generations:
                 else:
                     forget_current(store.path)
         for number in doomed:
-            # Its manifest goes before its files are reused: a crash in between must not leave one that names them.
+            # Delete the manifest before files are reused: after a crash, no manifest may name reused files.
             forget_generation(store.path, number)
             for tier in self._file_tiers:
                 tier.snapshots.release(generation_name(number), store)
         return doomed
 
     def _delete(self, store: StoreIdentity, doomed: list[int]) -> None:
-        """Delete the folders of forgotten generations, with the files that the store wrote into its own."""
+        """Delete the folders of invalid generations, including the files in the store's directory."""
         for number in doomed:
             for tier in self._file_tiers:
                 tier.snapshots.drop(generation_name(number), store)
@@ -283,11 +284,11 @@ class Generations:
     def _prune(self, store: StoreIdentity) -> None:
         try:
             self._delete(store, self._forget_old(store, max(1, self.num_kept)))
-        except OSError as error:  # the new generation is committed: the next commit retries this
+        except OSError as error:  # The new generation is committed; the next commit retries the removal.
             self._notice(f"old generations in '{store.path}' could not be removed: {error}")
 
     def _remove_unfinished(self, store: StoreIdentity) -> None:
-        """Remove half-written and half-removed generations after a crash, also on every path of every file tier."""
+        """Remove partly written or removed generations after a crash, on all paths."""
         known = set(newest_first(store.path))
         found = {number for number, folder in self._snapshot_folders(store) if store.owns(folder)}
         for number in sorted(found - known):
@@ -296,14 +297,14 @@ class Generations:
             remove_if_empty(folder)
 
     def _remove(self, store: StoreIdentity, generation: int) -> None:
-        # The manifest first: after a crash half-way, the generation clearly does not exist.
+        # Delete the manifest first, so that after a crash the generation does not exist.
         forget_generation(store.path, generation)
         self._delete(store, [generation])
 
     # -- loading -----------------------------------------------------------------------------------------------
 
     def load(self, generation: int | None, on_bytes: Callable[[int], None]) -> Manifest:
-        """Fill the registered durable blocks; see ``TieredStore.load``."""
+        """Fill the registered durable blocks from a generation; see ``TieredStore.load``."""
         with self._committing:
             if self._last is not None:
                 self._last.wait_before_next()
@@ -318,11 +319,11 @@ class Generations:
         """Register the blocks of a committed generation in an empty store, with verified contents.
 
         Args:
-            generation: Its number. Default: the newest whole one, with a report of newer damaged ones.
+            generation: number of the generation. Default: the newest complete one, with a report of newer damaged ones.
 
         Raises:
-            GenerationError: there is no such generation, or a part is missing.
-            CorruptBlockError: damaged bytes. Without a number: in the newest generation, as no generation is whole.
+            GenerationError: the generation does not exist, or a part of it is missing.
+            CorruptBlockError: a block is damaged. Without a number, no generation is intact.
             CapacityError: the tiers are too small.
         """
         with self._committing:
@@ -340,12 +341,12 @@ class Generations:
                 spec = reader.spec(key)
                 home = spec.home if spec.home in self._movement.tiers else self._movement.slowest_writable
                 register(key, spec.shape, spec.dtype, home=home)
-                yield key  # filled before the next one, which may reuse files that adopting frees
+                yield key  # The caller fills this block before the next one is registered, which may reuse freed files.
 
         self._loader(reader).fill_all(registered())
 
     def _fill_newest_whole(self, register: Register, unregister: Callable[..., None]) -> GenerationReader:
-        """Fill the store from the newest whole generation, and report newer ones that are damaged."""
+        """Fill the store from the newest complete generation, and report newer generations that are damaged."""
         path, reader = self._known_path(), None
         try:
             reader = self._open_reader(None)
@@ -353,7 +354,7 @@ class Generations:
         except NewerFormatError:
             raise
         except (CorruptBlockError, GenerationError) as error:
-            # The reader's choice, or the newest one if its manifest is damaged.
+            # The reader chose this generation. If its manifest is damaged, there is no reader: take the newest one.
             newest = max(newest_first(path), default=0) if reader is None else reader.generation
             problems = [f"generation {newest} cannot be used: {error}"]
             older = self._fill_older(newest, problems, register, unregister)
@@ -368,10 +369,10 @@ class Generations:
     def _fill_older(
         self, newest: int, problems: list[str], register: Register, unregister: Callable[..., None]
     ) -> GenerationReader | None:
-        """Fill the store from the newest whole generation that is older than a damaged one; None if there is none.
+        """Fill the store from the newest complete generation older than ``newest``; return None if there is none.
 
         Args:
-            problems: Gets a text for each older one that is damaged or does not fit, and for the one that is used.
+            problems: list to which this method appends a text for each unusable generation and for the used one.
         """
         for number in newest_first(self._known_path()):
             unregister(*self._movement.blocks)
@@ -385,7 +386,7 @@ class Generations:
             except (CorruptBlockError, GenerationError, CapacityError) as error:
                 problems.append(f"generation {number} cannot be used: {error}")
             else:
-                problems.append(f"Generation {number} is the newest whole one and is used")
+                problems.append(f"Using generation {number}, the newest complete one")
                 return reader
         return None
 
@@ -406,13 +407,13 @@ class Generations:
         )
 
     def _loader(self, reader: GenerationReader) -> _Loader:
-        store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
+        store, _ = self._ready_directory()  # Only after a generation was found, so that a wrong path stays unchanged.
         return _Loader(self._movement, self._leasing, reader, store)
 
     def _loaded(self, reader: GenerationReader) -> None:
         self._abandoned = {number for number in newest_first(reader.path) if number > reader.generation}
 
-    # -- verifying ---------------------------------------------------------------------------------------------
+    # -- verification ------------------------------------------------------------------------------------------
 
     def verify_at_rest(self, keys: Sequence[str] | None = None) -> int:
         """Compare the files of home slots with their checksums; see ``TieredStore.verify``."""
@@ -431,7 +432,7 @@ class Generations:
             home, expected = slot.resource, slot.resource.checksums
             if expected is None:
                 return 0
-            block.home.readers += 1  # so that nothing changes or frees it now
+            block.home.readers += 1  # A reader keeps other threads from changing or freeing the block.
         try:
             found = read_array(home.files, block.spec)
         finally:
@@ -443,18 +444,15 @@ class Generations:
 
 
 def default_path(tiers: Iterable[Tier]) -> str | None:
-    """Return the first path of a file tier, where generations go by default; None without such a tier."""
+    """Return the default directory of generations: the first path of a file tier, or None."""
     return next((tier.paths[0] for tier in tiers if isinstance(tier, DurableTier)), None)
 
 
 def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
-    """Refuse folders of tiers and of generations that contain each other, because a tier empties its folder.
+    """Raise ``ValueError`` if folders of tiers and generations contain each other, because a tier empties its folder.
 
     Args:
-        path: directory of the generations; it may be one of the folders of a tier itself.
-
-    Raises:
-        ValueError: two of them do.
+        path: directory of the generations, which can equal one of the folders of a tier.
     """
     folders = [folder for tier in tiers if isinstance(tier, DurableTier) for folder in tier.paths]
     if path is not None and os.path.abspath(path) not in folders:
@@ -464,29 +462,25 @@ def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
 
 
 def refuse_committed(path: str) -> None:
-    """Refuse to start empty over committed generations, which the new store's commits would prune.
-
-    Raises:
-        GenerationError: the directory holds one.
-    """
+    """Raise ``GenerationError`` if a directory has committed generations, which a new store's commits would prune."""
     known = list_generations(path)
     if known:
         raise GenerationError(
-            f"'{path}' holds generation {known[-1]}, which a new store would not read and its commits would remove. "
+            f"'{path}' has generation {known[-1]}, which a new store ignores and its commits remove. "
             f"Continue it with TieredStore.open({path!r}, tiers), name another path, or start empty with "
             "TieredStore(tiers, overwrite=True)"
         )
 
 
 def _flip(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Make the generation the current one. Everything that its manifest names is on disk before."""
+    """Make the generation the current one. The files that its manifest names are already on disk."""
     list_members(folder, [record.key for record in manifest.blocks])
     sync_tree(folder, path)
     write_manifest(path, manifest)
 
 
 def _as_transfer_error(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:
-    """Return a commit's failure, with an error of the system as ``TransferError``."""
+    """Convert an ``OSError`` of a commit to ``TransferError``; return other errors unchanged."""
     if not isinstance(failure, OSError) or isinstance(failure, TransferError):
         return failure
     what = "generations" if generation is None else f"generation {generation}"
@@ -496,10 +490,10 @@ def _as_transfer_error(failure: BaseException, path: Path, generation: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Fills blocks of a store from a generation: by links if the files are in place, else by reading.
+    """Fills blocks of a store from a generation: by links if the files are in place, otherwise by reading.
 
     Attributes:
-        identity: the store's id; files are adopted only from its own snapshots.
+        identity: id of the store; files are adopted only from snapshots with this id.
     """
 
     movement: Movement
@@ -511,7 +505,7 @@ class _Loader:
         """Raise ``GenerationError`` unless the store and the generation have the same durable blocks."""
         reader = self.reader
         where = f"generation {reader.generation} in '{reader.path}'"
-        advice = "it is of another model, or of other settings"
+        advice = "it was made with another model or other settings"
         with self.movement.changed:
             specs = {block.spec.key: block.spec for block in self.movement.blocks.values() if block.spec.durable}
         for key, spec in specs.items():
@@ -524,20 +518,21 @@ class _Loader:
         for key, record in reader.blocks.items():
             if key not in specs:
                 raise GenerationError(
-                    f"{where} has a block '{key}', {record.shape} of {record.dtype}, and here is none: {advice}"
+                    f"{where} has a block '{key}', {record.shape} of {record.dtype}, which this store lacks: {advice}"
                 )
 
     def fill_all(self, keys: Iterable[str], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
         """Fill registered blocks with the generation's verified contents, dropping their old contents.
 
+        Reads small blocks with a home in RAM in batches, other blocks one by one.
+
         Args:
-            keys: block names. Small blocks at home in RAM are read many at a time, the others one by one.
-            on_bytes: called with the size of each block once it is filled.
+            on_bytes: called with the size of each block after it is filled.
 
         Raises:
             GenerationError: a part is missing.
-            CorruptBlockError: damaged bytes.
-            TransferError: a drive refused.
+            CorruptBlockError: a block is damaged.
+            TransferError: a drive returned an error.
             LeaseError: a block is leased.
         """
         small: list[BlockSpec] = []
@@ -550,7 +545,7 @@ class _Loader:
                 small.clear()
 
             for key in keys:
-                self.reader.spec(key)  # raises if the record makes no sense
+                self.reader.spec(key)  # Raises an error if the record is invalid.
                 block = self.movement.blocks[key]
                 spec = block.spec
                 home_device = self.movement.tiers[spec.home].device
@@ -566,7 +561,7 @@ class _Loader:
             read_small_ones()
 
     def _read_small(self, specs: Sequence[BlockSpec], threads: ThreadPoolExecutor) -> None:
-        """Read blocks into their home slots in RAM, where no stream orders the writes of other threads."""
+        """Read blocks into their home slots in RAM with several threads; RAM needs no order of streams."""
         keys = [spec.key for spec in specs]
         self.leasing.discard(keys)
         requests: list[Request] = [(spec.key, spec.home, "w") for spec in specs]
@@ -579,12 +574,12 @@ class _Loader:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
                 starts = range(0, len(leases), _NUM_AT_A_TIME)
                 reads = [threads.submit(read, leases[start : start + _NUM_AT_A_TIME]) for start in starts]
-                wait(reads)  # no thread may write into a slot after its lease has ended
+                wait(reads)  # No thread may write to a slot after its lease has ended.
                 for each in reads:
                     each.result()
 
     def _adopt(self, block: Block) -> bool:
-        """Adopt the snapshot's files as the home slot, moving no bytes; return False if its tier lacks them."""
+        """Make the snapshot's files the home slot without moving bytes; return False if the tier lacks the files."""
         movement, slot = self.movement, block.home.slot
         tier = movement.durable_tiers.get(block.spec.home)
         if tier is None:
@@ -593,16 +588,17 @@ class _Loader:
         with movement.changed:
             old_bytes = slot.slot_bytes
             block.home.move(CopyState.FILLING)
-            block.num_transfers += 1  # so that nothing else changes it meanwhile
+            block.num_transfers += 1  # A transfer in progress keeps other threads from changing the block.
         is_adopted = False
         try:
             name = generation_name(self.reader.generation)
             tier.snapshots.adopt(slot, name, self.identity, lambda home: self._check(block.spec, home))
-            tier.describe(slot, block.spec.shape, block.spec.dtype)  # never a document that was damaged there
+            # Write the document again, because the snapshot's document may be damaged.
+            tier.describe(slot, block.spec.shape, block.spec.dtype)
             home = files_of(slot)
             home.checksums, home.is_flushed = self.reader.blocks[block.spec.key].xxh3_64, True
             is_adopted = True
-        except (GenerationError, CapacityError):  # some files are elsewhere, or the cut does not fit: read the block
+        except (GenerationError, CapacityError):  # Files are elsewhere or have another size, so read the block instead.
             pass
         finally:
             with movement.changed:
@@ -622,39 +618,40 @@ class _Loader:
         with self.leasing.acquire(key, tier, "w") as lease:
             self.reader.read(key, lease.tensor)
         if tier != home and not block.copy_in(tier).pins:
-            self.leasing.evict(key, tier)  # so that all blocks pass through a tier that holds a few
+            self.leasing.evict(key, tier)  # All blocks pass through this tier, which may have space for only a few.
 
 
 def remove_generation(
     path: str | os.PathLike[str], generation: int, search: Sequence[str | os.PathLike[str]] = ()
 ) -> None:
-    """Remove a committed generation, with its parts on the paths of file tiers. No store may have the directory open.
+    """Remove a committed generation and its parts on the paths of file tiers. No store may have the directory open.
 
-    If it is the current one, the newest other generation becomes the current one first.
+    If the generation is the current one, the newest other generation becomes current first.
 
     Args:
         search: paths of file tiers, in addition to the paths in the manifests.
 
     Raises:
-        GenerationError: there is no such generation.
-        LockedError: a living process uses the directory.
-        OSError: a file cannot be removed; another call continues.
+        GenerationError: the generation does not exist.
+        LockedError: a running process uses the directory.
+        OSError: a file cannot be removed; another call resumes the removal.
     """
     directory = Path(os.path.abspath(path))
     if generation not in list_generations(directory):
-        read_manifest(directory, generation)  # raises, and lists the existing ones
+        read_manifest(directory, generation)  # Raises an error that lists the existing generations.
     lock = lock_directory(directory)
     try:
         paths = [Path(os.path.abspath(path)) for path in search]
         identity = StoreIdentity(read_store_id(directory) or "", directory)
-        for number in list_generations(directory):  # the paths of the others too: its own manifest may be damaged
+        # Collect the paths of all manifests, because the manifest of this generation may be damaged.
+        for number in list_generations(directory):
             with contextlib.suppress(GenerationError):
                 reader = GenerationReader(directory, number, search)
                 paths += reader.paths()
                 identity = StoreIdentity(identity.id or reader.manifest.store, directory)
         _flip_away(directory, generation)
         forget_generation(directory, generation)
-        # Its own folder last: it leads to what a crash leaves on other drives.
+        # Remove the generation's folder last: after a crash, it identifies the remaining files on other drives.
         for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
             if number == generation and identity.owns(folder):
                 remove_snapshot_folder(folder)
@@ -663,7 +660,7 @@ def remove_generation(
 
 
 def _flip_away(directory: Path, generation: int) -> None:
-    """Make the newest other generation the current one, unless the top file already names one of the others."""
+    """Make the newest other generation current, unless the top file already names another generation."""
     others = [number for number in newest_first(directory) if number != generation]
     try:
         current = current_generation(directory)

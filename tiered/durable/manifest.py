@@ -1,9 +1,9 @@
-"""Generations on disk: the parts of a committed state, their checksums, and the atomic flip to it.
+"""Manifests of generations: the parts of a committed state, their checksums, and the atomic switch to it.
 
-``snap/<generation>/MANIFEST.json`` describes a generation. It is written after everything it names is on disk, so
-every generation with a manifest is whole. ``MANIFEST.json`` at the top names the current generation for other programs.
-It is replaced by rename after that, so it may be older after a crash, or in a copy of a live directory.
-Readers therefore take the newest whole generation, and report a top file that names another one.
+``snap/<generation>/MANIFEST.json`` describes a generation. It is written after all files that it names, so every
+generation with a manifest is complete. Then a rename replaces ``MANIFEST.json`` at the top, which names the current
+generation for other programs. After a crash, or in a copy of a live directory, the top file may be older. So readers
+take the newest complete generation, and report a top file that names another one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tiered.units import is_number
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
-#: Version of these files. A reader refuses newer ones and reads all older ones.
+#: Format version of manifests. A reader accepts all older versions and refuses newer ones.
 MANIFEST_VERSION = 1
 
-#: Most bytes of a block, which is a part of a layer. More is nonsense, and reading is planned piece by piece.
+#: Maximum bytes of a block (a part of a layer). A larger size is invalid, and would make a reader list its pieces.
 _MAX_BYTES = 1 << 44
 
 _BEFORE_BODY = '{"body": '
@@ -38,7 +38,7 @@ class BlockRecord:
     """One block of a generation.
 
     Attributes:
-        home: name of its home tier at the commit.
+        home: name of the home tier at the commit.
         xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each.
         location: folder of its zarr array, relative to the directory of the manifest.
     """
@@ -57,9 +57,9 @@ class Manifest:
     """A generation.
 
     Attributes:
-        generation: its number, >= 1, growing.
-        paths: absolute paths of each file tier at the time of the commit.
-        store: id of the store that wrote it.
+        generation: number of the generation, at least 1, increasing.
+        paths: absolute paths of each file tier at the commit.
+        store: id of the store that wrote the generation.
     """
 
     generation: int
@@ -70,7 +70,7 @@ class Manifest:
 
 
 def generation_name(generation: int) -> str:
-    """Return the folder name of a generation: digits that sort like the numbers."""
+    """Return the folder name of a generation: zero-padded digits, so that names sort like numbers."""
     assert generation >= 0, generation
     return f"{generation:08d}"
 
@@ -81,12 +81,13 @@ def generation_folder(directory: str | os.PathLike[str], generation: int) -> Pat
 
 
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Commit a generation: write its manifest, then make it the current one. Both survive a power cut.
+    """Commit a generation: write its manifest, then make the generation current. Both survive a power cut.
 
-    Everything that the manifest names must be on disk before (``flush_contents``, ``Snapshots.sync``).
+    The caller has flushed all files that the manifest names (``flush_contents``, ``Snapshots.sync``).
 
     Raises:
-        OSError: the drive refused; the current generation is the one before, or this one if only the last flush failed.
+        OSError: the drive returned an error. The previous generation is still current, or this one if only the last
+            flush failed.
     """
     folder = generation_folder(directory, manifest.generation)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +98,8 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
         "store": manifest.store,
         "blocks": [{name: getattr(block, name) for name in BlockRecord.__slots__} for block in manifest.blocks],
     }
-    # Its manifest and the folders that lead to it are on disk before the top file names it: a power cut in between
-    # leaves the generation before.
+    # Flush the manifest and its parent folders before the top file names them: a power cut in between leaves the
+    # previous generation current.
     _write_sealed(folder / MANIFEST_NAME, body)
     sync_path(folder.parent)
     sync_path(Path(directory))
@@ -106,27 +107,23 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
 
 
 def make_current(directory: str | os.PathLike[str], generation: int) -> None:
-    """Make a whole generation the current one. Survives a power cut.
-
-    Raises:
-        OSError: the drive refused; the current generation is the one before, or this one if only the last flush failed.
-    """
+    """Make a complete generation the current one. The change survives a power cut. Raises ``OSError``."""
     _write_sealed(Path(directory, MANIFEST_NAME), {"generation": generation})
     _show_latest(Path(directory), generation_folder(directory, generation))
 
 
 def forget_current(directory: str | os.PathLike[str]) -> None:
-    """Remove the record of the current generation. Survives a power cut."""
+    """Remove the top file, so that no generation is current. The change survives a power cut."""
     Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
     _show_latest(Path(directory), None)
     sync_path(Path(directory))
 
 
 def read_manifest(directory: str | os.PathLike[str], generation: int | None = None) -> Manifest:
-    """Return the manifest of a generation, default the newest one.
+    """Return the manifest of a generation (default: the newest one).
 
     Raises:
-        GenerationError: there is none, it is damaged, or a newer version of this package wrote it.
+        GenerationError: the manifest is missing, is damaged, or was written by a newer version of this package.
     """
     if generation is None:
         return _newest_manifest(directory)
@@ -154,7 +151,7 @@ def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
         current = current_generation(directory)
         if current is None:
             raise GenerationError(f"nothing was committed in '{os.fspath(directory)}'")
-        return read_manifest(directory, current)  # raises
+        return read_manifest(directory, current)  # Raises an error with the missing manifest.
     if top_problem(directory) is None:
         return read_manifest(directory, known[0])
     problems = []
@@ -169,7 +166,7 @@ def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def top_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Return why the top file does not name the newest generation, as a sentence; None if it does.
+    """Return a sentence that explains why the top file does not name the newest generation, or None if it does.
 
     Raises:
         NewerFormatError: a newer version of this package wrote the file.
@@ -190,14 +187,14 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
-    """Return a record after checking that it is one. Raises ``ValueError``, ``TypeError`` or ``KeyError``.
+    """Validate and return a record. Raises ``ValueError``, ``TypeError`` or ``KeyError``.
 
-    A seal proves that a file is whole, not who wrote it. So its contents are checked before they are used.
+    The checksum of a manifest proves that the file is intact, not who wrote it, so its contents are validated.
     """
     record = BlockRecord(**{**fields, "shape": tuple(fields["shape"]), "xxh3_64": tuple(fields["xxh3_64"])})
     texts = (record.key, record.dtype, record.home, record.location, *record.xxh3_64)
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"block {record.key!r} has something else than text as a name or a checksum")
+        raise ValueError(f"block {record.key!r} has a name or a checksum that is not text")
     sizes = (*record.shape, record.nbytes)
     if not all(type(size) is int and 0 <= size < _MAX_BYTES for size in sizes):
         raise ValueError(f"block '{record.key}' has the shape {record.shape} and {record.nbytes} bytes")
@@ -205,10 +202,10 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number that the top file names, None without that file. It may be older than the newest generation.
+    """Return the number in the top file, or None without this file. The number may be older than the newest generation.
 
     Raises:
-        GenerationError: the file that names it is damaged or newer than this package.
+        GenerationError: the file is damaged or newer than this package.
     """
     path = Path(directory, MANIFEST_NAME)
     if not path.exists():
@@ -229,15 +226,15 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def newest_first(directory: str | os.PathLike[str]) -> list[int]:
-    """Return the numbers of all generations that have a manifest: the order in which a reader tries them.
+    """Return the numbers of all generations with a manifest, newest first: the order in which a reader tries them.
 
-    The top file does not matter: a generation gets its manifest last, so it is whole whether or not the file names it.
+    The top file does not matter: the manifest is a generation's last file, so every generation with one is complete.
     """
     return list_generations(directory)[::-1]
 
 
 def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
-    """Return the id that a store's generations name, for a directory that lost its own note of it."""
+    """Return the store id in the newest readable manifest, for a directory that lost its ``STORE.json``."""
     for number in newest_first(directory):
         with contextlib.suppress(GenerationError):
             return read_manifest(directory, number).store or None
@@ -245,9 +242,9 @@ def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
 
 
 def forget_generation(directory: str | os.PathLike[str], generation: int) -> None:
-    """Delete a generation's manifest: from now on the generation does not exist, also after a power cut.
+    """Delete a generation's manifest, so that the generation no longer exists, even after a power cut.
 
-    Its files may be deleted or reused only afterwards, and another generation must be the current one.
+    Delete or reuse its files only afterwards. Another generation must already be current.
     """
     folder = generation_folder(directory, generation)
     if (folder / MANIFEST_NAME).exists():
@@ -256,14 +253,14 @@ def forget_generation(directory: str | os.PathLike[str], generation: int) -> Non
 
 
 def _show_latest(directory: Path, generation: Path | None) -> None:
-    # Imported here: only writers need the documents of arrays, and torch with them; readers stay fast.
+    # Import here, because only writers need this module, and it imports torch, which would slow down readers.
     from tiered.durable.zarr_folder import show_latest
 
     show_latest(directory, generation)
 
 
 def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:
-    """Write a JSON file with a version and a checksum over its body; it survives a power cut."""
+    """Write a JSON file with a version and a checksum of its body. The file survives a power cut."""
     text = json.dumps(body, sort_keys=True)
     replace_file(path, _BEFORE_BODY + text + _after_body(MANIFEST_VERSION, checksum(text.encode())), durable=True)
 
@@ -288,7 +285,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _seals_of(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
-    """Yield the checksums that a document may have: of its body as stored in the file, and as written now."""
+    """Yield the valid checksums of a document: of its body as stored in the file, and as serialized now."""
     before, end = _BEFORE_BODY.encode(), after.encode()
     if content.startswith(before) and content.endswith(end):
         yield checksum(memoryview(content)[len(before) : -len(end)])

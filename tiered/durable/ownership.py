@@ -1,7 +1,7 @@
-"""Ownership of snapshots: a store's identity, and the note of it in every folder that it makes on a shared path.
+"""Ownership of snapshots: a store's identity, and the note of it in every folder that it creates on a shared path.
 
-Several stores may use one path of a file tier, one after the other. ``STORE.json`` in its directory of generations
-names a store; ``OWNER.json`` in ``snap/<generation>/`` names its owner. A store removes only what it owns.
+Several stores may use the same path of a file tier, one at a time. ``STORE.json`` in the directory of generations has
+the store's id; ``OWNER.json`` in ``snap/<generation>/`` has the owner's id. A store removes only folders that it owns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The owner of a folder: the store's id, and where its generations were when it was made ("": unreadable)."""
+    """Owner of a folder: the store's id and its directory of generations at that time; both "" if unreadable."""
 
     id: str
     path: str
@@ -35,17 +35,17 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """A store's id (32 hexadecimal digits), and the directory of its generations, absolute."""
+    """A store's id (32 hexadecimal digits) and the absolute path of its directory of generations."""
 
     id: str
     path: Path
 
     @classmethod
     def of(cls, path: Path, known_id: str | None = None) -> StoreIdentity:
-        """Return the identity of the store of a directory that the caller has locked; a new store gets one.
+        """Return the identity of the store in a directory that the caller has locked; create one for a new store.
 
         Args:
-            known_id: id for a directory that has lost its note.
+            known_id: id for a directory that lost its ``STORE.json``.
         """
         found = read_store_id(path)
         if found is None:
@@ -54,19 +54,19 @@ class StoreIdentity:
         return cls(found, path)
 
     def mark(self, folder: Path) -> None:
-        """Make a folder with a note that this store owns it; not flushed."""
+        """Create a folder with a note that this store owns it. The note is not flushed."""
         folder.mkdir(parents=True, exist_ok=True)
         path = str(self.path)
         write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _seal(self.id, path)})
 
     def owns(self, folder: Path) -> bool:
-        """Return whether a folder ``<path>/snap/<generation>`` is this store's.
+        """Return whether this store owns a folder ``<path>/snap/<generation>``.
 
-        In the store's own directory it is, unless its note names another store. Elsewhere its note decides, also
-        after that directory was moved here; but not if this directory is only a copy of that one.
+        In the store's own directory, it does unless the note names another store. Elsewhere the note must have this
+        store's id. If the note names another directory, that directory must have been moved here, not copied.
         """
         owner = read_owner(folder)
-        # The real path: a link into another user's files does not make them this store's.
+        # Resolve links, because a link to another user's files does not make them this store's.
         is_here = _is_same(Path(os.path.realpath(folder)).parent.parent, self.path)
         if owner is None or is_here:
             return is_here and (owner is None or owner.id == self.id)
@@ -76,13 +76,13 @@ class StoreIdentity:
 
 
 def read_store_id(directory: Path) -> str | None:
-    """Return the id of the store of a directory of generations, or None."""
+    """Return the store id of a directory of generations, or None."""
     found = read_note(directory / STORE_NAME)
     return found["id"] if _is_id(found.get("id")) else None
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Return the owner noted in a folder, None without a note; a damaged note is an owner without id."""
+    """Return the owner of a folder, or None without a note. A damaged note gives an owner without an id."""
     if not (folder / OWNER_NAME).exists():
         return None
     found = read_note(folder / OWNER_NAME)
@@ -91,7 +91,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
-    """Yield (generation, folder) of everything under ``snap/`` of these paths, of any store, except links."""
+    """Yield (generation, folder) for all folders of any store under ``snap/`` of these paths, except links."""
     for path in paths:
         snap = Path(path, SNAPSHOT_FOLDER)
         for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
@@ -100,13 +100,13 @@ def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[
 
 
 def numbers_taken(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
-    """Return the numbers that have an entry of any kind under ``snap/`` of these paths, even a link."""
+    """Return the numbers of all entries under ``snap/`` of these paths, including files and links."""
     snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
     return {int(entry.name) for snap in snaps for entry in snap.iterdir() if is_number(entry.name)}
 
 
 def remove_snapshot_folder(folder: Path) -> None:
-    """Delete a folder of ``snap/``, its ownership note last, so that a crash leaves no folder without owner."""
+    """Delete a folder of ``snap/``. The note of ownership is deleted last, so a crash leaves no unowned folder."""
     with contextlib.suppress(FileNotFoundError):
         for entry in list(folder.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
@@ -118,7 +118,7 @@ def remove_snapshot_folder(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Delete a folder of ``snap/`` that a crash left without a note of ownership, if nothing else is in it."""
+    """Delete a folder of ``snap/`` that a crash left empty, without a finished note of ownership."""
     if {entry.name for entry in folder.iterdir()} <= {_UNFINISHED_NOTE}:
         (folder / _UNFINISHED_NOTE).unlink(missing_ok=True)
         folder.rmdir()
@@ -133,7 +133,7 @@ def _is_id(text: object) -> bool:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Return whether two names mean one existing directory."""
+    """Return whether two paths name the same existing directory."""
     try:
         return os.path.samefile(one, other)
     except OSError:

@@ -1,4 +1,4 @@
-"""GenerationReader: a committed generation read and checked without opening a store, even during a run."""
+"""GenerationReader: reads and checks a committed generation without opening a store, even during a run."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ _NUM_THREADS = 4
 
 
 class GenerationReader:
-    """One committed generation, read only. It takes no lock: a living run may remove the generation meanwhile.
+    """One committed generation, read-only. It takes no lock, so a running process may remove the generation.
 
     Args:
-        generation: its number. Default: the newest whole one. That is the top file's if it is the newest, else the
-            newest whose files all exist.
+        generation: number of the generation. Default: the generation of the top file if it is the newest; otherwise
+            the newest generation whose files all exist.
         search: paths of file tiers, for parts that were moved.
 
     Attributes:
-        blocks: its records by key, in order of registration.
-        piece_bytes: bytes of a block's contents that one checksum covers: ``read_range`` reads no less.
-        notice: why another generation than the top file's was chosen, or None.
+        blocks: records by key, in order of registration.
+        piece_bytes: bytes of contents per checksum, the minimum that ``read_range`` reads.
+        notice: sentence that explains why the top file's generation was not chosen, or None.
 
     Raises:
-        GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
+        GenerationError: the generation does not exist, or its manifest is damaged or newer than this package.
     """
 
     piece_bytes = PIECE_BYTES
@@ -93,7 +93,7 @@ class GenerationReader:
         self.notice: str | None = None
         if generation is None and list_generations(self.path) and (problem := top_problem(self.path)) is not None:
             generation, skipped = _newest_whole(self.path, search)
-            texts = [problem, *skipped, f"Generation {generation} is the newest whole one and is used"]
+            texts = [problem, *skipped, f"Using generation {generation}, the newest complete one"]
             self.notice = ". ".join(texts)
         self.manifest: Manifest = read_manifest(self.path, generation)
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
@@ -101,22 +101,22 @@ class GenerationReader:
         self._folder = generation_folder(self.path, self.manifest.generation)
         places = drive_places(self.manifest, self.path)
         self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
-        self._specs: dict[str, BlockSpec] = {}  # of records that make sense
-        self._owners: dict[Path, str] = {}  # by folder of a generation
+        self._specs: dict[str, BlockSpec] = {}  # specs of valid records, by key
+        self._owners: dict[Path, str] = {}  # "ours", "foreign" or "unknown", by folder of a generation
         near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
 
     @property
     def generation(self) -> int:
-        """Return the number of the generation."""
+        """Number of the generation."""
         return self.manifest.generation
 
     def spec(self, key: str) -> BlockSpec:
         """Return the spec of a block.
 
         Raises:
-            BlockNotFoundError: the generation has none of that name.
-            GenerationError: its record makes no sense here.
+            BlockNotFoundError: the generation has no block of this name.
+            GenerationError: the record is invalid.
         """
         if key in self._specs:
             return self._specs[key]
@@ -125,7 +125,7 @@ class GenerationReader:
         record = self.blocks[key]
         try:
             dtype = dtype_from_name(record.dtype)
-        except ValueError as error:  # whole, but of a newer torch: no other generation may take its place
+        except ValueError as error:  # A newer torch wrote an intact generation, so do not fall back to an older one.
             raise NewerFormatError(f"block '{key}' of generation {self.generation}: {error}") from error
         try:
             spec = BlockSpec(key, record.shape, dtype, record.home)
@@ -134,11 +134,11 @@ class GenerationReader:
         expected = (SNAPSHOT_FOLDER, self._name, *key.split("/"))
         if not self._is_here(record) and Path(record.location).parts[-len(expected) :] != expected:
             raise GenerationError(
-                f"block '{key}' of generation {self.generation} has the location '{record.location}', which is no "
-                "place of that block"
+                f"block '{key}' of generation {self.generation} has the location '{record.location}', which is not "
+                "a folder of that block"
             )
         if spec.nbytes != record.nbytes:
-            raise GenerationError(f"block '{key}': {record.nbytes} bytes do not make {spec.shape} of {spec.dtype}")
+            raise GenerationError(f"block '{key}' has {record.nbytes} bytes, not those of {spec.shape} of {spec.dtype}")
         self._specs[key] = spec
         return spec
 
@@ -146,13 +146,13 @@ class GenerationReader:
         """Read a block's contents into ``out`` and verify them.
 
         Args:
-            out: contiguous, of the block's dtype and number of elements, on any device. Undefined after an error.
+            out: contiguous tensor with the block's dtype and number of elements, on any device; undefined on error.
 
         Raises:
-            ValueError: ``out`` does not fit.
-            CorruptBlockError: damaged.
+            ValueError: ``out`` has another dtype or size, or is not contiguous.
+            CorruptBlockError: the block is damaged.
             GenerationError: a part is missing.
-            TransferError: the drive refused.
+            TransferError: the drive returned an error.
         """
         spec = self.spec(key)
         if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
@@ -162,15 +162,15 @@ class GenerationReader:
             self.check(key, files, read_array(files, spec, byte_view(out)))
 
     def _read_small(self, spec: BlockSpec, into: torch.Tensor) -> bool:
-        """Read a block that is one small file in the generation's folder, and return whether its contents are right.
+        """Read a block that is one small file in the generation's folder, and return whether its checksum matches.
 
-        Its checksum proves them: the document of its array, which says how a block is cut into files, need not be read.
+        This saves reading the array's document, which has the sizes of the files, because the checksum is sufficient.
         """
         record = self.blocks[spec.key]
         if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_here(record) or self._owner(self._folder) == "foreign":
             return False
         file = f"{self._folder}/{spec.key}/c/0"
-        if self._moved and os.path.islink(file):  # into a drive of the original
+        if self._moved and os.path.islink(file):  # The link leads to a drive of the original directory.
             return False
         return (read_small(file, into),) == record.xxh3_64
 
@@ -179,15 +179,12 @@ class GenerationReader:
         return record.location == f"{SNAPSHOT_FOLDER}/{self._name}/{record.key}"
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Read bytes ``start`` to ``stop`` of a block's contents, verified, without reading the rest.
+        """Read and verify bytes ``start`` to ``stop`` of a block; return them as 1-D uint8 in host memory.
 
-        Reads whole pieces of 16 MiB, since those have checksums.
-
-        Returns:
-            1-D uint8 in host memory.
+        Reads only the 16 MiB pieces that contain these bytes, because each piece has a checksum.
 
         Raises:
-            ValueError: no such range. Otherwise as ``read``.
+            ValueError: the range is invalid. Also the errors of ``read``.
         """
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
@@ -197,7 +194,7 @@ class GenerationReader:
         for first, last in pieces(spec.nbytes):
             if last <= start or first >= stop:
                 continue
-            # Into its place if the whole piece is requested, else through a buffer of one piece.
+            # Read into the result if the whole piece is requested, otherwise through a buffer.
             is_inside = start <= first and last <= stop
             piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
             self.read_piece(key, files, (first, last), piece)
@@ -212,14 +209,14 @@ class GenerationReader:
         """Read one piece of a block and verify it.
 
         Args:
-            files: all of the block, of this generation or of a copy of it.
-            piece: first byte and end, as of ``tiered.file_io.pieces``.
-            into: takes the piece, and has its size.
+            files: all files of the block, in this generation or in a copy of it.
+            piece: start and stop byte, as ``tiered.file_io.pieces`` yields them.
+            into: destination with the size of the piece, or None.
 
         Raises:
-            CorruptBlockError: damaged.
-            GenerationError: a part is missing.
-            TransferError: the drive refused.
+            CorruptBlockError: the piece is damaged.
+            GenerationError: a file is missing.
+            TransferError: the drive returned an error.
         """
         expected = self._expected(key, piece)
         found = read_piece(files, self.spec(key), piece, into)
@@ -231,12 +228,12 @@ class GenerationReader:
         return recorded[number] if number < len(recorded) else "none"
 
     def to_zarr(self) -> zarr.Group:
-        """Return the generation as a read-only ``zarr.Group``: each block an array of its shape, read when indexed.
+        """Return the generation as a read-only ``zarr.Group`` with one array per block, read when indexed.
 
-        Reads are verified, whichever drives hold the data. bfloat16 and float8 appear as arrays of unsigned
-        integers of that size, with the true name in ``attrs["megatrain"]["logical_dtype"]``.
+        Reads are verified. The data can be on any drives. bfloat16 and float8 appear as arrays of unsigned integers of
+        the same size, with the true name in ``attrs["megatrain"]["logical_dtype"]``.
         """
-        from tiered.zarr_views import BlockView, group_of  # zarr takes half a second to import
+        from tiered.zarr_views import BlockView, group_of  # Import here, because importing zarr takes half a second.
 
         views = [BlockView(self.spec(key), partial(self.read_range, key)) for key in self.blocks]
         return group_of(views, {"generation": self.generation, "meta": self.manifest.meta})
@@ -244,11 +241,11 @@ class GenerationReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Yield a sentence about every damage, with the file; nothing if the generation is sound. Reads all of it.
+        """Read the whole generation and yield a sentence about every problem, with the file.
 
         Args:
-            on_block: called with every block's record once it was checked.
-            with_top: whether a damaged or missing top file counts; no reader needs it.
+            on_block: called with every block's record after it is checked.
+            with_top: whether a damaged or missing top file counts as a problem, although no reader needs it.
         """
         inspection = _Inspection(self)
         if with_top:
@@ -264,7 +261,7 @@ class GenerationReader:
         """Return the chunk files of a block, in order.
 
         Raises:
-            GenerationError: its array is nowhere.
+            GenerationError: the block's array was not found.
         """
         place, chunk_bytes, folders = self._array(key)
         elsewhere = [each for each in folders if each != place]
@@ -274,12 +271,12 @@ class GenerationReader:
         """Return the folder with the document of a block's array.
 
         Raises:
-            GenerationError: its array is nowhere.
+            GenerationError: the block's array was not found.
         """
         return self._array(key)[0]
 
     def _array(self, key: str) -> tuple[Path, int, list[Path]]:
-        """Return the folder with the document of a block's array, the size of its files, and where they may be."""
+        """Return the folder with the document of a block's array, the file size, and all candidate folders."""
         self.spec(key)
         folders = self.folders(key)
         for folder in folders:
@@ -289,11 +286,11 @@ class GenerationReader:
         raise GenerationError(no_array_text(key, named))
 
     def folders(self, key: str) -> list[Path]:
-        """Return where the array of a block may be, the place that the manifest names first."""
+        """Return the candidate folders of a block's array, starting with the folder that the manifest names."""
         name, depth = self._name, key.count("/")
         named = Path(os.path.normpath(self.path / self.blocks[key].location))
         others = dict.fromkeys(path / SNAPSHOT_FOLDER / name / key for path in self._search)
-        # A folder of that number may be another store's: several may use one path, one after the other.
+        # A folder with this number may belong to another store, because several stores can use a path one at a time.
         ours = [folder for folder in others if folder != named and self._owner(folder.parents[depth]) == "ours"]
         return ours if self._owner(named.parents[depth]) == "foreign" else [named, *ours]
 
@@ -314,16 +311,16 @@ class GenerationReader:
         return self._owners[folder]
 
     def check(self, key: str, files: Sequence[ChunkFile], found: Sequence[str]) -> None:
-        """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one."""
+        """Raise ``CorruptBlockError`` for the first piece whose checksum differs from the recorded one."""
         record = self.blocks[key]
         check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
 
 def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
-    """Return the newest generation with a readable manifest and all files, and why newer ones were skipped.
+    """Return the newest generation with a readable manifest and all files, and why newer generations were skipped.
 
     Raises:
-        GenerationError: there is none.
+        GenerationError: no generation is complete.
     """
     problems: list[str] = []
     for number in newest_first(path):
@@ -337,12 +334,12 @@ def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple
         except NewerFormatError:
             raise
         except GenerationError as error:
-            problems.append(f"generation {number} is not whole: {error}")
-    raise GenerationError(f"no generation in '{path}' is whole: {'; '.join(problems)}")
+            problems.append(f"generation {number} is incomplete: {error}")
+    raise GenerationError(f"no generation in '{path}' is complete: {'; '.join(problems)}")
 
 
 class _Inspection:
-    """Checks of the blocks of one generation. A document that several blocks share is checked once."""
+    """Checks the blocks of one generation. A document that several blocks share is checked only once."""
 
     def __init__(self, reader: GenerationReader) -> None:
         self._reader = reader
@@ -358,7 +355,7 @@ class _Inspection:
             yield str(error)
 
     def store_problems(self) -> Iterator[str]:
-        """Check the note of the store's identity."""
+        """Check ``STORE.json``, which has the store's identity."""
         reader = self._reader
         store = reader.manifest.store
         if store and read_store_id(reader.path) != store:
@@ -370,7 +367,7 @@ class _Inspection:
             return
         self._seen.add(root)
         directory, own = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
-        # A crash between a commit and this document leaves the members of the generation before, until the next commit.
+        # After a crash between a commit and this document, it lists the previous generation until the next commit.
         yield from self._document_problems(directory, own, lambda: directory_document(directory, own), may_lag=True)
         yield from self._document_problems(root.parent, group_document())
         keys = [record.key for record in self._reader.manifest.blocks]
@@ -392,7 +389,7 @@ class _Inspection:
             spec = self._reader.spec(record.key)
             folders = self._reader.folders(record.key)
             if not folders:
-                self._reader.files(record.key)  # raises, and names the right place
+                self._reader.files(record.key)  # Raises an error with the expected folder.
         except GenerationError as error:
             yield str(error)
             return
@@ -418,11 +415,11 @@ class _Inspection:
         *,
         may_lag: bool = False,
     ) -> Iterator[str]:
-        """Check a document. It may also list its members, which a running process may be changing.
+        """Check a document. Its list of members is optional, and a running process may be changing it.
 
         Args:
-            with_members: returns the document with its present members listed.
-            may_lag: accept any list of members: only people read it.
+            with_members: returns the document with the current list of members.
+            may_lag: whether any list of members is valid, because only viewers read it.
         """
         path = folder / DOCUMENT_NAME
         if path in self._seen:
@@ -445,7 +442,7 @@ class _Inspection:
                     found, wanted = read_document(folder), with_members()
             if found != wanted:
                 names = [name for name in {**wanted, **_dict(found)} if wanted.get(name) != _dict(found).get(name)]
-                yield f"'{path}' is damaged: {', '.join(names) or 'all of it'} is not what it must be"
+                yield f"'{path}' is damaged: {', '.join(names) or 'its content'} has a wrong value"
 
 
 def _dict(document: object) -> Mapping[str, Any]:
@@ -486,6 +483,4 @@ def _file_problem(path: Path, chunk_bytes: int) -> str | None:
         return f"a file is missing: {missing_text(path)}"
     except OSError as error:
         return f"{link_text(path)} cannot be read: {error.strerror}"
-    return (
-        None if nbytes == chunk_bytes else f"'{os.path.realpath(path)}' has {nbytes} bytes, it must have {chunk_bytes}"
-    )
+    return None if nbytes == chunk_bytes else f"'{os.path.realpath(path)}' has {nbytes} bytes instead of {chunk_bytes}"

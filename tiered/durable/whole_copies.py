@@ -1,7 +1,7 @@
-"""Whole copies of committed generations: all their bytes in one directory, whichever drives they lay on.
+"""Whole copies of committed generations: all bytes of a generation, from all its drives, in one directory.
 
-The directory is itself a directory of generations, so ``GenerationReader`` reads, checks and removes the copies. A
-copy's manifest is written last: without one the copy is incomplete, and the next copy removes it.
+This directory is also a directory of generations, so ``GenerationReader`` reads and checks the copies. A copy's
+manifest is written last: a copy without a manifest is incomplete, and the next copy removes it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from tiered.tiers.layout import array_document, group_document
 
 @dataclass(frozen=True, slots=True)
 class CopyFigures:
-    """Bytes of a copy.
+    """Number and bytes of a copy.
 
     Attributes:
-        copied_bytes: size of the files that were written.
-        linked_bytes: size of the files that were linked, in the source's own directory on this drive.
+        copied_bytes: size of the written files.
+        linked_bytes: size of the hard-linked files, which are in the source's directory on the same drive.
     """
 
     generation: int
@@ -59,15 +59,15 @@ class CopyFigures:
 
 
 class WholeCopies:
-    """The copies in one directory, which this object owns until ``close``. Not thread-safe. Memory: 20 MiB.
+    """The copies in one directory, which this object locks until ``close``. Not thread-safe. Uses 20 MiB of memory.
 
     Args:
-        path: made if missing. Leftovers of an incomplete copy are removed.
+        path: directory of the copies, created if missing. Incomplete copies in it are removed.
 
     Raises:
-        LockedError: another process uses it.
-        TieredError: it holds foreign files.
-        OSError: the drive refused.
+        LockedError: another process uses the directory.
+        TieredError: the directory contains files of other programs.
+        OSError: the drive returned an error.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,40 +83,40 @@ class WholeCopies:
         self._buffer = page_aligned(PIECE_BYTES)
 
     def close(self) -> None:
-        """Give up the directory; the copies stay. Idempotent."""
+        """Release the directory; the copies stay. Idempotent."""
         self._directory.close()
 
     @property
     def newest(self) -> int | None:
-        """Return the number of the newest copy."""
+        """Number of the newest copy, or None."""
         return next(iter(newest_first(self.path)), None)
 
     def prune(self, keep: int) -> None:
-        """Remove the oldest copies but ``keep``, at least one. Raises ``OSError``; another call continues."""
+        """Remove all but the newest ``keep`` copies (at least one). After an ``OSError``, another call resumes."""
         self.keep_only(sorted(newest_first(self.path))[-max(1, keep) :])
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Remove all copies but those with some numbers. Raises ``OSError``; another call continues."""
+        """Remove all copies except those in ``numbers``. After an ``OSError``, another call resumes."""
         for number in sorted(set(newest_first(self.path)) - set(numbers)):
             self._remove(number)
 
     def copy(self, source: GenerationReader, on_piece: Callable[[], None] = lambda: None) -> CopyFigures:
-        """Copy a generation and make the copy the current one; return once it survives a power cut.
+        """Copy a generation and make the copy the current one. The copy survives a power cut when the method returns.
 
-        Every byte is compared with its checksum when it is read, and again on the drive when it was written. The
-        caller keeps the generation from being removed meanwhile. After an error nothing of the copy is left.
+        Every byte is compared with its checksum when it is read, and again after it is written to the drive. The caller
+        must keep the generation from being removed. After an error, nothing of the copy remains.
 
         Args:
-            on_piece: called after each piece of at most 16 MiB was read, written or compared; an error of it ends the
-                copy.
+            on_piece: called after each piece of at most 16 MiB is read, written or compared. If it raises an error, the
+                copy ends.
 
         Returns:
-            Its figures. It has the number of the generation, or a larger one if a copy has that number.
+            Figures of the copy. Its number is that of the generation, or a larger one if this number is taken.
 
         Raises:
-            CorruptBlockError: a byte of the generation, or of the copy, is another than was written.
+            CorruptBlockError: the generation or the copy is damaged.
             GenerationError: a part is missing.
-            TransferError: a drive refused.
+            TransferError: a drive returned an error.
         """
         self._remove_unfinished()
         number = max([source.generation, *(known + 1 for known in numbers_taken([self.path]))])
@@ -124,7 +124,7 @@ class WholeCopies:
         copied = linked = 0
         try:
             self._identity.mark(folder)
-            if read_document(folder.parent) != group_document():  # a power cut may have torn it
+            if read_document(folder.parent) != group_document():  # A power cut may have damaged the document.
                 write_document(folder.parent, group_document(), replace=True, durable=True)
             write_document(folder, group_document())
             records = []
@@ -141,14 +141,14 @@ class WholeCopies:
                     on_piece()
                 location = os.path.relpath(folder / record.key, self.path)
                 records.append(replace(record, location=location))
-            # The order that makes it atomic: contents are flushed file by file above, then every document and folder
-            # that leads to them, then the manifest, and last the file that names it. A power cut before the manifest
-            # leaves a folder without one, which the next start removes; one after it leaves the whole copy.
+            # This order makes the copy atomic: first the contents (flushed above, file by file), then all documents and
+            # folders, then the manifest, and last the top file. A power cut before the manifest leaves a folder without
+            # a manifest, which the next start removes. A power cut after it leaves a complete copy.
             list_members(folder, [record.key for record in records])
             sync_tree(folder, self.path)
             write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
         except BaseException as failure:
-            # The next start removes files that the drive refuses to delete. A copy that the top file names is whole.
+            # The next start removes files that cannot be deleted now. A copy that the top file names is complete.
             with contextlib.suppress(OSError, GenerationError):
                 if current_generation(self.path) != number:
                     self._remove(number)
@@ -160,9 +160,9 @@ class WholeCopies:
         return CopyFigures(number, copied, linked)
 
     def _link(self, source: GenerationReader, record: BlockRecord, folder: Path) -> bool:
-        """Link a block in the source's own directory; return False if it is elsewhere, or cannot be linked.
+        """Hard-link a block from the source's directory; return False if the block is elsewhere or linking fails.
 
-        Such files are never written again. Files of a file tier are not linked, because it counts and reuses them.
+        No program writes these files again. Files of a file tier are not linked, because the tier reuses them.
         """
         if record.home in source.manifest.paths:
             return False
@@ -174,7 +174,7 @@ class WholeCopies:
         try:
             for file in source.files(record.key):
                 os.link(file.path, target / "c" / file.path.name)
-        except OSError:  # another file system, or one without hard links
+        except OSError:  # The source is on another file system, or the file system has no hard links.
             shutil.rmtree(target)
             return False
         write_document(target, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
@@ -185,7 +185,7 @@ class WholeCopies:
         files = source.files(spec.key)
 
         def read(start: int, stop: int) -> torch.Tensor:
-            piece = self._buffer[: stop - start]  # one for all: by one thread, each is written before the next is read
+            piece = self._buffer[: stop - start]  # One buffer is enough: each piece is written before the next is read.
             source.read_piece(spec.key, files, (start, stop), piece)
             on_piece()
             return piece
@@ -195,13 +195,13 @@ class WholeCopies:
     def _remove_unfinished(self) -> None:
         known = set(newest_first(self.path))
         for number, folder in list(snapshot_folders([self.path])):
-            owner = read_owner(folder)  # damaged if the power failed before its flush
+            owner = read_owner(folder)  # The note may be damaged if the power failed before its flush.
             if number not in known and (owner is None or owner.id in (self._identity.id, "")):
                 self._remove(number)
         for _, folder in snapshot_folders([self.path]):
             remove_if_empty(folder)
 
     def _remove(self, number: int) -> None:
-        # The manifest first: after a crash half-way, the folder clearly is no generation.
+        # Delete the manifest first, so that after a crash the folder is not a generation.
         forget_generation(self.path, number)
         remove_snapshot_folder(generation_folder(self.path, number))

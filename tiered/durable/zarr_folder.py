@@ -1,8 +1,8 @@
-"""A store's folder as zarr sees it: ``latest`` is the current generation, and documents list what is below them.
+"""zarr documents of a store's folder: ``latest`` is the current generation, and documents list their members.
 
-zarr lists a folder to find the members of a group, and warns of every foreign file: manifests, locks, notes of
-ownership. It does not if the group's document has the metadata of the members (zarr's consolidated metadata).
-These documents are for viewers only: nothing here reads them back, and a drive that refuses is no error.
+zarr lists a folder to find the members of a group, and warns of every other file: manifests, locks, notes of
+ownership. If the group's document has the metadata of the members (consolidated metadata), zarr does not list the
+folder. These documents are only for viewers: the store never reads them, and ignores errors when writing them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ LATEST_NAME = "latest"
 
 
 def list_members(folder: Path, keys: Iterable[str]) -> None:
-    """Write the list of a generation's arrays into the document of its folder. Raises ``OSError``."""
+    """Write the list of a generation's arrays to the document of its folder. Raises ``OSError``."""
     write_document(folder, generation_document(folder, keys), replace=True)
 
 
 def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the document of a generation's folder that lists the arrays in it.
+    """Return the document of a generation's folder, with the list of the arrays in this folder.
 
     Args:
-        keys: its blocks; blocks with arrays elsewhere are left out.
+        keys: keys of all blocks; blocks whose arrays are elsewhere are omitted.
     """
     members: dict[str, Any] = {}
     for key in keys:
@@ -44,9 +44,9 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def show_latest(directory: Path, generation: Path | None) -> None:
-    """Point ``latest`` in a store's folder, and the folder's document, at a generation, or at nothing if None.
+    """Point ``latest`` and the document of a store's folder at a generation, or remove them if None.
 
-    Called after the generation became the current one; a crash in between leaves them to the next commit.
+    This happens after the generation became current. After a crash in between, the next commit updates them.
     """
     link = directory / LATEST_NAME
     try:
@@ -56,15 +56,15 @@ def show_latest(directory: Path, generation: Path | None) -> None:
             _replace_link(link, os.path.relpath(generation, directory))
         if read_own_attributes(directory) is not None:
             own = group_document({"page_bytes": PAGE_BYTES})
-            # Durable: this document is also what makes the folder a store's.
+            # Flush this document, because it also marks the folder as a store's folder.
             write_document(directory, directory_document(directory, own), replace=True, durable=True)
-    except OSError:  # a full drive, or no links: no name is better than an old one
+    except OSError:  # The drive is full or has no links. Remove the link, because a stale link is worse than none.
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
 
 
 def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of a store's folder: ``own``, with the target of ``latest`` as its members."""
+    """Return the document of a store's folder: ``own`` with the target of ``latest`` as a member."""
     found = read_document(directory / LATEST_NAME)
     if found is None:
         return _with_members(own, {})

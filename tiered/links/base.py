@@ -1,4 +1,4 @@
-"""What a link is: moves bytes between the slots of two tiers, in the background."""
+"""Protocol and base classes of links, which move bytes between the slots of two tiers in the background."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tiered.transfer import Transfer
 
 @dataclass(frozen=True, slots=True)
 class LinkUsage:
-    """Counters of one direction of one link since it was made.
+    """Counters of one direction of a link since its creation.
 
     Attributes:
-        num_bytes: contents moved (not padding).
-        busy_s: wall seconds with at least one transfer in progress.
+        num_bytes: bytes of contents moved, without padding.
+        busy_s: wall-clock seconds with at least one transfer in progress.
     """
 
     num_bytes: int
@@ -34,47 +34,47 @@ class LinkUsage:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Return the rate while it was busy."""
+        """Mean rate during the busy seconds."""
         return self.num_bytes / self.busy_s if self.busy_s else 0.0
 
 
 @runtime_checkable
 class Link(Protocol):
-    """Moves bytes one way, ``src`` tier to ``dst`` tier. ``submit`` never blocks on the copy itself."""
+    """Moves bytes one way, from the ``src`` tier to the ``dst`` tier. ``submit`` never waits for the copy."""
 
     src: str
     dst: str
 
     @property
     def path(self) -> str:
-        """Return the path that bytes take now: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
+        """Current method of the copies: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
         ...
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start copying the first ``nbytes`` and return at once; the transfer finishes on a link thread.
 
-        The caller keeps both slots untouched until the transfer is done. Errors end up in the transfer
-        as ``TransferError``; they are never raised here.
+        The caller leaves both slots unchanged until the transfer is done. ``submit`` raises no errors: the
+        transfer gets them as ``TransferError``.
         """
         ...
 
     def usage(self) -> LinkUsage: ...
 
     def close(self) -> None:
-        """Finish transfers and stop the threads; shared threads stop with their last link. Idempotent."""
+        """Finish transfers and stop the threads. Threads that links share stop with the last link. Idempotent."""
         ...
 
 
 @runtime_checkable
 class LinkedTier(Protocol):
-    """A tier that brings its own links: any tier may have this method, which ``default_links`` calls."""
+    """A tier that provides its links. ``default_links`` calls this method of any tier that has it."""
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return two links, one each way between this tier and ``neighbour``; None if no way is known.
+        """Return two links, one each way between this tier and ``neighbour``, or None if they cannot be linked.
 
         A ``ReadOnlyTier`` returns one link, which leads to the neighbour.
 
-        Starts no thread and touches no device: links do so with their first transfer.
+        The method starts no thread and uses no device; links do so at their first transfer.
         """
         ...
 
@@ -100,7 +100,7 @@ class Meter:
             self._inflight_bytes += nbytes
 
     def end(self, nbytes: int, *, moved: bool) -> None:
-        """Count a transfer as ended; ``moved`` is False when it failed. Call it before ``Transfer.finish``."""
+        """Count a transfer as ended. ``moved`` is False if it failed. Call this before ``Transfer.finish``."""
         with self._lock:
             self._num_active -= 1
             self._inflight_bytes -= nbytes
@@ -111,20 +111,20 @@ class Meter:
                 self._busy_s += time.perf_counter() - self._busy_since_s
 
     def usage(self, path: str) -> LinkUsage:
-        """Return the counters now, the present busy time included."""
+        """Return the current counters, including the busy time in progress."""
         with self._lock:
             busy_s = self._busy_s + (time.perf_counter() - self._busy_since_s if self._num_active else 0.0)
             return LinkUsage(self._num_bytes, busy_s, self._inflight_bytes, self._num_transfers, path)
 
 
 class Workers:
-    """Runs jobs on ``num_threads`` daemon threads: urgent ones first, else in order of submission.
+    """Runs jobs on ``num_threads`` daemon threads: urgent jobs first, otherwise in order of submission.
 
-    A job that raises is reported through ``threading.excepthook`` and costs neither the thread nor other jobs.
+    An exception in a job is reported through ``threading.excepthook``; the thread continues with other jobs.
 
     Args:
-        num_patient: threads that urgent jobs leave to waiting ordinary ones. A drive reads and writes at the same time:
-            if all threads do one of the two, half of the drive idles.
+        num_patient: number of threads that urgent jobs leave to waiting ordinary jobs. A drive can read and write at
+            the same time: if all threads read, half of the drive's bandwidth is unused.
     """
 
     def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:
@@ -164,12 +164,12 @@ class Workers:
                 job()
             except BaseException:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            del job  # it may hold the memory of a slot
+            del job  # The job may hold a reference to the memory of a slot.
             with self._changed:
                 self._num_urgent_running -= is_urgent
 
     def close(self) -> None:
-        """Run the queued jobs, then stop the threads. Idempotent; not to be called from a job."""
+        """Run the queued jobs, then stop the threads. Idempotent. A job must not call it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -177,21 +177,20 @@ class Workers:
             thread.join()
 
 
-#: Copies the first bytes of a source slot into a destination slot; raises on failure.
+#: Function that copies the first bytes of a source slot to a destination slot, or raises an error.
 Move = Callable[[Slot, Slot, int], None]
 
 
 class ThreadedLink:
-    """One direction between two tiers, moved by a few threads that start with the first transfer. Thread-safe.
+    """One direction between two tiers, with a few threads that start at the first transfer. Thread-safe.
 
-    If ``move`` raises, its error ends the transfer: a ``TieredError`` as it is, any other as a ``TransferError``.
+    An exception of ``move`` ends the transfer: a ``TieredError`` unchanged, any other as a ``TransferError``.
 
     Args:
-        src: name of the tier that it reads.
-        dst: name of the tier that it writes.
-        path: name of the path for statistics.
-        move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``; several at once, for different
-            slots.
+        src: name of the source tier.
+        dst: name of the destination tier.
+        path: name of the copy method for statistics.
+        move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``, concurrently for different slots.
     """
 
     def __init__(self, src: str, dst: str, move: Move, *, path: str, num_threads: int = 2) -> None:
@@ -215,7 +214,7 @@ class ThreadedLink:
             self._move(src_slot, dst_slot, nbytes)
         except TieredError as cause:
             error = cause
-        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+        except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
             number = cause.errno if isinstance(cause, OSError) else None
             text = f"copy of {nbytes} bytes failed: {cause}"
             error = TransferError(text, tier=f"{self.src}->{self.dst}", errno=number)
@@ -233,7 +232,7 @@ class ThreadedLink:
 
 
 class HostLink(ThreadedLink):
-    """Copies one way between two addressable CPU tiers, on threads that start with the first transfer."""
+    """Copies one way between two addressable tiers in host memory, on threads that start at the first transfer."""
 
     def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
         for tier in (src_tier, dst_tier):

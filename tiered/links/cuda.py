@@ -1,4 +1,4 @@
-"""CudaLink: device memory <-> pinned host memory, with its own copy streams per direction."""
+"""CudaLink: copies between device memory and pinned host memory, with separate copy streams per direction."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from tiered.transfer import Transfer
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """A stream of copies in order, and the thread that waits for their ends in that order."""
+    """A stream that runs copies in order, and the thread that waits for them in this order."""
 
     waiter: Workers
     stream: Any = None
 
 
 class CudaLink:
-    """Copies one way between a GpuTier and a RamTier. Touches no device before the first transfer.
+    """Copies one way between a GpuTier and a RamTier. Uses no device before the first transfer.
 
-    Order of the steps that make a transfer safe:
+    These rules make a transfer safe:
 
-    1. Before the copy, its stream waits for all work recorded as using the device slot: kernels that wrote the bytes to
-       copy out, or that still read the slot's old contents. The stream waits on the device; no thread does.
-    2. The transfer finishes when the bytes have arrived, in both directions. Until then an H2D copy reads the host
-       slot, and a D2H copy reads the device slot. Then the store may reuse either slot. Kernels queued after an
-       H2D copy finished need no further order.
-    3. The copy streams are not the legacy default stream and do not synchronise with it. Kernels that are queued there
-       and copies wait for each other only through the events of 1.
+    1. Before the copy, its stream waits for all work that is recorded as using the device slot: kernels that wrote the
+       bytes, or that still read the slot's old contents. Only the stream waits, on the device; no thread waits.
+    2. The transfer finishes when the bytes have arrived. Until then, an H2D copy reads the host slot and a D2H copy
+       reads the device slot. Afterwards the store can reuse either slot, and kernels that are queued after an H2D copy
+       need no further order.
+    3. The copy streams are not the legacy default stream and do not synchronize with it. Kernels on that stream and
+       copies wait for each other only through the events of rule 1.
 
-    A direction has two streams: one for copies whose device slot is free, one for copies that wait for kernels. In one
-    stream, a fetch into a slot that a kernel still reads would delay all fetches behind it, and the link would idle.
-    With many micro-batches an activation's slot is reused while the layer still runs. The next layer's weights, whose
-    slot is free, would wait. Copies of one lane keep the order of submission, which is the order of need. Copies
-    out all wait for the kernel that made the bytes. These kernels end in order, so one lane serves them.
+    Each direction has two streams: one for copies whose device slot is free, one for copies that wait for kernels.
+    With a single stream, a fetch to a slot that a kernel still reads would delay all later fetches. For example, with
+    many micro-batches an activation's slot is reused while the layer still runs, and the next layer's weights would
+    wait although their slot is free. The copies of one stream keep the order of submission, which is the order of use.
+    All D2H copies wait for the kernel that wrote the bytes. These kernels end in order, so one stream is enough.
 
-    One thread enqueues (a copy from memory that is not pinned blocks it); one thread per lane waits for the device.
+    One thread enqueues copies (a copy from unpinned memory blocks it); one thread per stream waits for the device.
     """
 
     def __init__(self, src_tier: GpuTier | RamTier, dst_tier: GpuTier | RamTier) -> None:
@@ -66,7 +66,7 @@ class CudaLink:
 
     @property
     def path(self) -> str:
-        """Return ``cuda``, or ``cuda-pageable`` where host memory is not pinned: the driver stages copies then."""
+        """``cuda``, or ``cuda-pageable`` if host memory is not pinned, so that the driver stages copies."""
         is_staged = isinstance(self._host_tier, RamTier) and self._host_tier.num_unpinned_slabs > 0
         return "cuda-pageable" if is_staged else "cuda"
 
@@ -78,35 +78,35 @@ class CudaLink:
         return transfer
 
     def _enqueue(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
-        """Queue the copy, and the wait for its end. Only the enqueuing thread calls it, so lanes need no lock."""
+        """Queue the copy and the wait for its end. Only the enqueuing thread calls this, so lanes need no lock."""
         buffer = buffer_of(src_slot if isinstance(self._src_tier, GpuTier) else dst_slot)
         lane = self._free
         try:
-            # Checked once: if the kernel ends a moment later, the copy only misses the better lane.
+            # Check only once: if the kernel ends a moment later, the copy uses the slower lane, which is harmless.
             lane = self._free if buffer.is_idle() else self._waiting
             event = self._copy(lane, buffer, src_slot, dst_slot, nbytes)
             transfer.event = event
-        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+        except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
             self._fail(lane, transfer, cause)
             return
         lane.waiter.submit(lambda: self._wait(event, transfer))
 
     def _copy(self, lane: _Lane, buffer: DeviceBuffer, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Any:
-        """Queue the copy on a lane's stream; return an event that ends after it."""
+        """Queue the copy on a lane's stream, and return an event recorded after it."""
         if lane.stream is None:
             lane.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         buffer.order_before(lane.stream)
         with torch.cuda.stream(lane.stream):
             source, target = self._bytes(self._src_tier, src_slot), self._bytes(self._dst_tier, dst_slot)
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
-        # blocking=True: the waiting thread sleeps instead of spinning on a core that computes
+        # With blocking=True, the waiting thread sleeps instead of keeping a CPU core busy.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(lane.stream)
         return event
 
     @staticmethod
     def _bytes(tier: GpuTier | RamTier, slot: Slot) -> torch.Tensor:
-        if isinstance(tier, GpuTier):  # not tier.tensor(): the caller has ordered the copy stream itself
+        if isinstance(tier, GpuTier):  # The caller has ordered the copy stream, so no view for kernels is needed.
             return buffer_of(slot).tensor
         return tier.tensor(slot, (slot.slot_bytes,), torch.uint8)
 
@@ -120,8 +120,8 @@ class CudaLink:
 
     def _fail(self, lane: _Lane, transfer: Transfer, cause: Exception) -> None:
         if lane.stream is not None:
-            # The copy may have been queued before the error, and no slot may be freed while it moves. A broken device
-            # raises here again, and then nothing moves.
+            # The copy may have been queued before the error, and no slot may be freed while bytes move. A broken device
+            # raises here again; then no bytes move.
             with contextlib.suppress(Exception):
                 lane.stream.synchronize()
         self._finish(transfer, cause)

@@ -1,6 +1,6 @@
-"""Memory <-> files: transfers cut into large parts, moved by a few threads, checked on the way.
+"""Links between memory and files: several threads move transfers in large parts and verify checksums.
 
-How one part is moved is the business of a ``PartMover``: plain system calls (``posix.py``) or kvikio (``kvikio.py``).
+A ``PartMover`` moves one part: ``PosixMover`` with system calls, or ``KvikioMover`` with kvikio.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 PART_BYTES = 16 * MiB
 _MIN_THREADS = 8
 _THREADS_PER_PATH = 4
-_PATIENT_SHARE = 2  # half of the threads is left to writes that wait
-#: Resource of a slot, which a transfer reads or fills.
+_PATIENT_SHARE = 2  # Reads leave one half of the threads to waiting writes.
+#: Resource of a memory slot that a transfer reads or fills.
 Memory = HostSlab | DeviceBuffer
 
 
 class PartMover(Protocol):
-    """Moves bytes between memory and one file of a tier. Called by several threads at once.
+    """Moves bytes between memory and one file of a tier. Several threads call it concurrently.
 
-    A mover of device memory gets a tensor on the device, 1-D uint8, instead of a memoryview.
+    A mover of device memory gets a 1-D uint8 tensor on the device instead of a memoryview.
     """
 
     @property
     def path(self) -> str:
-        """Return the path that bytes take now, e.g. ``posix-direct``."""
+        """Current copy method, e.g. ``posix-direct``."""
         ...
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` (bytes, multiple of 4096 like the length).
+        """Fill ``view`` from byte ``offset``. The offset and the length are multiples of 4096.
 
         Raises:
-            OSError: the drive refused.
+            OSError: the drive returned an error.
             TransferError: the file ends too early.
         """
         ...
 
     def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
-        """Write all of ``view`` at ``offset``, to a file that no snapshot links. Raises ``OSError``."""
+        """Write all of ``view`` at ``offset`` to a file that no snapshot links. Raises ``OSError``."""
         ...
 
     def close(self) -> None: ...
@@ -62,7 +62,7 @@ class PartMover(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A piece of a transfer: bytes ``start`` to ``stop`` of the slot, in one file; multiples of 4096."""
+    """A part of a transfer: bytes ``start`` to ``stop`` (multiples of 4096) of the slot, within one file."""
 
     file: ChunkFile
     start: int
@@ -70,30 +70,30 @@ class FilePart:
 
 
 class _FileTransfer:
-    """A transfer in progress: how many parts are left, the first error, and which pieces have all their bytes."""
+    """A transfer in progress: the number of remaining parts, the first error, and the completed pieces."""
 
     def __init__(
         self, transfer: Transfer, memory: Memory, home: HomeFiles, parts: list[FilePart], meter: Meter
     ) -> None:
         self.transfer, self.memory, self.home, self.meter = transfer, memory, home, meter
         self.error: BaseException | None = None
-        self.found: dict[int, str] = {}  # checksums by the start of their piece
+        self.found: dict[int, str] = {}  # checksums by start of the piece
         self._lock = threading.Lock()
-        self._uncounted_bytes: Counter[int] = Counter()  # of a write, by path: not counted as wear yet
+        self._uncounted_bytes: Counter[int] = Counter()  # bytes not yet counted as wear, by path
         for part in parts:
             self._uncounted_bytes[part.file.path_index] += part.stop - part.start
-        self._num_left = max(1, len(parts))  # calls of `task_done` that end the transfer: one where nothing moves
+        self._num_left = max(1, len(parts))  # remaining calls of `task_done`; an empty transfer has one
         self._parts_left = {
             piece: sum(part.start < piece[1] and piece[0] < part.stop for part in parts)
             for piece in pieces(transfer.nbytes)
         }
 
     def count_wear(self, tier: NvmeTier) -> None:
-        """Count the whole write for its paths before its first part is written; later calls do nothing.
+        """Count the bytes of the whole write by path before its first part is written; later calls do nothing.
 
         Raises:
-            WearLimitError: a path may not be written that much.
-            OSError: a drive refused.
+            WearLimitError: the write would exceed the limit of a path.
+            OSError: a drive returned an error.
         """
         with self._lock:
             if self._uncounted_bytes:
@@ -101,7 +101,7 @@ class _FileTransfer:
                 self._uncounted_bytes.clear()
 
     def arrived(self, part: FilePart) -> list[tuple[int, int]]:
-        """Count a part as moved; return the pieces that it completed."""
+        """Count a part as moved, and return the pieces that it completed."""
         completed = []
         with self._lock:
             for piece in self._parts_left:
@@ -112,17 +112,17 @@ class _FileTransfer:
         return completed
 
     def digest_from(self, part: FilePart) -> None:
-        """Note the checksums of the pieces that begin in a part: each begins in one."""
+        """Compute and store the checksums of the pieces that begin in a part."""
         for start in range(round_up(part.start, PIECE_BYTES), min(part.stop, self.transfer.nbytes), PIECE_BYTES):
             self.found[start] = self.digest((start, min(start + PIECE_BYTES, self.transfer.nbytes)))
 
     def digest(self, piece: tuple[int, int]) -> str:
-        """Return the checksum of a piece as it is in memory."""
+        """Return the checksum of a piece in memory."""
         with self.memory.view(*piece) as view:
             return checksum(view)
 
     def task_done(self, error: BaseException | None) -> bool:
-        """Count a task as ended; True for the last one."""
+        """Count a task as ended, and return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
             self._num_left -= 1
@@ -130,19 +130,19 @@ class _FileTransfer:
 
 
 class FileEngine:
-    """The threads that read and write one NvmeTier's files; shared by its read and its write link.
+    """The threads that read and write one NvmeTier's files, shared by its read link and its write link.
 
-    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together. Queued reads go first, but leave
-    half of the threads to writes: a drive does both at once, and waiting writes hold room that reads need. A transfer
-    ends when all its parts have ended, so that its slots are untouched from then on even after an error.
+    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together. Queued reads have priority, but
+    leave half of the threads to writes: a drive does both concurrently, and waiting writes occupy space that reads
+    need. A transfer ends when all its parts have ended, so no thread uses its slots afterwards, even after an error.
 
-    Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared when they
-    are read (``always``). The thread that moves the bytes does both without the interpreter's lock. Writes from a
-    GpuTier get no checksums, because the bytes are not in RAM.
+    A write computes the checksums of the contents (unless ``tier.verify`` is ``off``), and a read compares them (if it
+    is ``always``). The thread that moves the bytes does both without the GIL. Writes from a GpuTier get no checksums,
+    because the bytes are not in RAM.
 
-    Device streams do not order file I/O. So parts of a GpuTier's slot move once the device has finished all work that
-    was recorded as using the slot; two separate threads wait for that. After a read has ended, its bytes are in device
-    memory, and kernels that are queued later need no further order.
+    Device streams do not order file I/O. So parts of a GpuTier's slot move only after the device has finished all work
+    that was recorded as using the slot; two separate threads wait for that. After a read has ended, its bytes are in
+    device memory, and kernels that are queued later need no further order.
     """
 
     def __init__(
@@ -175,21 +175,21 @@ class FileEngine:
     def _queue_after(self, buffer: DeviceBuffer, job: _FileTransfer, parts: list[FilePart], is_write: bool) -> None:
         try:
             buffer.wait()
-        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+        except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
             job.error = TransferError(f"the device failed: {cause}", tier=f"{job.transfer.src}->{job.transfer.dst}")
             job.error.__cause__ = cause
         self._queue(job, parts, is_write)
 
     def _queue(self, job: _FileTransfer, parts: list[FilePart], is_write: bool) -> None:
         if is_write:
-            job.home.checksums, job.home.is_flushed = None, False  # until all the new ones are known
+            job.home.checksums, job.home.is_flushed = None, False  # None until all new checksums are known.
         tasks: list[FilePart | None] = [*parts] or [None]
         for part in tasks:
-            # Callers wait for reads; writes have time.
+            # Reads are urgent because callers wait for them.
             self._workers.submit(lambda part=part: self._run(job, part, is_write), urgent=not is_write)  # type: ignore[misc]
 
     def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[FilePart]:
-        # O_DIRECT moves multiples of 4096 bytes. Both slots have them: the slab is rounded up, and so are the files.
+        # O_DIRECT moves multiples of 4096 bytes. Both the slab and the files are rounded up to such a multiple.
         end = round_up(nbytes, PAGE_BYTES)
         for file in files:
             stop = min(file.offset + file.nbytes, end)
@@ -198,18 +198,18 @@ class FileEngine:
 
     def _run(self, job: _FileTransfer, part: FilePart | None, is_write: bool) -> None:
         error: BaseException | None = None
-        if job.error is None and part is not None:  # else nothing to move, or the transfer has failed
+        if job.error is None and part is not None:  # Otherwise the transfer is empty or has failed.
             try:
                 if is_write and self.tier.verify != "off" and isinstance(job.memory, HostSlab):
-                    job.digest_from(part)  # first: the drive's copy finds the bytes in the processor's cache
+                    job.digest_from(part)  # Compute checksums first: the write then finds the bytes in the CPU cache.
                 self._move(job, part, is_write)
                 if not is_write and self.tier.verify == "always":
                     self._compare(job, job.arrived(part))
-            except TieredError as cause:  # damage, a limit, a truncated file: it needs no context
+            except TieredError as cause:  # Its message is complete: damage, a wear limit, or a truncated file.
                 error = cause
             except OSError as cause:
                 error = self._wrap(cause, part, is_write)
-            except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+            except Exception as cause:  # Every exception must end the transfer, because its waiters would hang.
                 error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=str(part.file.path))
                 error.__cause__ = cause
         if job.task_done(error):
@@ -256,15 +256,15 @@ class FileEngine:
             part.stop - part.start,
             is_write=is_write,
             on_slow=lambda figures: self.tier.notice(
-                f"path '{path}' has slowed down: {figures}. Look for other work on its drive, heat, or a failing drive",
+                f"path '{path}' has slowed down: {figures}. Check its drive for other load, heat, or failure",
                 once=f"slow:{path}",
             ),
         )
 
     def _compare(self, job: _FileTransfer, completed: list[tuple[int, int]]) -> None:
-        """Compare the pieces that are whole now with the checksums of the last write."""
+        """Compare completed pieces with the checksums of the last write."""
         if job.home.checksums is None:
-            return  # nothing was written since the tier began to check
+            return  # No write has computed checksums yet.
         for start, stop in completed:
             expected, found = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
             if found != expected:
@@ -281,15 +281,15 @@ class FileEngine:
         error.__cause__ = cause
         return error
 
-    # -- the threads -------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------------------
 
     def link_opened(self) -> None:
-        """Count a link that uses this engine."""
+        """Add a link that uses this engine."""
         with self._counting:
             self._num_links += 1
 
     def link_closed(self) -> None:
-        """Stop the threads once the last link was closed, after everything queued has run."""
+        """Remove a link. After the last link, run all queued parts and stop the threads."""
         with self._counting:
             self._num_links -= 1
             is_last = self._num_links == 0
@@ -300,7 +300,7 @@ class FileEngine:
 
 
 class _FileLink:
-    """Base of both directions."""
+    """Base class of both directions."""
 
     def __init__(self, src: str, dst: str, engine: FileEngine) -> None:
         self.src = src
@@ -312,7 +312,7 @@ class _FileLink:
 
     @property
     def path(self) -> str:
-        """Return the path that bytes take now, e.g. ``posix-direct`` or ``kvikio-posix``."""
+        """Current copy method, e.g. ``posix-direct`` or ``kvikio-posix``."""
         return self.engine.mover.path
 
     def usage(self) -> LinkUsage:
@@ -320,14 +320,14 @@ class _FileLink:
         return self._meter.usage(self.path)
 
     def close(self) -> None:
-        """Finish transfers in progress; the threads stop with the last link of the engine. Idempotent."""
+        """Finish transfers in progress. The threads stop with the last link of the engine. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.engine.link_closed()
 
 
 class FileReadLink(_FileLink):
-    """Reads home slots of an NvmeTier into slots of a RamTier, or of a GpuTier whose alignment is 4096."""
+    """Reads home slots of an NvmeTier into slots of a RamTier, or of a GpuTier with an alignment of 4096."""
 
     def __init__(self, nvme: NvmeTier, fast: RamTier | GpuTier, engine: FileEngine) -> None:
         super().__init__(nvme.name, fast.name, engine)
@@ -342,15 +342,15 @@ class FileReadLink(_FileLink):
 class FileWriteLink(_FileLink):
     """Writes slots of a RamTier or a GpuTier to home slots of an NvmeTier.
 
-    Files that a snapshot holds are replaced, not written.
+    A file that a snapshot links is replaced, never overwritten.
     """
 
     def __init__(self, fast: RamTier | GpuTier, nvme: NvmeTier, engine: FileEngine) -> None:
         super().__init__(fast.name, nvme.name, engine)
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
-        """Start writing all contents of the slot (``nbytes`` must be the slot's) and return at once."""
-        assert nbytes == dst_slot.nbytes, f"a part of a slot cannot be written: {nbytes} of {dst_slot.nbytes} bytes"
+        """Start writing the whole slot and return at once; ``nbytes`` must be the slot's size."""
+        assert nbytes == dst_slot.nbytes, f"slots must be written completely: {nbytes} of {dst_slot.nbytes} bytes"
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
         self.engine.start(dst_slot, src_slot, transfer, self._meter, is_write=True)
         return transfer
@@ -359,8 +359,8 @@ class FileWriteLink(_FileLink):
 class PosixMover:
     """``PartMover`` with ``preadv`` and ``pwritev``. Thread-safe.
 
-    A file is opened for every part: 1.5 microseconds, compared with 8 milliseconds for 16 MiB. So a part never uses
-    a file that only a snapshot holds by now.
+    It opens the file for every part (1.5 microseconds, compared with 8 milliseconds for 16 MiB). So a part never uses
+    a file that was replaced and now belongs only to a snapshot.
     """
 
     def __init__(self, tier: NvmeTier) -> None:
@@ -368,7 +368,7 @@ class PosixMover:
 
     @property
     def path(self) -> str:
-        """Return ``posix-direct``, or ``posix-buffered`` if a file system of the tier cannot do O_DIRECT."""
+        """``posix-direct``, or ``posix-buffered`` if a file system of the tier does not support O_DIRECT."""
         return self._tier.io_path
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
@@ -377,7 +377,7 @@ class PosixMover:
             nbytes = read_all(fd, view, offset, self._tier.stop_direct_io)
         if nbytes < len(view):
             raise TransferError(
-                f"file ends {len(view) - nbytes} bytes before the block does: it was cut off",
+                f"file is truncated: it ends {len(view) - nbytes} bytes before the block does",
                 tier=self._tier.name,
                 path=str(file.path),
                 offset=offset + nbytes,
@@ -392,21 +392,21 @@ class PosixMover:
     def _opened(self, fd: int, offset: int, nbytes: int) -> Iterator[int]:
         try:
             yield fd
-            if not self._tier.is_direct:  # else the kernel would keep a copy of what the RAM tier accounts for
+            if not self._tier.is_direct:  # Drop the kernel's cached copy, because the RAM tier holds the contents.
                 drop_cached(fd, offset, nbytes)
         finally:
             os.close(fd)
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Do nothing, because no file stays open."""
 
 
-_DEAD = "The drive, or the way to it, is failing: look into the kernel's log (dmesg) and check the drive"
+_DEAD = "The drive or its connection is failing: read the kernel's log (dmesg) and check the drive"
 _ADVICE = {
     errno.ENOSPC: "Free space on that drive",
     errno.EDQUOT: "Free space there, or raise the quota",
-    errno.EROFS: "The file system became read-only, mostly after an error of the drive: look into the kernel's log "
-    "(dmesg), mend it and mount it again",
+    errno.EROFS: "The file system became read-only, usually after a drive error: read the kernel's log (dmesg), "
+    "repair the file system and mount it again",
     errno.EIO: _DEAD,
     errno.ENXIO: _DEAD,
     errno.ENODEV: _DEAD,
@@ -419,8 +419,8 @@ _ADVICE = {
 
 
 def explain(cause: OSError) -> str:
-    """Return the system's message with the name of the error, and advice."""
+    """Return the system's message with the name of the error and advice."""
     code = cause.errno or 0
     text = f"{cause.strerror or cause} ({errno.errorcode.get(code, f'error {code}')})"
     advice = _ADVICE.get(code)
-    return text if advice is None else f"{text}. {advice}; generations committed before are untouched"
+    return text if advice is None else f"{text}. {advice}; committed generations are unaffected"

@@ -1,4 +1,4 @@
-"""kvikio for a tier's files: NVIDIA's I/O library, tuned, and used only after checks of what it can do."""
+"""File I/O of a tier with kvikio, NVIDIA's I/O library, after a check of its capabilities."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from tiered.units import PAGE_BYTES, MiB
 _TASK_BYTES = 16 * MiB
 _MIN_THREADS = 4
 _THREADS_PER_PATH = 2
-#: A handle is two file descriptors.
+#: Maximum number of open handles. Each handle has two file descriptors.
 _MAX_HANDLES = 128
 _ADVICE = "or choose the engine 'posix'"
-_tuning = threading.Lock()  # kvikio's settings are global
-_Identity = tuple[int, int, bool]  # device, inode, for writing
+_tuning = threading.Lock()  # kvikio's settings are global.
+_Identity = tuple[int, int, bool]  # (device, inode, whether opened for writing)
 
-#: kvikio passes the system's errors on as text only.
+#: Error numbers by message, because kvikio reports system errors only as text.
 _ERRNO_OF = {os.strerror(number): number for number in errno.errorcode}
 
 
 @dataclass(slots=True)
 class _Handle:
-    """An open file of kvikio and how many threads use it now."""
+    """An open file of kvikio and the number of threads that use it."""
 
     file: Any
     num_users: int
 
 
 class KvikioMover:
-    """``PartMover`` with kvikio. Thread-safe; of no use after a fork, where kvikio would hang.
+    """``PartMover`` with kvikio. Thread-safe. Raises an error after a fork, where kvikio would hang.
 
-    Files stay open between parts, known by their inode, so that a snapshot's file is never mistaken for the file that
-    has its name now. At most 128 stay open, and none that was deleted for long.
+    Files stay open between parts and are identified by inode, so a snapshot's file is never confused with the new file
+    of the same name. At most 128 files stay open; deleted files are closed soon.
 
-    kvikio's settings belong to the process, so two movers share them. Its defaults (one thread, the kernel's cache)
-    reach a third of the speed.
+    All movers of a process share kvikio's settings. The default settings (one thread, the kernel's cache) reach a
+    third of the speed.
 
     Args:
-        has_gds: a probe has shown that GPUDirect Storage carries bytes here. Otherwise kvikio is kept from opening
-            libcufile's driver, which may never return.
+        has_gds: whether a probe has shown that GPUDirect Storage works here. If False, kvikio does not open libcufile's
+            driver, because the call may never return.
 
     Raises:
         TieredError: kvikio or the NVIDIA driver is missing. There is no silent fallback.
@@ -61,17 +61,18 @@ class KvikioMover:
     def __init__(self, tier: NvmeTier, *, has_gds: bool = False) -> None:
         self._tier = tier
         self._process_id = os.getpid()
-        os.environ.setdefault("CUFILE_LOGFILE_PATH", os.path.join(tier.paths[0], "cufile.log"))  # else: here
+        # Without this setting, cuFile writes its log to the working directory.
+        os.environ.setdefault("CUFILE_LOGFILE_PATH", os.path.join(tier.paths[0], "cufile.log"))
         self._kvikio = _load(tier.name)
         num_threads = max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
         _tune(self._kvikio, num_threads=num_threads, has_gds=has_gds, is_direct=tier.is_direct)
         self._monitor = self._kvikio.SummaryMonitor()
         self._lock = threading.Lock()
-        self._handles: OrderedDict[_Identity, _Handle] = OrderedDict()  # least recently used first
+        self._handles: OrderedDict[_Identity, _Handle] = OrderedDict()  # in LRU order
 
     @property
     def path(self) -> str:
-        """Return ``kvikio-gds`` if GPUDirect Storage has carried bytes, by kvikio's counters, else ``kvikio-posix``."""
+        """``kvikio-gds`` if kvikio's counters show that GPUDirect Storage moved bytes, otherwise ``kvikio-posix``."""
         by_backend = self._monitor.get().by_backend
         return "kvikio-gds" if by_backend["GDS"]["bytes_transferred"] else "kvikio-posix"
 
@@ -100,15 +101,15 @@ class KvikioMover:
             self._move(file, offset, view, is_write)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._close_unused()  # a file that was deleted takes room until it is closed
+                self._close_unused()  # A deleted file takes space until it is closed.
             elif error.errno == errno.EINVAL and was_direct:
-                self._stop_direct_io()  # some file systems accept O_DIRECT at the opening and refuse it when it is used
+                self._stop_direct_io()  # Some file systems accept O_DIRECT when opening and refuse it later.
             else:
                 raise
             self._move(file, offset, view, is_write)
 
     def _move(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, is_write: bool) -> None:
-        # cuFile takes device memory at any address; host memory is moved by plain system calls.
+        # cuFile accepts any device address. System calls move host memory, which must be aligned.
         address = np.frombuffer(view, dtype=np.uint8).ctypes.data if isinstance(view, memoryview) else 0
         place = (address, offset, len(view))
         assert not any(number % PAGE_BYTES for number in place), f"not aligned to {PAGE_BYTES}: {place}"
@@ -118,17 +119,17 @@ class KvikioMover:
         with self._handle(identity, file, offset) as handle:
             try:
                 start = handle.pwrite if is_write else handle.pread
-                # kvikio's future does not hold the memory: it must be waited for while ``view`` lives.
+                # kvikio's future does not keep the memory alive, so wait for it while ``view`` exists.
                 count = start(view, len(view), offset, _TASK_BYTES).get()
             except RuntimeError as cause:
                 raise self._translate(cause, file, offset) from cause
             if count != len(view):
                 raise self._error(f"kvikio moved {count} bytes of {len(view)}", file, offset)
-            if not self._tier.is_direct:  # else the kernel would keep a copy of what the RAM tier accounts for
+            if not self._tier.is_direct:  # Drop the kernel's cached copy, because the RAM tier holds the contents.
                 os.posix_fadvise(handle.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def _identity_to_write(self, file: ChunkFile) -> _Identity:
-        fd = self._tier.open_for_write(file)  # gives the name to another file if a snapshot has this one
+        fd = self._tier.open_for_write(file)  # If a snapshot links the file, this replaces it with another file.
         try:
             status = os.fstat(fd)
         finally:
@@ -139,7 +140,7 @@ class KvikioMover:
         status = os.stat(file.path)
         missing_bytes = offset + nbytes - status.st_size
         if missing_bytes > 0:
-            text = f"file ends {missing_bytes} bytes before the block does: it was cut off"
+            text = f"file is truncated: it ends {missing_bytes} bytes before the block does"
             raise self._error(text, file, status.st_size)
         return status.st_dev, status.st_ino, False
 
@@ -147,7 +148,7 @@ class KvikioMover:
 
     @contextmanager
     def _handle(self, identity: _Identity, file: ChunkFile, offset: int) -> Iterator[Any]:
-        """Yield kvikio's file; it stays open at least as long."""
+        """Yield kvikio's file, which stays open during the ``with`` block."""
         with self._lock:
             handle = self._handles.get(identity)
             if handle is None:
@@ -176,7 +177,7 @@ class KvikioMover:
         return opened
 
     def _close_surplus(self) -> None:
-        """Close files that were deleted, and beyond the bound those unused for longest; call with the lock held."""
+        """Close deleted files, and above the limit the least recently used files. The caller holds the lock."""
         num_surplus = len(self._handles) - _MAX_HANDLES
         for identity, handle in list(self._handles.items()):
             if handle.num_users == 0 and (num_surplus > 0 or os.fstat(handle.file.fileno()).st_nlink == 0):
@@ -202,7 +203,7 @@ class KvikioMover:
         return TransferError(text, tier=self._tier.name, path=str(file.path), offset=offset)
 
     def _translate(self, cause: RuntimeError, file: ChunkFile, offset: int) -> OSError:
-        """Return the system's error if kvikio's text ends with one, else its text with the place."""
+        """Return the system's error if kvikio's message ends with one; otherwise an error with kvikio's message."""
         last = str(cause).rsplit(": ", 1)[-1]
         if last in _ERRNO_OF:
             return OSError(_ERRNO_OF[last], last, str(file.path))
@@ -210,7 +211,7 @@ class KvikioMover:
 
 
 def _load(tier: str) -> Any:
-    """Import kvikio and make sure that it can move a byte: even for host memory it asks the NVIDIA driver."""
+    """Import kvikio, and check for the NVIDIA driver, which kvikio needs even for host memory."""
     try:
         import kvikio
         import kvikio.defaults
@@ -242,6 +243,6 @@ def _tune(kvikio: Any, *, num_threads: int, has_gds: bool, is_direct: bool) -> N
             "auto_direct_io_read": is_direct,
             "auto_direct_io_write": is_direct,
         }
-        if num_threads > kvikio.defaults.get("num_threads"):  # makes a new pool, which must not shrink another mover's
+        if num_threads > kvikio.defaults.get("num_threads"):  # Never shrink the thread pool of another mover.
             settings["num_threads"] = num_threads
         kvikio.defaults.set(settings)

@@ -1,6 +1,6 @@
-"""Capabilities of kvikio on this machine, probed in a subprocess, because cuFile can hang.
+"""Probe of kvikio's capabilities on this machine, in a subprocess because cuFile can hang.
 
-Run as a script, this file is that process; it imports nothing of this package, so that it starts quickly.
+The subprocess runs this file as a script. The file imports no other module of this package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 _PROBE_BYTES = 1 << 20
-#: Paths that libcufile reads when its driver is opened; without the first it never returns.
+#: Paths that libcufile reads when its driver is opened. Without the first one, the call never returns.
 _DRIVER_NEEDS = ("/proc/modules", "/run/udev")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvikioProbe:
-    """Result of a probe; each fact needs those before it.
+    """Result of a probe. Each fact requires the facts before it.
 
     Attributes:
-        libcuda: the NVIDIA driver's library can be loaded.
-        host_bytes: moved between the file and host memory, and right.
-        gpu_bytes: moved from the file to GPU memory and back, and right; whichever way they took.
-        gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters. 0 where
-            ``gpu_bytes`` is: bytes that came out wrong prove nothing.
-        reason: why the probe got no further, as half a sentence; empty when ``gds_bytes`` > 0.
+        libcuda: whether the NVIDIA driver's library can be loaded.
+        host_bytes: bytes correctly moved between the file and host memory.
+        gpu_bytes: bytes correctly moved from the file to GPU memory and back, by any method.
+        gds_bytes: bytes that GPUDirect Storage moved between the file and GPU memory, by kvikio's counters. 0 if
+            ``gpu_bytes`` is 0, because wrong bytes prove nothing.
+        reason: why the probe stopped, as half a sentence; empty if ``gds_bytes`` > 0.
     """
 
     installed: bool = False
@@ -45,21 +45,21 @@ class KvikioProbe:
 
     @property
     def carries_gds(self) -> bool:
-        """Return whether GPUDirect Storage carried bytes."""
+        """Whether GPUDirect Storage moved bytes."""
         return self.gds_bytes > 0
 
 
 def may_open_driver() -> bool:
-    """Return whether libcufile's driver can be opened at all; if not, kvikio's compat mode must be on."""
+    """Return whether libcufile's driver can be opened. If not, kvikio's compat mode must be on."""
     return all(os.path.exists(path) for path in _DRIVER_NEEDS)
 
 
 def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> KvikioProbe:
-    """Try kvikio on a file of 1 MiB in ``folder``, in another process. Leaves no file behind and raises nothing.
+    """Try kvikio on a 1 MiB file in ``folder``, in a subprocess. Leaves no file behind and raises no errors.
 
     Args:
-        folder: a directory on the drive in question.
-        timeout_s: the other process is killed after that many seconds; the result is what it had found by then.
+        folder: directory on the drive to probe.
+        timeout_s: seconds after which the subprocess is killed; the result then has the facts found so far.
     """
     try:
         fd, name = tempfile.mkstemp(prefix=".kvikio-probe-", dir=folder)
@@ -74,7 +74,7 @@ def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> Kvi
 
 
 def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
-    # -P: the folder of this script must not be searched, a module in it is named kvikio.
+    # Option -P excludes the folder of this script from the search path, because it has a module named kvikio.
     command = [sys.executable, "-P", __file__, file, str(timeout_s)]
     process = subprocess.Popen(
         command,
@@ -93,7 +93,7 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
             output, errors = process.communicate()
             end = f"it did not answer within {timeout_s:g} s"
     facts: dict[str, Any] = {}
-    for line in output.splitlines():  # one per step, each with all facts so far
+    for line in output.splitlines():  # Each step prints one line with all facts found so far.
         if line.startswith("{") and line.endswith("}"):
             facts = json.loads(line)
     step = facts.pop("step", "start")
@@ -103,11 +103,11 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
     return KvikioProbe(**facts)
 
 
-# -- the other process -----------------------------------------------------------------------------------------------
+# -- the subprocess --------------------------------------------------------------------------------------------------
 
 
 class _Findings:
-    """Facts found so far. Every new fact is printed at once, since the next step may never return."""
+    """Facts found so far. Each step prints them at once, because the next step may never return."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -118,7 +118,7 @@ class _Findings:
 
 
 class _DeviceMemory:
-    """Bytes of the first GPU, as kvikio takes them; given back when the process ends."""
+    """Memory of the first GPU in a form that kvikio accepts. The end of the process frees it."""
 
     def __init__(self, cuda: ctypes.CDLL, nbytes: int) -> None:
         self._cuda, self._nbytes = cuda, nbytes
@@ -146,7 +146,7 @@ class _DeviceMemory:
             raise OSError(f"no GPU memory: {name} returned CUDA error {error}")
 
     def read(self) -> bytes:
-        """Return the contents."""
+        """Copy the contents to the host."""
         host = ctypes.create_string_buffer(self._nbytes)
         self._call("cuMemcpyDtoH_v2", host, self._address, ctypes.c_size_t(self._nbytes))
         return host.raw
@@ -157,21 +157,21 @@ class _DeviceMemory:
 
 
 def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
-    """Move a file's bytes to GPU memory, and others back into it; return the error, or "".
+    """Read a file into GPU memory, then write other bytes from GPU memory to it. Return the problem, or "".
 
     Raises:
-        OSError: there is no GPU memory.
-        RuntimeError: kvikio refuses.
+        OSError: GPU memory cannot be allocated.
+        RuntimeError: kvikio returned an error.
     """
     memory = _DeviceMemory(cuda, len(pattern))
     handle.pread(memory).get()
     if memory.read() != pattern:
-        return "kvikio brought other bytes to the GPU than the file has"
+        return "kvikio read wrong bytes into GPU memory"
     memory.write(pattern[::-1])
     handle.pwrite(memory).get()
     back = bytearray(len(pattern))
     handle.pread(back).get()
-    return "" if bytes(back) == pattern[::-1] else "kvikio wrote other bytes to the file than the GPU had"
+    return "" if bytes(back) == pattern[::-1] else "kvikio wrote wrong bytes from GPU memory"
 
 
 def _probe(file: str, findings: _Findings) -> None:
@@ -194,7 +194,7 @@ def _probe(file: str, findings: _Findings) -> None:
     findings.say("open the driver of cuFile", libcuda=True)
     is_open = False
     if not may_open_driver():
-        reason = f"cuFile needs {' and '.join(_DRIVER_NEEDS)}, which are not all there"
+        reason = f"cuFile needs {' and '.join(_DRIVER_NEEDS)}, but they do not both exist"
     else:
         try:
             kvikio.cufile_driver.driver_open()
@@ -210,7 +210,7 @@ def _probe(file: str, findings: _Findings) -> None:
         handle.pwrite(pattern).get()
         handle.pread(back).get()
         if bytes(back) != pattern:
-            return findings.say("end", reason="kvikio read back other bytes than it wrote")
+            return findings.say("end", reason="kvikio read back different bytes than it wrote")
         findings.say("GPU memory", host_bytes=_PROBE_BYTES)
         try:
             wrong = _gpu_round_trip(handle, cuda, pattern)
@@ -226,7 +226,7 @@ def _probe(file: str, findings: _Findings) -> None:
 
 
 if __name__ == "__main__":
-    # Without a parent to kill this process, the default action of SIGALRM ends it, even inside a C loop.
+    # If the parent dies, the default action of SIGALRM ends this process, even inside a C loop.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]) + 1.0)
     _probe(sys.argv[1], _Findings())

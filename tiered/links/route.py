@@ -1,4 +1,4 @@
-"""The links between tiers: to the next faster tier that each can be linked with, and past RAM."""
+"""Default links between tiers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from tiered.units import PAGE_BYTES
 
 
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
-    """Return the links of each tier with the next faster one that it can be linked with.
+    """Link each tier with the next faster tier that it can be linked with, and return the links.
 
-    Then the links between an ``NvmeTier`` with ``past_ram`` and each ``GpuTier``. Two tiers have one link each way, and
-    a ``ReadOnlyTier`` only one link out. Methods ``links_with`` are called first, the slower tier's before the faster
-    tier's.
+    Also link each ``NvmeTier`` that has ``past_ram`` with each ``GpuTier``. Two tiers have one link each way; a
+    ``ReadOnlyTier`` has only one outgoing link. The methods ``links_with`` have precedence, the slower tier's method
+    first. The function starts no threads and uses no device, except for an ``NvmeTier`` that uses kvikio.
 
     Args:
-        tiers: Fast to slow.
-
-    Starts no thread and touches no device, unless an ``NvmeTier`` is to use kvikio, which does both.
+        tiers: tiers from fast to slow.
 
     Raises:
-        ValueError: a tier that nothing connects with a faster one, or one whose ``links_with`` returns other links.
-        TieredError: an ``NvmeTier`` is to use kvikio or GPUDirect Storage, and this machine lacks it or it does not
-            work here.
+        ValueError: a tier cannot be linked with a faster tier, or a ``links_with`` returns wrong links.
+        TieredError: an ``NvmeTier`` needs kvikio or GPUDirect Storage, which is missing or does not work here.
     """
     has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
     links = [link for number in range(1, len(tiers)) for link in _links_to_faster(tiers[: number + 1], has_device)]
@@ -47,43 +44,43 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
 
 def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]:
-    """Return both directions between files and GPU memory, or between files and its stand-in.
+    """Return both links between files and a GpuTier, bypassing RAM.
 
     Args:
-        engine: moves files; the tier's other links also use it.
+        engine: threads that move files, shared with the tier's other links.
 
     Raises:
-        ValueError: files are read in multiples of 4096 bytes, and slots of the GPU tier are not such multiples.
+        ValueError: the slots of the GPU tier are not multiples of 4096 bytes, as file reads require.
     """
     if gpu.alignment_bytes % PAGE_BYTES:
         raise ValueError(
-            f"tier '{nvme.name}' is to read files straight into tier '{gpu.name}', whose slots are multiples of "
-            f"{gpu.alignment_bytes} bytes: make it with alignment_bytes={PAGE_BYTES}"
+            f"tier '{nvme.name}' cannot read files directly into tier '{gpu.name}', whose slots are multiples of "
+            f"{gpu.alignment_bytes} bytes: create it with alignment_bytes={PAGE_BYTES}"
         )
     return [FileReadLink(nvme, gpu, engine), FileWriteLink(gpu, nvme, engine)]
 
 
 def _links_to_faster(tiers: Sequence[Tier], has_device: bool) -> Sequence[Link]:
-    """Return the links of the last tier."""
+    """Return the links of the last tier with the nearest faster tier that it can be linked with."""
     *faster, slow = tiers
     for fast in reversed(faster):
         if links := links_between(fast, slow, has_device=has_device):
             return links
     raise ValueError(
-        f"no link connects tier '{slow.name}' ({type(slow).__name__}) with a faster one, such as '{fast.name}' "
-        f"({type(fast).__name__}): put a RamTier between them, list tiers from fast to slow, or pass your own links"
+        f"no link connects tier '{slow.name}' ({type(slow).__name__}) with a faster tier, such as '{fast.name}' "
+        f"({type(fast).__name__}): put a RamTier between them, list tiers from fast to slow, or pass custom links"
     )
 
 
 def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequence[Link]:
-    """Return the links between two tiers, empty if no way is known.
+    """Return the links between two tiers; empty if they cannot be linked.
 
     Args:
-        has_device: Whether files with ``past_ram`` have to be moved by a library that reaches device memory.
+        has_device: whether files of a tier with ``past_ram`` need a library that can access device memory.
 
     Raises:
-        ValueError: a ``links_with`` returns other links.
-        TieredError: as ``default_links``.
+        ValueError: a ``links_with`` returns wrong links.
+        TieredError: see ``default_links``.
     """
     for tier, neighbour in ((slow, fast), (fast, slow)):
         if isinstance(tier, LinkedTier) and (links := tier.links_with(neighbour)) is not None:
@@ -114,15 +111,15 @@ def _check_directions(tier: Tier, neighbour: Tier, slow: Tier, links: Sequence[L
 
 
 def make_mover(tier: NvmeTier, *, needs_gds: bool = False) -> PartMover:
-    """Return the mover of a tier's files for its ``engine``; for GPU memory always kvikio.
+    """Return the file mover for a tier's ``engine``; for GPU memory always kvikio.
 
     Raises:
-        TieredError: ``engine`` is ``kvikio``, which is missing or does not work here; or GPUDirect Storage fails.
+        TieredError: ``engine`` is ``kvikio`` and kvikio is missing or does not work, or GPUDirect Storage fails.
     """
     if needs_gds:
         for path in tier.paths:
             if reason := probe_kvikio(path).reason:
-                raise TieredError(f"nothing moves between '{path}' and GPU memory without passing RAM: {reason}")
+                raise TieredError(f"GPUDirect Storage does not work between '{path}' and GPU memory: {reason}")
         return KvikioMover(tier, has_gds=True)
     if tier.engine == "posix":
         return PosixMover(tier)

@@ -1,4 +1,4 @@
-"""SourceTier: blocks that have contents from the start, read from files that are never written."""
+"""SourceTier: blocks with initial contents, read from files that are never written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiered.tiers.base import Ledger, Slot, Tier, TierUsage
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 
-#: Fills its part of a block, given all the block's bytes (1-D uint8, CPU). Raises on failure.
+#: Function that fills its part of a block. Gets the whole block (1-D uint8, CPU); raises an error on failure.
 ReadPart = Callable[[torch.Tensor], None]
 
 
@@ -23,22 +23,22 @@ class BlockSource(Protocol):
 
     @property
     def block_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of each block, by key."""
+        """Bytes of each block, by key."""
         ...
 
     def parts(self, key: str) -> Sequence[ReadPart]:
-        """Return the readers of a block, which together write all of its bytes. They run on several threads at once."""
+        """Return functions that together fill all bytes of a block. They run concurrently on several threads."""
         ...
 
 
 class SourceTier:
-    """A read-only tier: its slots are homes that hold their contents from the start. Thread-safe.
+    """A read-only tier: its slots are homes that have their contents from the start. Thread-safe.
 
-    Takes no room: the bytes are wherever the source has them. A block at home here is never written, and no commit
-    holds it: register it with ``durable=False``. Copies are read into a RamTier.
+    It takes no space, because the bytes stay in the source. Its blocks are never written and commits exclude them:
+    register them with ``durable=False``. Copies are read into a RamTier.
 
     Args:
-        path: name of the path that bytes take, for statistics.
+        path: name of the copy method for statistics.
     """
 
     is_read_only = True
@@ -55,27 +55,27 @@ class SourceTier:
         self._ledger = Ledger(name, self.capacity_bytes)
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return the bytes of the contents."""
+        """Return ``nbytes`` unchanged."""
         return nbytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return the slot of a block that the source has; its resource is the key.
+        """Return the slot of a block; its resource is the key.
 
         Raises:
-            ValueError: the source has no such block, or one of another size.
+            ValueError: the source lacks the block, or its size differs.
         """
-        assert home, f"tier '{self.name}' holds homes only, not a copy of '{name}'"
+        assert home, f"tier '{self.name}' can only be a home, not hold a copy of '{name}'"
         found = self._source.block_bytes.get(name)
         if found != nbytes:
             raise ValueError(f"tier '{self.name}' has {found or 'no'} bytes of block '{name}', not {nbytes}")
         return Slot(self.name, nbytes, nbytes, name) if self._ledger.take(nbytes) else None
 
     def free(self, slot: Slot) -> None:
-        """Forget a slot; the contents stay where they are."""
+        """Remove a slot from the ledger; the contents stay in the source."""
         self._ledger.give(slot.slot_bytes)
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Refuse: contents are reached through links only."""
+        """Raise ``TieredError``, because only links can read the contents."""
         raise TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
 
     def reserve(self, nbytes: int) -> None:
@@ -83,24 +83,24 @@ class SourceTier:
         self._ledger.reserve(nbytes)
 
     def sync(self) -> None:
-        """Do nothing: nothing is ever written."""
+        """Do nothing, because the tier is never written."""
 
     def usage(self) -> TierUsage:
-        """Return the ledger."""
+        """Return the current ledger."""
         return self._ledger.usage()
 
     def close(self) -> None:
-        """Do nothing: the links own the threads."""
+        """Do nothing, because the links own the threads."""
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return the link that reads blocks into a RamTier, or None if the neighbour is another kind of tier."""
+        """Return the link that reads blocks into a RamTier, or None if the neighbour is not a RamTier."""
         if not isinstance(neighbour, RamTier):
             return None
         return [SourceLink(self, neighbour, self._source, num_threads=self._num_threads)]
 
 
 class SourceLink:
-    """Reads blocks of a SourceTier into slots of a RamTier, several parts at once. Thread-safe."""
+    """Reads blocks of a SourceTier into slots of a RamTier, several parts concurrently. Thread-safe."""
 
     def __init__(self, src: SourceTier, dst: RamTier, source: BlockSource, *, num_threads: int) -> None:
         self.src, self.dst, self.path = src.name, dst.name, src.path
@@ -109,7 +109,7 @@ class SourceLink:
         self._workers = Workers(num_threads, f"tiered-{src.name}")
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
-        """Start reading all of a block and return at once."""
+        """Start reading a whole block and return at once."""
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
         self._meter.start(nbytes)
         key = str(src_slot.resource)
@@ -122,12 +122,12 @@ class SourceLink:
 
     def _run(self, job: _SourceRead, part: ReadPart, into: torch.Tensor, transfer: Transfer, key: str) -> None:
         error: BaseException | None = None
-        if job.error is None:  # else the transfer has failed already: its other parts are not worth reading
+        if job.error is None:  # After an error, the other parts need not be read.
             try:
                 part(into)
             except TieredError as cause:
                 error = cause
-            except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+            except Exception as cause:  # Every exception must end the transfer, because its waiters would hang.
                 number = cause.errno if isinstance(cause, OSError) else None
                 error = TransferError(f"block '{key}' could not be read: {cause}", tier=self.src, errno=number)
                 error.__cause__ = cause
@@ -145,7 +145,7 @@ class SourceLink:
 
 
 class _SourceRead:
-    """A transfer in progress: how many parts are left, and the first error."""
+    """A transfer in progress: the number of remaining parts, and the first error."""
 
     def __init__(self, num_parts: int) -> None:
         self.error: BaseException | None = None
@@ -153,7 +153,7 @@ class _SourceRead:
         self._lock = threading.Lock()
 
     def part_done(self, error: BaseException | None) -> bool:
-        """Count a part as ended; True for the last one."""
+        """Count a part as ended, and return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
             self._num_left -= 1

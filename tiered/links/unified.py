@@ -1,4 +1,4 @@
-"""UnifiedTier: host memory that a GPU computes in, where GPU and RAM are one memory, and its links."""
+"""UnifiedTier and its links: host memory that a GPU computes in, for machines whose GPU and RAM are one memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered.tiers.ram import HostSlab, RamTier
 from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, round_up
 
-#: CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+#: Value of CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES.
 _USES_HOST_PAGE_TABLES = 100
 
 
@@ -39,17 +39,16 @@ class UnifiedBuffer(DeviceBuffer):
 
 
 class UnifiedTier(GpuTier):
-    """One memory of host and GPU, of at most ``capacity_bytes``: the device computes in slabs of the host.
+    """Memory that host and GPU share, of at most ``capacity_bytes``: the device computes in slabs of the host.
 
-    The slabs are pinned, unless the GPU uses the host's page tables and so reads any memory of the host.
-
-    For a GPU that shares the host's memory, where a copy from RAM would only double the bytes. A slot's tensor is on
-    the device. Files are read and written through its slab, once the device has finished its recorded work. It
-    also works on a GPU with separate memory, with every access over the bus.
+    Use it for a GPU that shares the host's memory, where a copy from RAM would only double the bytes. It also works on
+    a GPU with separate memory; then every access crosses the bus. The slabs are pinned, unless the GPU uses the host's
+    page tables and can therefore access all host memory. A slot's tensor is on the device. File I/O uses the slot's
+    slab, after the device has finished its recorded work.
 
     Args:
-        capacity_bytes: bound on all slots and reservations together.
-        device: a CUDA device, or ``"cpu"``: then it is a RamTier, for tests.
+        capacity_bytes: limit of all slots and reservations together.
+        device: CUDA device, or ``"cpu"`` for a tier in host memory (for tests).
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", device: str | torch.device = "cuda") -> None:
@@ -60,21 +59,21 @@ class UnifiedTier(GpuTier):
         slab = HostSlab(nbytes, pin=needs_pin)
         if nbytes and needs_pin and not slab.is_pinned:
             slab.close()
-            raise OSError(errno.ENOMEM, f"CUDA cannot pin them ({os.strerror(errno.ENOMEM)})")
+            raise OSError(errno.ENOMEM, f"CUDA cannot pin this memory ({os.strerror(errno.ENOMEM)})")
         return UnifiedBuffer(device_view(slab.tensor, self._device) if self._is_cuda else slab.tensor, slab=slab)
 
     def _drop(self, buffer: DeviceBuffer) -> None:
         assert isinstance(buffer, UnifiedBuffer), buffer
-        buffer.wait()  # on the host: no stream orders what is unmapped
+        buffer.wait()  # The host must wait, because streams do not order the unmapping of memory.
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
         buffer.slab.close()
-        self.num_drops += 1  # under the pool's lock
+        self.num_drops += 1  # The pool's lock guards the counter.
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: a ``UnifiedBuffer``), or None when there is no room now.
+        """Return a slot (resource: a ``UnifiedBuffer``), or None if space is lacking.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger says, or CUDA cannot pin it.
+            TransferError: the machine has less free memory than the ledger, or CUDA cannot pin it.
         """
         slot_bytes = self.slot_bytes(nbytes)
         try:
@@ -84,27 +83,26 @@ class UnifiedTier(GpuTier):
         return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return ``nbytes`` rounded up to 4096."""
+        """Return ``nbytes`` rounded up to a multiple of 4096."""
         return round_up(nbytes, PAGE_BYTES)
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return the links that a RamTier would have, each after the work that the device has queued.
+        """Return the links that a RamTier would have, each wrapped so that it waits for the device's queued work.
 
-        None if the neighbour is memory, or no way is known.
+        None if the neighbour is memory, or the tiers cannot be linked.
         """
         if neighbour.device is not None:
             return None
-        # A stand-in for which RAM's links are made; it has no slots.
+        # Create the links for an empty RamTier of the same name.
         as_ram = RamTier(0, name=self.name, pin_memory=False)
         return [LinkBehindDevice(link, self) for link in links_between(as_ram, neighbour)] or None
 
 
 class LinkBehindDevice:
-    """A link of a RamTier for the slots of a UnifiedTier: bytes move once the device has finished with them.
+    """A link of a RamTier for the slots of a UnifiedTier: bytes move after the device has finished using them.
 
-    Streams do not order file I/O. A thread of the link waits for a slot that the device still works in; the others move
-    at once. After a read has ended, kernels that are queued later need no further order: they see what the host
-    wrote.
+    Streams do not order file I/O. A thread of the link waits for slots that the device still uses; other slots move at
+    once. After a read has ended, kernels that are queued later see the bytes without further order.
     """
 
     def __init__(self, inner: Link, tier: UnifiedTier) -> None:
@@ -114,7 +112,7 @@ class LinkBehindDevice:
 
     @property
     def path(self) -> str:
-        """Return the path that bytes take now, from the inner link."""
+        """Current copy method of the inner link."""
         return self._inner.path
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
@@ -126,7 +124,7 @@ class LinkBehindDevice:
         host = Slot(ours.tier, ours.nbytes, ours.slot_bytes, buffer.slab)
 
         def start() -> Transfer:
-            buffer.slab.tensor[ours.nbytes :] = 0  # goes to disk with the contents: never leftovers of another block
+            buffer.slab.tensor[ours.nbytes :] = 0  # The padding goes to disk, so clear the bytes of earlier blocks.
             return self._inner.submit(*((host, dst_slot) if is_write else (src_slot, host)), nbytes)
 
         if buffer.is_idle():
@@ -139,7 +137,7 @@ class LinkBehindDevice:
         try:
             buffer.wait()
             started = start()
-        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+        except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
             error = TransferError(f"the device failed: {cause}", tier=f"{self.src}->{self.dst}")
             error.__cause__ = cause
             transfer.finish(error)
@@ -157,7 +155,7 @@ class LinkBehindDevice:
 
 
 class _AddressForCuda:
-    """Host memory as CUDA libraries exchange device memory. Holds the memory while a tensor is made of it."""
+    """Host memory with the CUDA array interface. It keeps the memory alive while a tensor is created from it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -171,38 +169,38 @@ class _AddressForCuda:
 
 @functools.cache
 def uses_host_page_tables(device: int) -> bool:
-    """Return whether a CUDA device uses the host's page tables: it then reads memory that CUDA has not registered."""
+    """Return whether a CUDA device uses the host's page tables and can access unregistered host memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         found = ctypes.c_int()
         failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _USES_HOST_PAGE_TABLES, device)
-    except (OSError, AttributeError):  # no driver of CUDA, such as with ROCm
+    except (OSError, AttributeError):  # There is no CUDA driver, as with ROCm.
         return False
     return not failed and bool(found.value)
 
 
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return host memory as a tensor of a CUDA device, no copy: its address is the same there.
+    """Return host memory as a tensor of a CUDA device without a copy. Its address is the same on the device.
 
     Args:
-        memory: 1-D uint8. It must stay mapped, and pinned if the device needs that, while the device uses the view.
+        memory: 1-D uint8. It must stay mapped (and pinned if the device requires that) while the device uses the view.
     """
     if not memory.numel():
         return torch.empty(0, dtype=torch.uint8, device=device)
     if memory.is_pinned():
         view: torch.Tensor = torch.as_tensor(_AddressForCuda(memory), device=device)
-    else:  # CUDA does not know such memory, and torch refuses it there
+    else:  # torch rejects memory that is not registered with CUDA, so construct the storage directly.
         storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.numel())
         view = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    assert view.data_ptr() == memory.data_ptr(), "the device's address of pinned memory is another one than the host's"
+    assert view.data_ptr() == memory.data_ptr(), "pinned memory has different addresses on the device and the host"
     return view
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a UnifiedTier as one of the host, no copy. The caller has waited for the device's work on it.
+    """Return a host view of a UnifiedTier's tensor without a copy. The caller has waited for the device's work on it.
 
     Args:
-        tensor: contiguous, a lease's or a part of one; it is to be held while the view is used.
+        tensor: contiguous tensor of a lease, or a part of it. Keep it alive while the view is used.
     """
     if not tensor.is_cuda or not tensor.numel():
         return tensor.cpu()

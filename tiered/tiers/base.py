@@ -1,4 +1,4 @@
-"""Protocols of tiers: named capacity that hands out slots, optional abilities, and the ledger of all tiers."""
+"""Protocols of tiers and of their optional abilities, and the ledger that counts a tier's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Bytes of one tier. ``used_bytes`` counts whole slots (after alignment), never contents alone."""
+    """Bytes of one tier. ``used_bytes`` counts slots including their alignment."""
 
     capacity_bytes: int
     used_bytes: int
@@ -28,12 +28,12 @@ class TierUsage:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """Room for one copy of one block in one tier.
+    """Space for one copy of one block in one tier.
 
     Attributes:
-        tier: name of the tier that owns it.
+        tier: name of the tier.
         slot_bytes: bytes charged to the tier's ledger (``nbytes`` rounded up to the tier's alignment).
-        resource: object with which the tier's links reach the bytes (a host slab, a device buffer, a file set).
+        resource: object with which the tier's links access the bytes (a host slab, a device buffer, a set of files).
     """
 
     tier: str
@@ -46,33 +46,33 @@ class Slot:
 class Tier(Protocol):
     """A place that holds bytes. Thread-safe: the store and its links call it from several threads.
 
-    A tier counts bytes and hands out slots; it copies nothing and knows nothing of blocks' states.
+    A tier counts bytes and allocates slots. It copies nothing and does not know the states of blocks.
     """
 
     name: str
     capacity_bytes: int
     alignment_bytes: int
-    device: torch.device | None  # None if it is not addressable, only reached through links.
-    durable: bool  # Contents can survive the process.
+    device: torch.device | None  # None if the tier is not addressable and only links can access it.
+    durable: bool  # Whether contents can survive the process.
 
     def slot_bytes(self, nbytes: int) -> int:
         """Return the bytes that a slot for ``nbytes`` of contents would add to ``used_bytes``."""
         ...
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot, or None when the tier has no room now.
+        """Return a slot, or None if the tier lacks space.
 
         Args:
-            name: the block's key; a tier backed by files names them after it.
-            home: the slot lives as long as its block. Files are preallocated here, so a full disk shows now.
+            name: key of the block; a file tier names its files after it.
+            home: whether the slot lives as long as its block. Files are preallocated, so a full disk fails here.
 
         Raises:
-            TransferError: the room exists on the ledger but the machine refused it (disk full, no memory).
+            TransferError: the ledger has space, but the machine lacks it (disk full, no memory).
         """
         ...
 
     def free(self, slot: Slot) -> None:
-        """Return the slot's bytes to the tier. The contents are gone."""
+        """Return the slot's bytes to the tier. The contents are lost."""
         ...
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -80,15 +80,15 @@ class Tier(Protocol):
         ...
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot (workspace, staging) to the ledger; negative gives back.
+        """Charge bytes outside any slot (workspace, staging) to the ledger; a negative number returns them.
 
         Raises:
-            CapacityError: the tier has no such room.
+            CapacityError: the tier lacks space.
         """
         ...
 
     def sync(self) -> None:
-        """Return once everything written so far survives a power cut. A no-op where ``durable`` is False."""
+        """Flush all bytes written so far, so that they survive a power cut. A no-op if ``durable`` is False."""
         ...
 
     def usage(self) -> TierUsage: ...
@@ -98,10 +98,10 @@ class Tier(Protocol):
 
 @runtime_checkable
 class StreamTier(Tier, Protocol):
-    """A tier on a device with streams: the store orders kernels on a slot after the work they depend on."""
+    """A tier on a device with streams. The store orders kernels that use a slot after the work they depend on."""
 
     def current_stream(self) -> Any:
-        """Return the calling thread's current stream, or None if the tier has no streams after all."""
+        """Return the calling thread's current stream, or None if the tier's device has no streams."""
         ...
 
     def order_before(self, slot: Slot, stream: Any) -> None:
@@ -109,27 +109,27 @@ class StreamTier(Tier, Protocol):
         ...
 
     def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
-        """Record the work queued so far on ``stream`` (default: the current one) as a use of each of the slots."""
+        """Record the work queued so far on ``stream`` (default: the current one) as a use of all these slots."""
         ...
 
 
 @runtime_checkable
 class BufferTier(Tier, Protocol):
-    """A tier whose slots are buffers of exact size that it keeps for the next slot of the same size."""
+    """A tier whose slots are buffers of exact size. It keeps a freed buffer for the next slot of the same size."""
 
     def keep_buffers(self, counts: Mapping[int, int]) -> None:
-        """Make the missing buffers as far as there is room, and from now on drop them last.
+        """Allocate missing buffers as far as space allows, and drop buffers of these sizes last.
 
         Args:
-            counts: bytes of a slot -> number of buffers, including those in use.
+            counts: number of buffers by slot bytes, including buffers in use.
 
         Raises:
-            TransferError: the room exists on the ledger but the machine refused it.
+            TransferError: the ledger has space, but the machine lacks it.
         """
         ...
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Return whether a slot for ``nbytes`` is free now, without the room of buffers that are to be kept."""
+        """Return whether a slot for ``nbytes`` can be allocated without dropping buffers that are kept."""
         ...
 
 
@@ -138,7 +138,7 @@ class DescribingTier(Tier, Protocol):
     """A tier that describes the contents of its home slots."""
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Note shape and dtype of a home slot. Called once, after it was allocated."""
+        """Record the shape and dtype of a home slot. The store calls this once, after the allocation."""
         ...
 
 
@@ -147,39 +147,39 @@ class WriteCountingTier(Tier, Protocol):
     """A tier that counts the bytes written to each of its paths, for ``StoreStats.written_bytes``."""
 
     def bytes_written_by_path(self) -> Mapping[str, int]:
-        """Return the bytes of contents written to each path since the tier was made."""
+        """Return the bytes of contents written to each path since the tier was created."""
         ...
 
 
 @runtime_checkable
 class PausingTier(Tier, Protocol):
-    """A tier whose writes may wait for room, such as on a full drive."""
+    """A tier whose writes can wait for space, such as on a full drive."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a write waits for room now."""
+        """Whether a write is waiting for space."""
         ...
 
     def give_up_waiting(self) -> None:
-        """Make writes that wait for room fail, now and from now on."""
+        """Make current and future writes fail instead of waiting for space."""
         ...
 
 
 @runtime_checkable
 class ReadOnlyTier(Tier, Protocol):
-    """A tier whose home slots hold their contents from the start, and are never written."""
+    """A tier whose home slots have their contents from the start and are never written."""
 
     is_read_only: bool
 
 
 class Ledger:
-    """Bytes of a tier's capacity that slots and reservations take. Thread-safe."""
+    """Counter of the bytes that slots and reservations take from a tier's capacity. Thread-safe."""
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:
         try:
             capacity_bytes = operator.index(capacity_bytes)
         except TypeError:
-            text = f"tier '{tier}' cannot have {capacity_bytes!r}: give whole bytes, such as 4 * tiered.GiB"
+            text = f"tier '{tier}' cannot have {capacity_bytes!r}: pass whole bytes, such as 4 * tiered.GiB"
             raise ValueError(text) from None
         if capacity_bytes < 0:
             raise ValueError(f"tier '{tier}' cannot have {capacity_bytes} bytes")
@@ -189,7 +189,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def take(self, slot_bytes: int) -> bool:
-        """Charge a slot; return False, and charge nothing, when there is no room for it."""
+        """Charge a slot. If space is lacking, charge nothing and return False."""
         with self._lock:
             if self.used_bytes + slot_bytes > self.capacity_bytes:
                 return False
@@ -198,21 +198,21 @@ class Ledger:
             return True
 
     def give(self, slot_bytes: int) -> None:
-        """Take a charged slot off the ledger."""
+        """Remove a charged slot from the ledger."""
         with self._lock:
             assert 0 <= slot_bytes <= self._slot_bytes, (self._tier, slot_bytes, self._slot_bytes)
             self._slot_bytes -= slot_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live outside any slot; negative gives back.
+        """Charge bytes outside any slot; a negative number returns them.
 
         Raises:
-            CapacityError: no such room; nothing is charged.
+            CapacityError: the tier lacks space; nothing is charged.
         """
         with self._lock:
             free_bytes = self.capacity_bytes - self.used_bytes
             if nbytes > free_bytes:
-                raise CapacityError(self._tier, nbytes, free_bytes, detail="to reserve room")
+                raise CapacityError(self._tier, nbytes, free_bytes, detail="to reserve bytes")
             assert self._reserved_bytes + nbytes >= 0, (self._tier, self._reserved_bytes, nbytes)
             self._reserved_bytes += nbytes
             self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
@@ -233,6 +233,6 @@ class Ledger:
         return self._slot_bytes + self._reserved_bytes
 
     def usage(self) -> TierUsage:
-        """Return the counts now."""
+        """Return the current counts."""
         with self._lock:
             return TierUsage(self.capacity_bytes, self.used_bytes, self._high_water_bytes)

@@ -1,4 +1,4 @@
-"""Leftovers of dead processes in a tier's folders, and their removal."""
+"""Leftovers of dead processes in a tier's folders: finding, measuring and removing them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _DOCUMENT_NAMES = (DOCUMENT_NAME, Path(DOCUMENT_NAME).with_suffix(".tmp").name)
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The scratch in one directory.
+    """Scratch files of dead processes in one directory.
 
     Attributes:
-        nbytes: space on the drive that this frees.
-        num_foreign: files in their folders that no tier made, and that stay.
-        owner: the living process that uses the directory, or None; then nothing can go.
+        nbytes: drive space that removing the files frees.
+        num_foreign: number of files of other programs in the same folders, which stay.
+        owner: running process that uses the directory, so nothing can be removed; None if there is none.
     """
 
     path: Path
@@ -47,11 +47,11 @@ def find_directories(root: Path) -> Iterator[Path]:
 
 def _is_ours(folder: Path) -> bool:
     own = read_own_attributes(folder)
-    return own is not None and "page_bytes" in own  # which only the document of a whole directory has
+    return own is not None and "page_bytes" in own  # Only the document of a whole directory has this attribute.
 
 
 def measure_leftovers(path: Path) -> Leftovers:
-    """Return the removable files of a file tier's directory. Changes nothing."""
+    """Measure the removable files of a file tier's directory without changing them."""
     return replace(_measure(path), owner=holder_text(path))
 
 
@@ -62,16 +62,16 @@ def _measure(path: Path) -> Leftovers:
         num_foreign += not is_ours
         if is_ours and stat.S_ISREG(status.st_mode) and file.name not in _DOCUMENT_NAMES:
             num_files += 1
-            if status.st_nlink == 1:  # else a generation has it too, and it frees nothing
+            if status.st_nlink == 1:  # Removing a file that a generation also links frees no space.
                 nbytes += status.st_blocks * 512
     return Leftovers(path, num_files, nbytes, num_foreign)
 
 
 def remove_leftovers(path: Path) -> Leftovers:
-    """Remove the scratch of a directory and return its figures; holds the directory's lock meanwhile.
+    """Remove the scratch files of a directory and return their figures. Locks the directory during the removal.
 
     Raises:
-        LockedError: a living process uses it; nothing was removed.
+        LockedError: a running process uses the directory; nothing was removed.
         OSError: a file cannot be removed.
     """
     lock = lock_directory(path)
@@ -94,7 +94,7 @@ def _has_foreign_below(folder: Path) -> bool:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (file, whether a tier made it) of all there is in the scratch folders; symbolic links are files."""
+    """Yield (file, whether a tier created it) for all files and symbolic links in the scratch folders."""
     for root, is_ours in ((path / "live", _is_live_file), (path / ".pool", _is_pool_file)):
         if root.is_symlink():
             continue
@@ -106,7 +106,7 @@ def _files(path: Path) -> Iterator[tuple[Path, bool]]:
 
 def _is_live_file(file: Path) -> bool:
     if file.parent.name == "c" and is_number(file.name):
-        return True  # a chunk file, or a symbolic link to one on another path
+        return True  # A chunk file, or a symbolic link to a chunk file on another path.
     return file.name in _DOCUMENT_NAMES and not file.is_symlink()
 
 
@@ -116,12 +116,12 @@ def _is_pool_file(file: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A generation on one path that its store does not know.
+    """A generation on one path that its store no longer lists.
 
     Attributes:
         nbytes: this orphan's share of the space that removing all orphans of this path frees.
-        is_store_gone: ``store_path`` holds no such store any more. The store may have been moved, or its drive may be
-            absent, so ask before removing. If False, the store exists and does not name the generation.
+        is_store_gone: whether ``store_path`` no longer has this store. The store may have been moved, or its drive may
+            be missing, so ask before removing. If False, the store exists and does not list the generation.
     """
 
     path: Path
@@ -132,15 +132,15 @@ class Orphan:
 
 
 def find_orphans(path: Path) -> list[Orphan]:
-    """Return the orphans on one path of a file tier; none while a living process uses the path. Changes nothing."""
+    """Return the orphans on one path of a file tier; empty while a running process uses the path. Changes nothing."""
     return [] if holder_text(path) is not None else _find(path)
 
 
 def remove_orphan(orphan: Orphan) -> Orphan:
-    """Remove an orphan of ``find_orphans``, unless its store names it by now; holds its path's lock meanwhile.
+    """Remove an orphan of ``find_orphans``, unless its store lists it by now. Locks its path during the removal.
 
     Raises:
-        LockedError: a living process uses the path; nothing was removed.
+        LockedError: a running process uses the path; nothing was removed.
         OSError: a file cannot be removed.
     """
     lock = lock_directory(orphan.path.parent.parent)
@@ -174,7 +174,7 @@ def _find(path: Path) -> list[Orphan]:
 
 
 def _is_known(number: int, owner: Owner) -> bool:
-    """Return whether the store names the generation, or is at work and may be about to."""
+    """Return whether the store lists the generation, or is in use and may list it soon."""
     directory = Path(owner.path)
     if read_store_id(directory) != owner.id:
         return False

@@ -1,4 +1,4 @@
-"""TierDirectory: one drive's directory of an NvmeTier - ownership, the lock, and inodes kept for reuse."""
+"""TierDirectory: an NvmeTier's directory on one drive, with its ownership, lock, and files kept for reuse."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tiered.tiers.health import WEAR_NAME, WearCounter
 from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 from tiered.units import PAGE_BYTES, format_size, is_number
 
-#: File in a directory of generations that holds the id of their store (``durable/ownership.py``).
+#: File with the store's id in a directory of generations (``durable/ownership.py``).
 STORE_NAME = "STORE.json"
-_LATEST_NAME = "latest"  # of tiered.durable.zarr_folder
+_LATEST_NAME = "latest"  # equals LATEST_NAME of tiered.durable.zarr_folder
 _OWN_FOLDERS = ("live", "snap", ".pool")
 _BEFORE_MEMBERS = b', "consolidated_metadata": '
-_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # left by a crash during the first write
+_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # A crash during the first write leaves it.
 
 
 def check_claimable(path: Path) -> None:
-    """Refuse a directory with foreign files, or with files of a newer format. Writes nothing."""
+    """Refuse a directory with files of other programs or of a newer format. Writes nothing."""
     refuse_links(path)
     own = read_own_attributes(path)
     if own is None:
         if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(path):
             raise UnusableDirectoryError(
-                f"'{path}' is not empty and was not made by tiered: nothing in it is touched. "
+                f"'{path}' is not empty and was not made by tiered, so nothing in it was changed. "
                 "Name an empty or a new directory"
             )
     elif int(own.get("format", 0)) > FORMAT_VERSION:
@@ -47,17 +47,17 @@ def check_claimable(path: Path) -> None:
 
 
 def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a directory in which one of our names is a symbolic link: our writes and deletes would go elsewhere.
+    """Refuse a directory with symbolic links under names that this program uses, because writes would follow them.
 
-    A folder that was copied from a stranger may hold such links. Links to folders are allowed, except under the names
-    of a tier's folders, because people keep checkpoints on other drives that way.
+    An untrusted folder may contain such links. Links to folders are allowed, because people use them to keep
+    checkpoints on other drives, except under the names of a tier's folders.
 
     Args:
-        path: the directory; it may be a link itself, and need not exist.
+        path: directory to check. It may be a link itself, and need not exist.
         patterns: names to check, as shell patterns.
 
     Raises:
-        UnusableDirectoryError: there is one.
+        UnusableDirectoryError: the directory contains such a link.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         for entry in entries:
@@ -65,19 +65,19 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
                 continue
             if not any(fnmatch(entry.name, pattern) for pattern in patterns):
                 continue
-            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # a circular link is no folder
+            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # A circular link is not a folder.
                 raise UnusableDirectoryError(
-                    f"'{path / entry.name}' is a symbolic link under a name that this program uses: nothing in "
-                    f"'{path}' is touched. Remove the link, or name another directory"
+                    f"'{path / entry.name}' is a symbolic link under a name that this program uses, so nothing in "
+                    f"'{path}' was changed. Remove the link, or name another directory"
                 )
 
 
 def claim_directory(path: str | os.PathLike[str]) -> None:
-    """Claim a directory that will contain claimed directories, and delete the files kept for reuse in it.
+    """Claim a directory that will contain claimed directories, and delete its files kept for reuse.
 
     Raises:
-        LockedError: another tier, here or in another process, uses it.
-        UnusableDirectoryError: it holds foreign files, or files of a newer format.
+        LockedError: another tier, in this or another process, uses the directory.
+        UnusableDirectoryError: the directory contains files of other programs or of a newer format.
     """
     directory = TierDirectory(path)
     try:
@@ -88,23 +88,25 @@ def claim_directory(path: str | os.PathLike[str]) -> None:
 
 
 class TierDirectory:
-    """A directory that this process owns until ``close``. Not thread-safe: guarded by its tier's lock.
+    """A directory that this process owns until ``close``. Not thread-safe: the tier's lock guards it.
 
-    ``live/`` holds the files of home slots, and ``snap/<generation>/`` hard links of committed ones. ``.pool/<size>/``
-    holds unused files, because overwriting a file is far cheaper than unlinking it and making a new one.
+    ``live/`` has the files of home slots, and ``snap/<generation>/`` hard links to committed files. ``.pool/<size>/``
+    keeps unused files, because overwriting a file is much cheaper than deleting it and creating a new one.
 
     Args:
-        path: made if missing. Must be empty or claimed; files of a dead process under ``live/`` go to the pool.
-        max_written_bytes: most bytes that may be written below it in its whole life, or None for no limit.
+        path: directory, created if missing. It must be empty or claimed; files of a dead process under ``live/`` go to
+            the pool.
+        max_written_bytes: maximum bytes written to the directory in its lifetime, or None for no limit.
 
     Attributes:
-        wear: counts the bytes written below the directory in its whole life.
-        dead_owner: the process that used it last, if that died without giving it up.
+        wear: counter of the bytes written to the directory in its lifetime.
+        dead_owner: last process that used the directory, if it died without unlocking it.
 
     Raises:
-        LockedError: another tier, here or in another process, uses it.
-        UnusableDirectoryError: its file system does not count the links of a file.
-        TieredError: it holds foreign files, or files of a newer format; or its count of bytes is unreadable.
+        LockedError: another tier, in this or another process, uses the directory.
+        UnusableDirectoryError: the file system does not count the links of a file.
+        TieredError: the directory contains files of other programs or of a newer format, or its ``WEAR.json`` is
+            unreadable.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_written_bytes: int | None = None) -> None:
@@ -118,7 +120,7 @@ class TierDirectory:
         try:
             make_folder(self.path)
         except OSError as error:
-            problem = f"'{self.path}' cannot be made a directory: {error.strerror}. Name another directory"
+            problem = f"directory '{self.path}' cannot be created: {error.strerror}. Name another directory"
             raise UnusableDirectoryError(problem) from error
         check_claimable(self.path)
         lock = lock_directory(self.path)
@@ -131,7 +133,7 @@ class TierDirectory:
         self._lock: DirectoryLock | None = lock
         self._process = os.getpid()
         try:
-            check_claimable(self.path)  # again, under the lock: no other process can be making it now
+            check_claimable(self.path)  # Check again under the lock, which excludes other processes.
             self._write_own_document()
             self._check_link_counts()
             self._recover_pool()
@@ -143,22 +145,22 @@ class TierDirectory:
     # -- ownership ---------------------------------------------------------------------------------------------
 
     def _write_own_document(self) -> None:
-        """Write the document that claims the directory. Durable: without it the directory is foreign."""
+        """Write and flush the document that claims the directory. Without it, tiers refuse the directory."""
         document = group_document({"page_bytes": PAGE_BYTES})
-        if read_own_attributes(self.path) != own_attributes(document):  # it may also list members
+        if read_own_attributes(self.path) != own_attributes(document):  # The document may also list members.
             write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:
-        """Give up the lock; the files stay. Idempotent."""
+        """Release the lock; the files stay. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             self.wear.close()
             lock.release()
 
     def __del__(self) -> None:
-        """Give up the lock of a tier that was dropped without ``close``, as after a refused store.
+        """Release the lock of a tier that was dropped without ``close``, as after an error in a store's constructor.
 
-        A forked child leaves the lock to its parent. A process that ends leaves its name: it did not close the tier.
+        A forked child leaves the lock to its parent. At the end of the process, the owner's name stays in the file.
         """
         if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
             self.close()
@@ -169,11 +171,11 @@ class TierDirectory:
         self._lock.check()
 
     def _check_link_counts(self) -> None:
-        """Refuse a file system that counts no links: commits keep files by links, and a linked file is never written.
+        """Refuse a file system that does not count links: a commit links files, and linked files are never written.
 
-        One that refuses links is left alone: the first commit there fails, and says so.
+        A file system without links is accepted here; the first commit fails with an error.
         """
-        probe = self._pool / "1" / "1"  # where the next process deletes it, if this one dies here
+        probe = self._pool / "1" / "1"  # If this process dies here, the next one deletes the file.
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.unlink(missing_ok=True)
@@ -187,7 +189,7 @@ class TierDirectory:
             mount = mount_of(Path(os.path.realpath(self.path)))
             raise UnusableDirectoryError(
                 f"'{self.path}': the file system ({mount.kind} of {mount.source}, mounted at {mount.point}) does not "
-                "count the links of a file, so that a later write would change committed data. "
+                "count the links of a file, so a later write would change committed data. "
                 "Name a directory on another drive"
             )
 
@@ -197,10 +199,10 @@ class TierDirectory:
             return None
         return f"'{self.path}': took over {format_size(self.pool_bytes)} that a dead run left ({self.dead_owner})"
 
-    # -- inodes ------------------------------------------------------------------------------------------------
+    # -- pooled files ------------------------------------------------------------------------------------------
 
     def take_pooled(self, nbytes: int, target: Path) -> bool:
-        """Rename a pooled file of exactly that size to ``target``, replacing it; return False if there is none."""
+        """Rename a pooled file of this exact size to ``target``, replacing it; return False if there is none."""
         same_size = self._pooled.get(nbytes)
         if not same_size:
             return False
@@ -210,10 +212,10 @@ class TierDirectory:
         return True
 
     def create(self, nbytes: int, target: Path) -> None:
-        """Make a preallocated file and rename it to ``target``, replacing it.
+        """Create a preallocated file and rename it to ``target``, replacing it.
 
         Raises:
-            OSError: the drive refused (ENOSPC, even after all pooled files were deleted). Nothing is left behind.
+            OSError: the drive returned an error (such as ENOSPC, after all pooled files were deleted). No file is left.
         """
         folder = self._pool / str(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +235,7 @@ class TierDirectory:
             raise
 
     def put_pooled(self, path: Path, nbytes: int) -> None:
-        """Move a file that nothing links to any more into the pool."""
+        """Move a file with no other links to the pool."""
         folder = self._pool / str(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
         pooled = folder / str(self._new_id())
@@ -242,11 +244,11 @@ class TierDirectory:
         self.pool_bytes += nbytes
 
     def largest_pooled(self) -> int:
-        """Return the size of the largest pooled file, 0 if there is none."""
+        """Return the size of the largest pooled file, or 0 if there is none."""
         return max((size for size, files in self._pooled.items() if files), default=0)
 
     def drop_largest(self) -> bool:
-        """Delete the largest pooled file; False if there is none."""
+        """Delete the largest pooled file; return False if there is none."""
         nbytes = self.largest_pooled()
         if nbytes == 0:
             return False
@@ -258,16 +260,16 @@ class TierDirectory:
         self._next_id += 1
         return self._next_id
 
-    # -- starting over -----------------------------------------------------------------------------------------
+    # -- recovery ----------------------------------------------------------------------------------------------
 
     def _recover_pool(self) -> None:
         for folder in self._pool.iterdir() if self._pool.is_dir() else ():
-            if folder.is_symlink() or not folder.is_dir():  # no tier makes a link here, and its target is foreign
+            if folder.is_symlink() or not folder.is_dir():  # No tier creates links here, so remove the link itself.
                 folder.unlink()
                 continue
             for path in folder.iterdir():
                 status = path.lstat()
-                if stat.S_ISDIR(status.st_mode):  # a foreign folder: it stays, and its name is not used
+                if stat.S_ISDIR(status.st_mode):  # Leave folders of other programs, and do not use their names.
                     self._next_id = max(self._next_id, int(path.name) if is_number(path.name) else 0)
                     continue
                 if folder.name == str(status.st_size) and is_number(path.name) and _is_reusable(status):
@@ -278,7 +280,7 @@ class TierDirectory:
                     path.unlink()
 
     def _recycle_live(self) -> None:
-        """Empty ``live/``, which an earlier process left behind: its contents were never committed."""
+        """Empty ``live/``, which an earlier process left: its contents were never committed."""
         for path in files_below(self.live):
             status = path.lstat()
             if _is_reusable(status):
@@ -287,18 +289,18 @@ class TierDirectory:
             shutil.rmtree(self.live)
 
     def frozen_bytes(self) -> int:
-        """Return the bytes of all files under ``snap/``, each counted once however many generations link it."""
+        """Return the bytes of all files under ``snap/``. A file that several generations link counts once."""
         return _bytes_of_files(self.snap)
 
     def held_bytes(self) -> int:
-        """Return the bytes of all files of contents: live, frozen or kept for reuse, each counted once."""
+        """Return the bytes of all live, frozen and pooled files. A file with several links counts once."""
         return self.pool_bytes + _bytes_of_files(self.live, self.snap)
 
 
 def open_directories(
     paths: Sequence[str | os.PathLike[str]], max_written_bytes: Sequence[int | None] | None = None
 ) -> list[TierDirectory]:
-    """Return the directories of a tier, all or none; raises as ``TierDirectory``."""
+    """Open the directories of a tier, all or none. Raises the errors of ``TierDirectory``."""
     opened: list[TierDirectory] = []
     try:
         for path, limit in zip(paths, max_written_bytes or [None] * len(paths), strict=True):
@@ -311,7 +313,7 @@ def open_directories(
 
 
 def reusable_bytes(path: Path) -> int:
-    """Return the bytes that a tier on this path takes over from earlier ones instead of asking the drive for them."""
+    """Return the bytes of existing files on this path that a new tier reuses instead of allocating space."""
     if read_own_attributes(path) is None:
         return 0
     pooled = sum(status.st_size for status in _statuses((path / ".pool").glob("*/*")))
@@ -319,7 +321,7 @@ def reusable_bytes(path: Path) -> int:
 
 
 def files_below(root: Path) -> Iterator[Path]:
-    """Return the chunk files below ``root``: no symbolic links, no documents, nothing outside ``c/`` folders."""
+    """Yield the chunk files below ``root``: files in ``c/`` folders, except symbolic links."""
     for folder, _, names in os.walk(root):
         if os.path.basename(folder) == "c":
             for name in names:
@@ -329,12 +331,12 @@ def files_below(root: Path) -> Iterator[Path]:
 
 
 def statuses_below(root: Path) -> Iterator[os.stat_result]:
-    """Yield the status of each chunk file below ``root``; those that another process removes meanwhile are left out."""
+    """Yield the status of each chunk file below ``root``. Skips files that another process removes meanwhile."""
     yield from _statuses(files_below(root))
 
 
 def _bytes_of_files(*roots: Path) -> int:
-    """Return the bytes of the chunk files below all roots, of each file once however many links it has."""
+    """Return the bytes of the chunk files below all roots. A file with several links counts once."""
     return sum({status.st_ino: status.st_size for root in roots for status in statuses_below(root)}.values())
 
 
@@ -348,7 +350,7 @@ def _statuses(paths: Iterable[Path]) -> Iterator[os.stat_result]:
 
 
 def read_document(folder: Path) -> Any:
-    """Return the zarr document of a folder, or None if there is none that can be read."""
+    """Return the zarr document of a folder, or None if it is missing or unreadable."""
     try:
         return json.loads(read_document_file(folder / DOCUMENT_NAME))
     except (OSError, ValueError, RecursionError):
@@ -358,7 +360,7 @@ def read_document(folder: Path) -> Any:
 def read_own_attributes(folder: Path) -> dict[str, Any] | None:
     """Return the attributes under ``attributes.megatrain`` of a folder's document, or None if no tier wrote it.
 
-    The list of members is not parsed: it may have 100,000 entries, and comes last in our documents.
+    This skips the list of members, the last entry of the documents, because it may have 100,000 entries.
     """
     try:
         content = read_document_file(folder / DOCUMENT_NAME)
@@ -370,10 +372,10 @@ def read_own_attributes(folder: Path) -> dict[str, Any] | None:
 
 
 def write_document(folder: Path, document: dict[str, Any], *, replace: bool = False, durable: bool = False) -> None:
-    """Write the zarr document of a folder, making the folder; an existing one stays unless ``replace``.
+    """Create a folder and write its zarr document. An existing document stays unless ``replace`` is True.
 
     Args:
-        durable: return once it survives a power cut.
+        durable: whether the document must survive a power cut when the function returns.
     """
     path = folder / DOCUMENT_NAME
     if path.exists() and not replace:
@@ -383,7 +385,7 @@ def write_document(folder: Path, document: dict[str, Any], *, replace: bool = Fa
 
 
 def make_groups(root: Path, key: str) -> None:
-    """Write a group document into ``root`` and every folder between it and the array ``key`` (zarr v3 needs them)."""
+    """Write a group document to ``root`` and every folder between it and the array ``key``, as zarr v3 requires."""
     folder = root
     write_document(folder, group_document())
     for segment in key.split("/")[:-1]:
@@ -392,7 +394,7 @@ def make_groups(root: Path, key: str) -> None:
 
 
 def remove_array(root: Path, key: str) -> None:
-    """Remove the folder of the array ``key``, and the groups above it that hold nothing else."""
+    """Remove the folder of the array ``key``, and parent groups that become empty."""
     folder = root / key
     if folder.exists():
         shutil.rmtree(folder)
@@ -404,7 +406,7 @@ def remove_array(root: Path, key: str) -> None:
 
 
 def _has_our_notes(path: Path) -> bool:
-    """Return whether a directory whose own document is lost or damaged has another note of a tier."""
+    """Return whether a directory without a readable document has another file that proves a tier owned it."""
     for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
         try:
             found = json.loads(read_document_file(path / name))
@@ -416,13 +418,13 @@ def _has_our_notes(path: Path) -> bool:
 
 
 def _holds_more_than(folder: Path, *names: str) -> bool:
-    """Return whether a folder has an entry of another name; reads as few entries as possible."""
+    """Return whether a folder has an entry with any other name. Reads as few entries as possible."""
     with os.scandir(folder) as entries:
         return any(entry.name not in names for entry in entries)
 
 
 def documents_and_folders(root: Path) -> Iterator[Path]:
-    """Yield all folders from ``root`` down and the files in them that are no chunk files."""
+    """Yield ``root``, all folders below it, and all their files except chunk files."""
     for folder, _, names in os.walk(root):
         yield Path(folder)
         yield from (Path(folder, name) for name in names if not is_number(name))
@@ -434,12 +436,12 @@ def _preallocate(path: Path, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None  # it does not know the file by itself
+        raise OSError(error.errno, error.strerror, str(path)) from None  # Errors of fallocate do not name the file.
     finally:
         os.close(fd)
 
 
 def _is_reusable(status: os.stat_result) -> bool:
-    """Return whether a file is a whole, preallocated chunk file that no snapshot links."""
+    """Return whether a file is a complete, preallocated chunk file that no snapshot links."""
     is_whole = status.st_size > 0 and status.st_size % PAGE_BYTES == 0 and status.st_blocks * 512 >= status.st_size
     return is_whole and status.st_nlink == 1

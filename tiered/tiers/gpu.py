@@ -23,14 +23,14 @@ _ALIGNMENT_BYTES = 512  # alignment of the device's copy engines and of torch's 
 class DeviceBuffer:
     """The resource of a GpuTier's slot.
 
-    It outlives its slots: the pool hands it on to the next slot of its size while kernels of the last one are still
-    queued. So the events stay with the buffer, not with the slot.
+    A buffer outlives its slots: the pool passes it to the next slot of its size while kernels of the last slot may
+    still be queued. So events belong to the buffer, not to the slot.
 
     Attributes:
         tensor: all bytes, 1-D uint8 on the device.
-        pending_events: stream -> the last event recorded there, after work that still uses the bytes. One per stream is
-            enough: what a stream did before is done by then. The next user of the buffer waits for them first, on the
-            device, not on the host. Guarded by ``lock``: links, trainer and prefetcher have different threads.
+        pending_events: last event recorded on each stream, after work that still uses the bytes. One event per stream
+            is enough, because a stream runs in order. The next user of the buffer waits for the events on the device.
+        lock: guards ``pending_events``, because links, trainer and prefetcher run on different threads.
     """
 
     tensor: torch.Tensor
@@ -38,14 +38,14 @@ class DeviceBuffer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_event(self, event: Any, stream: Any) -> None:
-        """Remember recorded work; forget work that the device has finished."""
+        """Add an event of recorded work, and remove events that the device has reached."""
         with self.lock:
-            self.pending_events.pop(stream, None)  # usually the only one: the device need not be queried
+            self.pending_events.pop(stream, None)  # This is usually the only event, so no query is needed.
             self._forget_what_is_done()
             self.pending_events[stream] = event
 
     def is_idle(self) -> bool:
-        """Return whether the device has finished all remembered work. Asks, does not wait."""
+        """Return whether the device has finished all recorded work, without waiting."""
         with self.lock:
             self._forget_what_is_done()
             return not self.pending_events
@@ -55,14 +55,14 @@ class DeviceBuffer:
             self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
 
     def order_before(self, stream: Any) -> None:
-        """Make later work of ``stream`` wait for the remembered work of other streams; its own is in order already."""
+        """Make later work of ``stream`` wait for the recorded work of other streams."""
         with self.lock:
             for other, event in self.pending_events.items():
                 if other != stream:
                     stream.wait_event(event)
 
     def wait(self) -> None:
-        """Wait on the host for the work remembered so far. More can be remembered meanwhile."""
+        """Make the host wait for the work recorded so far. Other threads can record more work meanwhile."""
         with self.lock:
             waited_for = dict(self.pending_events)
         for event in waited_for.values():
@@ -74,34 +74,34 @@ class DeviceBuffer:
 
     @contextmanager
     def view(self, start: int, stop: int) -> Iterator[Any]:
-        """Yield bytes ``start`` to ``stop``: as a memoryview of host memory, as a tensor of device memory."""
+        """Yield bytes ``start`` to ``stop``: a tensor for device memory, a memoryview for host memory."""
         part = self.tensor[start:stop]
         yield part if part.is_cuda else part.numpy().data
 
 
 class GpuTier:
-    """Device memory of at most ``capacity_bytes``; every slot is its own buffer of exact size (rounded up).
+    """Device memory of at most ``capacity_bytes``. Every slot is a separate buffer of exact (rounded) size.
 
-    Touches no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its
-    own segments: leave a few percent of the device outside the tier.
+    Uses no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its segments,
+    so leave a few percent of the device outside the tier.
 
-    Buffers are made on a separate stream of the tier, so torch never hands it bytes that queued kernels of another
-    stream still use, nor the reverse. So a new buffer is free at once, and a copy into it waits for nothing.
+    The tier allocates buffers on a separate stream, so torch never gives it bytes that queued kernels of another
+    stream still use, nor the reverse. A new buffer is free at once, and a copy into it need not wait.
 
-    A slot reuses a buffer of its size, an idle one first, so that no step allocates or waits. ``keep_buffers`` makes
-    buffers before the first step. A buffer of another size is dropped only if the homes and the buffers of all
-    sizes that are in use together exceed the capacity. Then the host waits for its last users, and returning the bytes
-    to the device stops all streams for a moment. ``num_drops`` counts that.
+    A slot reuses a buffer of its size, an idle buffer first, so that no step allocates or waits. ``keep_buffers``
+    allocates buffers before the first step. A buffer of another size is dropped only if the homes and the buffers in
+    use together exceed the capacity. Then the host waits for the buffer's last users, and returning the bytes to the
+    device briefly stops all streams. ``num_drops`` counts these events.
 
     Args:
-        capacity_bytes: bound on all slots and reservations together.
-        alignment_bytes: slots are rounded up to this power of two, 512 at least; 4096 if files are read straight into
-            them.
-        device: a CUDA device, by default the current one here. With ``"cpu"`` it is a second tier of host memory, for
-            tests and for trying out a three-tier setup without a device.
+        capacity_bytes: limit of all slots and reservations together.
+        alignment_bytes: power of two, at least 512, to which slots are rounded up. Use 4096 if files are read directly
+            into the slots.
+        device: CUDA device, by default the current one. With ``"cpu"``, the tier is in host memory, to test a
+            three-tier setup without a device.
 
     Attributes:
-        num_drops: buffers whose bytes went back to the device, for another size or at the end.
+        num_drops: number of buffers whose bytes were returned to the device, for another size or at the end.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GpuTier:
         alignment_bytes: int = _ALIGNMENT_BYTES,
     ) -> None:
         if alignment_bytes < _ALIGNMENT_BYTES or alignment_bytes & (alignment_bytes - 1):
-            raise ValueError(f"alignment_bytes must be a power of two, {_ALIGNMENT_BYTES} at least: {alignment_bytes}")
+            raise ValueError(f"alignment_bytes must be a power of two, at least {_ALIGNMENT_BYTES}: {alignment_bytes}")
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.alignment_bytes = alignment_bytes
@@ -132,39 +132,39 @@ class GpuTier:
             whole = torch.empty(nbytes + self.alignment_bytes, dtype=torch.uint8, device=self._device)
             start = -whole.data_ptr() % self.alignment_bytes
             return DeviceBuffer(whole[start : start + nbytes])
-        # torch hands out memory in the order of the stream it was freed on. On the tier's own stream nothing runs, and
-        # _drop frees only what is idle: the next user of the buffer need not wait for anything.
+        # torch reuses memory in the order of the stream on which it was freed. No kernels run on the tier's stream, and
+        # _drop frees only idle buffers, so the next user of the buffer need not wait.
         with torch.cuda.stream(self._allocating_stream()):
             return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _drop(self, buffer: DeviceBuffer) -> None:
-        # On the host: no stream orders memory that is given back to the device.
+        # The host must wait, because streams do not order the return of memory to the device.
         buffer.wait()
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
-        self.num_drops += 1  # under the pool's lock
+        self.num_drops += 1  # The pool's lock guards the counter.
         if self._is_cuda:
-            # Without this, torch keeps the bytes for itself and the next size would come on top of them.
+            # Without this call, torch would cache the bytes, and a buffer of another size would need additional memory.
             torch.cuda.empty_cache()
 
     def _allocating_stream(self) -> Any:
-        with self._streams:  # buffers are made from any thread, without the pool's lock
+        with self._streams:  # Any thread can allocate buffers, without the pool's lock.
             if self._own_stream is None:
                 self._own_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             return self._own_stream
 
     def _recorded_event(self, stream: Any) -> Any:
-        # blocking=True: a host thread that waits sleeps instead of spinning on a core that computes
+        # With blocking=True, a waiting host thread sleeps instead of keeping a CPU core busy.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def current_stream(self) -> Any:
-        """Return the calling thread's current stream on the tier's device; None for host memory."""
-        # By its number: torch takes longer to look up a device's number than to find the stream.
+        """Return the calling thread's current stream on the tier's device, or None for host memory."""
+        # Pass the device's index, because looking up the index takes torch longer than finding the stream.
         return torch.cuda.current_stream(self._device.index) if self._is_cuda else None
 
     def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
-        """Remember the work queued so far on ``stream`` (default: the current one) as a user of each of the slots."""
+        """Record the work queued so far on ``stream`` (default: the current one) as a use of all these slots."""
         if self._is_cuda:
             stream = stream if stream is not None else self.current_stream()
             event = self._recorded_event(stream)
@@ -172,7 +172,7 @@ class GpuTier:
                 buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all remembered users of the slot's buffer, in any slot."""
+        """Make later work of ``stream`` wait for all recorded uses of the slot's buffer, including earlier slots."""
         if self._is_cuda:
             buffer_of(slot).order_before(stream)
 
@@ -181,10 +181,10 @@ class GpuTier:
         return round_up(nbytes, self.alignment_bytes)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: a ``DeviceBuffer``), or None when there is no room now.
+        """Return a slot (resource: a ``DeviceBuffer``), or None if space is lacking.
 
         Raises:
-            TransferError: the device has less free memory than the ledger says.
+            TransferError: the device has less free memory than the ledger.
         """
         slot_bytes = self.slot_bytes(nbytes)
         if slot_bytes == 0:
@@ -196,7 +196,7 @@ class GpuTier:
         return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def free(self, slot: Slot) -> None:
-        """Take the slot back. Work that still uses it is remembered and waited for by the next user."""
+        """Return the slot to the pool. The next user of its buffer waits for the recorded work."""
         buffer = buffer_of(slot)
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, buffer)
@@ -210,10 +210,10 @@ class GpuTier:
         )
 
     def keep_buffers(self, counts: Mapping[int, int]) -> None:
-        """Make the buffers that are missing; see ``BufferTier``.
+        """Allocate the missing buffers; see ``BufferTier``.
 
         Raises:
-            TransferError: the device has less free memory than the ledger says.
+            TransferError: the device has less free memory than the ledger.
         """
         try:
             self._pool.keep(counts)
@@ -221,33 +221,33 @@ class GpuTier:
             raise self._no_memory("the buffers of copies") from error
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Return whether a slot needs no room of buffers that are kept; see ``BufferTier``."""
+        """Return whether a slot can be allocated without dropping kept buffers; see ``BufferTier``."""
         return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous view of the slot. Kernels that use it come after ``order_before`` of their stream."""
+        """Return a contiguous view of the slot. Before using it on a stream, call ``order_before`` for this stream."""
         return view_as(buffer_of(slot).tensor, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
+        """Charge bytes outside any slot; a negative number returns them. Raises ``CapacityError``."""
         self._pool.reserve(nbytes)
 
     def sync(self) -> None:
-        """Do nothing: device memory does not survive the process."""
+        """Do nothing, because device memory does not survive the process."""
 
     def usage(self) -> TierUsage:
-        """Return the ledger now; buffers kept for reuse count as free."""
+        """Return the current ledger. Buffers kept for reuse count as free."""
         return self._ledger.usage()
 
     def close(self) -> None:
-        """Return all memory that no slot holds to the device."""
+        """Return the memory of all unused buffers to the device."""
         self._pool.close()
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return a device with its number. "cuda" alone means the current one, which each thread has for itself.
+    """Return a device with its index. "cuda" without an index means the calling thread's current device.
 
-    A process that has not initialised CUDA yet cannot have chosen another device than the first.
+    Before CUDA is initialized, the current device is always the first one.
     """
     if device.type != "cuda" or ":" in str(device):
         return device
@@ -256,6 +256,6 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def buffer_of(slot: Slot) -> DeviceBuffer:
-    """Return the device buffer of a GpuTier's slot."""
+    """Return the buffer of a GpuTier's slot."""
     assert isinstance(slot.resource, DeviceBuffer), slot
     return slot.resource

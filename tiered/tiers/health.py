@@ -1,4 +1,4 @@
-"""The state of drives: full, slow, worn."""
+"""Health of drives: full, slow or worn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered.errors import TieredError
 from tiered.file_io import write_json
 from tiered.units import GiB, MiB, format_size
 
-#: Seconds between two checks of a full drive.
+#: Seconds between retries on a full drive.
 RETRY_S = 1.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 
 
 class FullDrives:
-    """Behaviour of a tier, or of a store's generations, on a full drive. Thread-safe.
+    """Handles full drives of a tier or of a store's generations. Thread-safe.
 
     Args:
-        on_full: ``pause`` until there is room, or ``error``.
-        outstanding_bytes: path -> bytes that its owner may still add there; only called when a pause begins.
+        on_full: ``pause`` until there is space, or ``error``.
+        outstanding_bytes: returns the bytes that the owner may still write to a path; called when a pause begins.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class FullDrives:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a write waits for room now."""
+        """Whether a write is waiting for space."""
         return bool(self._full_paths)
 
     def wait(self, path: str, need_bytes: int, cause: OSError) -> None:
-        """Wait a moment after a failed write, so that it can be retried. The first call of a pause reports it.
+        """Wait a moment after a failed write, so that the caller can retry it. The first call of a pause reports it.
 
         Raises:
-            OSError: ``cause``, if it is something else than missing room, or there is no waiting.
+            OSError: ``cause``, if the drive is not full, or waiting is disabled.
         """
         if cause.errno not in _NO_SPACE or self._on_full != "pause":
             raise cause
@@ -65,23 +65,23 @@ class FullDrives:
             is_news = path not in self._full_paths
             self._full_paths.add(path)
         if is_news:
-            # The failed write may be one file of many: room for that alone would end in the next pause.
+            # The failed write may be one file of many: space for only this file would lead to the next pause.
             need_bytes = max(need_bytes, self._outstanding_bytes(path))
             self._notice(
                 f"the drive of '{path}' is full ({os.strerror(cause.errno)}): paused, nothing is lost. Free at least "
-                f"{format_size(need_bytes)} there and the run resumes by itself"
+                f"{format_size(need_bytes)} there and the run resumes automatically"
             )
         if self._is_giving_up.wait(RETRY_S):
             raise cause
 
     def retry(self, path: str, need_bytes: int, act: Callable[[], Result]) -> Result:
-        """Call ``act`` and return its result; while it fails for lack of room, wait and call it again.
+        """Call ``act`` and return its result. While it fails because the drive is full, wait and call it again.
 
         Args:
-            act: leaves nothing behind if it fails.
+            act: function that leaves nothing behind if it fails.
 
         Raises:
-            OSError: it failed for another reason, or there is no waiting (any more).
+            OSError: the function failed for another reason, or waiting is disabled.
         """
         while True:
             try:
@@ -93,23 +93,23 @@ class FullDrives:
                 return result
 
     def wrote(self, path: str) -> None:
-        """Note that a write succeeded; says so if the path was full."""
+        """Record that a write succeeded, and report it if the path was full."""
         if path not in self._full_paths:
             return
         with self._lock:
             is_news = path in self._full_paths
             self._full_paths.discard(path)
         if is_news:
-            self._notice(f"there is room again on the drive of '{path}': the run resumes")
+            self._notice(f"the drive of '{path}' has free space again: the run resumes")
 
     def give_up(self) -> None:
-        """Make writes that wait for room fail, now and from now on."""
+        """Make current and future writes fail instead of waiting for space."""
         self._is_giving_up.set()
 
 
-#: Bytes after which the rate of a path is checked: 32 parts of a large transfer.
+#: Bytes between checks of a path's rate: 32 parts of a large transfer.
 WINDOW_BYTES = 512 * MiB
-#: Windows that must be known before one can be called slow, and slow ones in a row before it is reported.
+#: Number of windows required before a window can count as slow, and of consecutive slow windows before a report.
 _NUM_USUAL, _NUM_SLOW = 4, 2
 _SLOW_SHARE = 1 / 3
 _NUM_REMEMBERED = 64
@@ -117,13 +117,13 @@ _NUM_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """Rates of a path so far, in bytes per second over the time with a part in progress; 0.0: not known.
+    """Rates of a path in bytes per second of busy time; 0.0 if unknown.
 
     Attributes:
-        read_bytes_per_s: mean of reads, over the whole time.
-        write_bytes_per_s: mean of writes, over the whole time.
-        recent_bytes_per_s: mean of both together, in the last window of ``WINDOW_BYTES``.
-        usual_bytes_per_s: both together: the median of the windows before that were not slow.
+        read_bytes_per_s: mean rate of all reads.
+        write_bytes_per_s: mean rate of all writes.
+        recent_bytes_per_s: mean rate of reads and writes together in the last window of ``WINDOW_BYTES``.
+        usual_bytes_per_s: median rate of reads and writes together in earlier windows that were not slow.
     """
 
     read_bytes_per_s: float
@@ -133,7 +133,7 @@ class PathRates:
 
 
 class _Busy:
-    """Bytes, and the time during which at least one part was in progress."""
+    """Bytes moved, and the time during which at least one part was in progress."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -151,7 +151,7 @@ class _Busy:
         self.nbytes += nbytes
 
     def advance(self, now_s: float) -> None:
-        """Count the time up to now."""
+        """Add the busy time up to now."""
         if self._num_active:
             self.busy_s += now_s - self._since_s
         self._since_s = now_s
@@ -162,14 +162,14 @@ class _Busy:
 
 
 class PathMeter:
-    """Measures one path. Thread-safe.
+    """Measures the rates of one path. Thread-safe.
 
-    It does not time single parts, because their time depends on how many are in progress at once. Reads and writes
-    share a drive, so only both together show whether it has slowed down.
+    It does not time individual parts, because their time depends on the number of parts in progress. Reads and writes
+    share a drive, so only their sum shows whether the drive has slowed down.
 
     Args:
         window_bytes: bytes between two checks.
-        clock_s: seconds that only grow.
+        clock_s: monotonic clock in seconds.
     """
 
     def __init__(self, *, window_bytes: int = WINDOW_BYTES, clock_s: Callable[[], float] = time.perf_counter) -> None:
@@ -177,17 +177,17 @@ class PathMeter:
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._reads, self._writes, self._both = _Busy(), _Busy(), _Busy()
-        self._window_start = (0, 0.0)  # bytes and busy seconds when the window began
+        self._window_start = (0, 0.0)  # (bytes, busy seconds) at the start of the window
         self._usual: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._recent = 0.0
         self._num_slow = 0
 
     @contextmanager
     def moving(self, nbytes: int, *, is_write: bool, on_slow: Callable[[str], None]) -> Iterator[None]:
-        """Measure the body, which moves ``nbytes``; a body that raises has moved none.
+        """Measure the ``with`` block, which moves ``nbytes`` unless it raises an error.
 
         Args:
-            on_slow: called with the figures when the path was slow for the second window in a row.
+            on_slow: called with a text of the rates after the second consecutive slow window.
         """
         direction = self._writes if is_write else self._reads
         with self._lock:
@@ -208,7 +208,7 @@ class PathMeter:
                 on_slow(news)
 
     def _close_window(self) -> str | None:
-        """End the window if it is full; return the figures when the path has slowed down."""
+        """End the window if it is full; return a text of the rates if the path has slowed down."""
         start_bytes, start_s = self._window_start
         nbytes, busy_s = self._both.nbytes - start_bytes, self._both.busy_s - start_s
         if nbytes < self._window_bytes or busy_s <= 0:
@@ -226,7 +226,7 @@ class PathMeter:
         return f"{format_size(round(self._recent))}/s over the last {format_size(nbytes)}, usually {usual}/s"
 
     def rates(self) -> PathRates:
-        """Return the rates so far."""
+        """Return the current rates."""
         with self._lock:
             return PathRates(
                 self._reads.bytes_per_s,
@@ -237,38 +237,38 @@ class PathMeter:
 
 
 WEAR_NAME = "WEAR.json"
-#: How far the figure on disk runs ahead of the truth, so that a crash never makes it too low.
+#: Bytes by which the count on disk exceeds the real count, so that it is never too low after a crash.
 AHEAD_BYTES = GiB
 
 
 class WearLimitError(TieredError):
-    """A write would pass the limit that was set for a path. Nothing of it was written.
+    """A write would exceed the limit of a path. Nothing was written.
 
     Attributes:
-        limit_bytes: bytes that may be written in its whole life.
-        need_bytes: size of the write that was refused.
+        limit_bytes: maximum bytes written to the path in its lifetime.
+        need_bytes: size of the refused write.
     """
 
     def __init__(self, path: str, limit_bytes: int, written_bytes: int, need_bytes: int) -> None:
         self.path, self.limit_bytes = path, limit_bytes
         self.written_bytes, self.need_bytes = written_bytes, need_bytes
         super().__init__(
-            f"'{path}' may be written {limit_bytes} bytes ({format_size(limit_bytes)}, max_written) in its whole life, "
-            f"and {written_bytes} ({format_size(written_bytes)}) are: {format_size(need_bytes)} more would pass that. "
-            f"Nothing of it was written. Raise max_written of this path, or name a path on another drive; "
-            f"{WEAR_NAME} there holds the count"
+            f"'{path}' has a lifetime limit of {limit_bytes} bytes written ({format_size(limit_bytes)}, max_written), "
+            f"and {written_bytes} ({format_size(written_bytes)}) are used: {format_size(need_bytes)} more would exceed "
+            f"it. Nothing was written. Raise max_written of this path, or name a path on another drive; "
+            f"{WEAR_NAME} in the path has the count"
         )
 
 
 class WearCounter:
-    """Counts the bytes written below one directory, in its ``WEAR.json``. Guarded by the lock of its owner.
+    """Counts the bytes written to one directory in its ``WEAR.json``. The lock of its owner guards it.
 
-    The file runs ahead of the count in steps, before bytes are written, and ``close`` corrects it. So it is never too
-    low, and after a crash at most ``ahead_bytes`` too high.
+    Before bytes are written, the count in the file is raised in advance, in large steps; ``close`` corrects it. So the
+    count in the file is never too low, and after a crash it is at most ``ahead_bytes`` too high.
 
     Args:
-        directory: folder of the file; the caller holds its lock.
-        limit_bytes: most bytes of the directory's whole life, or None for no limit.
+        directory: folder of the file. The caller holds its lock.
+        limit_bytes: maximum bytes in the lifetime of the directory, or None for no limit.
 
     Raises:
         TieredError: the file cannot be read.
@@ -288,26 +288,26 @@ class WearCounter:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TieredError(
                 f"'{self._path}' cannot be read ({error}): it counts the bytes written to this drive. "
-                "Mend it, or delete it to count from zero"
+                "Repair it, or delete it to count from zero"
             ) from error
         if not isinstance(written, int) or written < 0:
-            raise TieredError(f"'{self._path}' counts {written!r} bytes. Mend it, or delete it to count from zero")
+            raise TieredError(f"'{self._path}' counts {written!r} bytes. Repair it, or delete it to count from zero")
         return written
 
     def check(self, nbytes: int) -> None:
-        """Raise ``WearLimitError`` if ``nbytes`` more would pass the limit."""
+        """Raise ``WearLimitError`` if ``nbytes`` more would exceed the limit."""
         if self.limit_bytes is not None and self.written_bytes + nbytes > self.limit_bytes:
             raise WearLimitError(str(self._path.parent), self.limit_bytes, self.written_bytes, nbytes)
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are about to be written. Raises ``OSError``: the drive refused; then nothing is counted."""
+        """Count bytes before they are written. If the drive returns an ``OSError``, nothing is counted."""
         needed_bytes = self.written_bytes + nbytes
         if needed_bytes > self._on_disk_bytes:
             self._save(needed_bytes + self._ahead_bytes)
         self.written_bytes = needed_bytes
 
     def close(self) -> None:
-        """Write the exact count to the file. If the drive refuses, it stays too high. Idempotent."""
+        """Write the exact count to the file. If this fails, the count stays too high. Idempotent."""
         if self._on_disk_bytes != self.written_bytes:
             try:
                 self._save(self.written_bytes)
@@ -320,11 +320,11 @@ class WearCounter:
 
 
 def count_writes(counters: Sequence[WearCounter], nbytes_by_path: Mapping[int, int]) -> None:
-    """Count a write to several paths, all or nothing as far as limits go. Call with their owner's lock held.
+    """Count a write to several paths, after checking all limits. The caller holds their owner's lock.
 
     Raises:
-        WearLimitError: it would pass a limit; nothing is counted.
-        OSError: a drive refused.
+        WearLimitError: the write would exceed a limit; nothing is counted.
+        OSError: a drive returned an error.
     """
     for index, nbytes in nbytes_by_path.items():
         counters[index].check(nbytes)
