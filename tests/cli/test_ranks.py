@@ -612,7 +612,7 @@ def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) 
             said = read_until("paused", process)
             assert "rank 1: " in said and str(run.folder / "drive/rank00001") in said
             full.unlink()
-            assert "rank 1: " in read_until("room again", process)
+            assert "rank 1: " in read_until("free space again", process)
             process.send_signal(signal.SIGTERM)
         ended = Ended([], *process.communicate(timeout=LIMIT_S))
     if on_full == "pause":

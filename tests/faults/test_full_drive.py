@@ -113,7 +113,7 @@ def test_full_drive_after_a_commit_pauses_and_resumes_bitwise_equal(small_drive,
         small_drive.make_room()
         worker.join(60)
         assert not worker.is_alive()
-        notices.wait_for("room again")
+        notices.wait_for("free space again")
         work(store, 3)
         store.wait_idle()
         assert same(contents(store), expected(tmp_path, 3))
@@ -195,7 +195,7 @@ def test_commit_of_blocks_in_memory_waits_for_space(small_drive, quick_retry) ->
         notices.wait_for("paused")
         small_drive.make_room()
         commit.wait(60)
-        notices.wait_for("room again")
+        notices.wait_for("free space again")
     with TieredStore.open(str(small_drive.store), [RamTier(8 * MiB, pin_memory=False)]) as store:
         assert store.acquire("block", "ram").tensor.unique().tolist() == [5]
 
@@ -227,7 +227,7 @@ def test_generation_directory_waits_for_space(small_drive, quick_retry) -> None:
         assert not commit.is_done and current_generation(small_drive.store) == 1
         small_drive.make_room()
         commit.wait(60)
-        notices.wait_for("room again")
+        notices.wait_for("free space again")
     assert list(GenerationReader(small_drive.store, 2).problems()) == []
 
 

@@ -44,7 +44,7 @@ def test_a_drive_of_one_rank_that_is_full_for_real(small_drive: Any, tmp_path: P
         small_drive.fill(leave_bytes=MiB // 4)
         assert "rank 1: " in read_until("paused", process)
         small_drive.make_room()
-        assert "rank 1: " in read_until("room again", process)
+        assert "rank 1: " in read_until("free space again", process)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, err

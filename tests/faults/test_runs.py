@@ -137,7 +137,7 @@ def test_full_during_the_run_pauses_and_ends_with_the_same_bits(work: Work, faul
     faults.append(Fault("error", "write", errno.ENOSPC, skip=30, times=8))
     result = work.run()
     assert result.exit_code == 0, result.output
-    assert "is full (No space left on device): paused" in result.stdout and "room again" in result.stdout
+    assert "is full (No space left on device): paused" in result.stdout and "free space again" in result.stdout
     assert work.weights() == work.weights("without_faults")
 
 

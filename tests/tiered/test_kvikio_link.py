@@ -183,7 +183,7 @@ def test_probe_rejects_wrong_bytes(stand_in: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("STAND_IN_CUDA", "wrong-bytes")
     found = probe_kvikio(tmp_path)
     assert found.host_bytes == MiB and found.gpu_bytes == found.gds_bytes == 0
-    assert found.reason == "kvikio brought other bytes to the GPU than the file has"
+    assert found.reason == "kvikio read wrong bytes into GPU memory"
 
 
 @needs_kvikio

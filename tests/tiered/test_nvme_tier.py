@@ -228,7 +228,7 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TieredError, match="cannot be made a directory"):
+    with pytest.raises(TieredError, match="cannot be created"):
         NvmeTier([tmp_path / "file"], MiB)
 
 

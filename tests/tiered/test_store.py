@@ -505,7 +505,7 @@ def test_write_waits_for_space_with_one_notice(number: int, tmp_path: Path, monk
             flush(store, f"block.{value}")
             assert not store.is_paused
         assert [read(store, f"block.{value}") for value in (1, 2)] == [1, 2]
-    assert [("paused" in text, "room again" in text) for text in notices] == [(True, False), (False, True)]
+    assert [("paused" in text, "free space again" in text) for text in notices] == [(True, False), (False, True)]
 
 
 def test_threads_that_hammer_the_store_see_every_increment(tmp_path: Path) -> None:
