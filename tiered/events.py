@@ -52,7 +52,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of a store. ``later - earlier`` gives the counts between the two; ``tiers`` stay those of ``later``.
+    """Counters of a store. ``later - earlier`` gives the counts between the two, and keeps ``later.tiers``.
 
     Attributes:
         stall_s: seconds that callers waited, by cause.

@@ -62,7 +62,7 @@ def next_fetches(
         lookahead_bytes: maximum bytes of distinct future copies; None = limited only by space.
         room_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
         inspect: returns whether an access has a copy (arrived or in flight), and the bytes of the slot it needs
-            (0 if none). Like ``passing``, it gets accesses whose ticks may be those of the first period.
+            (0 if none). Like ``passing``, it gets accesses with the ticks of the first period.
         passing: returns the bytes that an access needs in tiers between its tier and the block's home. None if there
             are no such tiers.
         buffers: number of buffers by (tier, size); sizes without an entry share the bytes.

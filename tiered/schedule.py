@@ -100,7 +100,7 @@ class Schedule:
         return NEVER
 
     def used_at(self, tick: int) -> Sequence[Access]:
-        """Return the accesses at exactly this tick. Their own ticks are those of the first period."""
+        """Return the accesses at exactly this tick, as the objects of the first period."""
         if not self._is_used(tick):
             return ()
         local = tick if self.period is None else tick % self.period

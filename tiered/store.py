@@ -144,7 +144,7 @@ class TieredStore(BlockMapping):
 
     @property
     def keep_generations(self) -> int:
-        """Number of newest generations that a commit keeps, in addition to those of ``keep_also``."""
+        """Number of newest generations that a commit keeps, in addition to the generations of ``keep_also``."""
         return self._generations.num_kept
 
     def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
@@ -293,7 +293,7 @@ class TieredStore(BlockMapping):
     def write_rows(self, key: str, start: int, tensor: Writable) -> None:
         """Replace the rows of a block from ``start`` on.
 
-        The whole block is fetched into the nearest tier and written back when it is evicted or committed, so many
+        The whole block is fetched into the nearest tier and written back when it is evicted or committed. So several
         calls can share one write.
 
         Raises:
@@ -316,7 +316,7 @@ class TieredStore(BlockMapping):
     # -- placement ---------------------------------------------------------------------------------------------
 
     def pin(self, key: str, tier: str) -> None:
-        """Keep the copy in ``tier``, as soon as it is there, until ``unpin``. Pins are counted.
+        """Keep the copy in ``tier`` from its next arrival until ``unpin``. Pins are counted.
 
         Raises:
             CapacityError: homes and pins together would exceed the tier.
@@ -565,5 +565,5 @@ class TieredStore(BlockMapping):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.give_up_waiting()  # After an error nobody needs the bytes, so do not wait for a full drive.
+            self.give_up_waiting()  # After an error, the bytes are not needed, so do not wait for a full drive.
         self.close()

@@ -18,7 +18,7 @@ from tiered.block import BlockSpec
 from tiered.tiers.layout import DOCUMENT_NAME, array_view_document, group_document
 from tiered.units import MiB
 
-#: Maximum bytes of a chunk, which consists of whole rows. A longer row is a chunk of its own.
+#: Maximum bytes of a chunk, which consists of whole rows. A chunk has at least one row, even if it is longer.
 _CHUNK_BYTES = 64 * MiB
 
 

@@ -126,7 +126,7 @@ def test_direct_writes_get_checksums_at_the_commit(store: TieredStore) -> None:
 
 
 def test_invalid_direct_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="past_ram goes with verify"):
+    with pytest.raises(ValueError, match="past_ram requires verify"):
         NvmeTier([tmp_path], MiB, past_ram=True, verify="always")
     with pytest.raises(ValueError, match="a power of two"):
         GpuTier(MiB, alignment_bytes=100)

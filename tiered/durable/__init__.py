@@ -1,1 +1,1 @@
-"""What outlives a process: committed generations of the blocks on drives, and their readers."""
+"""Durable state: committed generations of blocks on drives, and their readers."""

@@ -227,7 +227,7 @@ def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
 
 
 def sync_tree(root: Path, top: Path) -> None:
-    """Flush all documents and folders below ``root``, and those of the parent folders up to ``top``."""
+    """Flush all documents and folders below ``root``, and in its parent folders up to ``top``."""
     above = [folder for folder in root.parents if folder == top or top in folder.parents]
     documents = [path for folder in above if (path := folder / DOCUMENT_NAME).exists()]
     sync_paths([*documents_and_folders(root), *documents, *above], sync_path)

@@ -353,7 +353,7 @@ class FrozenBlocks:
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
     def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:
-        """Return the checksums of linked and flushed files: those of the writes, or computed by reading the files."""
+        """Return the checksums of linked and flushed files, known from their writes or computed by reading back."""
         spec, checksums = frozen.block.spec, frozen.checksums
         if checksums is None:
             checksums = read_array(chunk_files(frozen.folder, spec), spec)

@@ -102,7 +102,7 @@ class GenerationReader:
         places = drive_places(self.manifest, self.path)
         self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
         self._specs: dict[str, BlockSpec] = {}  # specs of valid records, by key
-        self._owners: dict[Path, str] = {}  # "ours", "foreign" or "unknown", by folder of a generation
+        self._owners: dict[Path, str] = {}  # kind of the owner ("foreign", "unknown" ...), by folder of a generation
         near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
 

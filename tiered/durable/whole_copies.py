@@ -111,7 +111,7 @@ class WholeCopies:
                 copy ends.
 
         Returns:
-            Figures of the copy. Its number is that of the generation, or a larger one if this number is taken.
+            Figures of the copy. The copy has the generation's number, or a larger one if this number is taken.
 
         Raises:
             CorruptBlockError: the generation or the copy is damaged.

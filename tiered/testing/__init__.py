@@ -1,4 +1,4 @@
-"""Shipped with the package: suites that a tier, a link or a policy passes, faulty drives, links moved by hand."""
+"""Test tools for users: suites for tiers, links and policies, fault injection, and manually controlled links."""
 
 from tiered.testing.link_suite import LinkSuite
 from tiered.testing.policy_suite import PolicySuite

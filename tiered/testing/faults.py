@@ -17,16 +17,15 @@ from tiered.units import PAGE_BYTES
 
 @dataclass(eq=False)
 class Fault:
-    """A failure of some of the parts that are moved.
+    """A fault in some of the moved parts.
 
     Attributes:
-        kind: ``error``: the call fails with ``errno`` and moves nothing. ``short``: a read fills, or a write writes,
-            only the first half and reports success. ``flip``: one bit differs. ``late``: it takes ``latency_s``
-            longer.
-        path: only files whose path contains this text.
-        skip: matching calls that go well first.
-        times: number of failing calls after that, or None for all.
-        bit: which bit of the part's bytes ``flip`` changes.
+        kind: ``error`` fails with ``errno`` and moves nothing; ``short`` moves only the first half and reports success;
+            ``flip`` changes one bit; ``late`` delays the call by ``latency_s``.
+        path: text that the path of an affected file contains.
+        skip: number of matching calls that succeed first.
+        times: number of affected calls after these, or None for all.
+        bit: index of the bit that ``flip`` changes in the part.
     """
 
     kind: Literal["error", "short", "flip", "late"]
@@ -40,7 +39,7 @@ class Fault:
     num_calls: int = 0
 
     def strikes(self, on: str, file: ChunkFile) -> bool:
-        """Count a call; return whether it goes wrong."""
+        """Count a call, and return whether the fault affects it."""
         if on != self.on or self.path not in str(file.path):
             return False
         self.num_calls += 1
@@ -49,23 +48,23 @@ class Fault:
 
 
 class FaultyMover:
-    """A ``PartMover`` with faults; without an active fault it does what the inner one does. Thread-safe."""
+    """A ``PartMover`` that adds faults to another mover. Thread-safe."""
 
     def __init__(
         self, inner: PartMover, faults: Iterable[Fault] = (), *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.inner = inner
-        self.faults = list(faults)  # may be changed at any time
+        self.faults = list(faults)  # The caller can change the list at any time.
         self._sleep = sleep
         self._lock = threading.Lock()
 
     @property
     def path(self) -> str:
-        """Return the path of the inner one."""
+        """Copy method of the inner mover."""
         return self.inner.path
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
-        """Read, unless a fault strikes."""
+        """Read with the inner mover and apply the active faults."""
         faults = self._begin("read", file)
         if any(fault.kind == "short" for fault in faults):
             with view[: _half(len(view))] as first:
@@ -77,7 +76,7 @@ class FaultyMover:
                 view[fault.bit // 8 % len(view)] ^= 1 << fault.bit % 8
 
     def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
-        """Write, unless a fault strikes."""
+        """Write with the inner mover and apply the active faults."""
         faults = self._begin("write", file)
         if any(fault.kind == "short" for fault in faults):
             with view[: _half(len(view))] as first:
@@ -89,7 +88,7 @@ class FaultyMover:
                 flip_bit(file, 8 * offset + fault.bit % (8 * len(view)))
 
     def close(self) -> None:
-        """Close the inner one."""
+        """Close the inner mover."""
         self.inner.close()
 
     def _begin(self, on: str, file: ChunkFile) -> Sequence[Fault]:
@@ -115,7 +114,7 @@ def flip_bit(file: ChunkFile, bit: int) -> None:
 
 
 def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
-    """Put faults into the engine behind the file links among ``links``; return its mover, whose faults may change."""
+    """Add faults to the engine of the file links among ``links``; return its mover, whose faults can be changed."""
     engines = {link.engine for link in links if isinstance(link, FileReadLink | FileWriteLink)}
     (engine,) = engines
     engine.mover = FaultyMover(engine.mover, faults)
@@ -123,5 +122,5 @@ def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
 
 
 def _half(nbytes: int) -> int:
-    """Return about half, in whole pages: what O_DIRECT can move."""
+    """Return about half of ``nbytes`` in whole pages, as O_DIRECT requires."""
     return nbytes // 2 // PAGE_BYTES * PAGE_BYTES

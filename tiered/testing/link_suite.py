@@ -1,4 +1,4 @@
-"""LinkSuite: the store's requirements of the links between a tier and its neighbour, as tests to inherit."""
+"""LinkSuite: inheritable tests of the links between a tier and its neighbour."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tiered.transfer import Transfer
 
 
 class LinkSuite(PairSubject):
-    """Subclass it, say how a tier is made, and pytest collects the tests::
+    """Tests of a tier's links. Subclass it and define ``make_tier``; pytest collects the tests::
 
         class TestMyLinks(LinkSuite):
             def make_tier(self, capacity_bytes: int) -> Tier:
                 return MyTier(capacity_bytes)
 
             def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
-                return ...  # a context in which its transfers fail
+                return ...  # a context in which the tier's transfers fail
 
-    The links come from ``default_links``. Override ``make_links`` for other links, and ``make_neighbour`` for another
-    neighbour than a ``RamTier``. Set ``is_faster`` if the tier is the faster of the two. The faster one must be
-    addressable.
+    The links come from ``default_links``. Override ``make_links`` for other links, and ``make_neighbour`` for a
+    neighbour that is not a ``RamTier``. Set ``is_faster`` if the tier is faster than its neighbour. The faster tier
+    must be addressable.
     """
 
     def _sizes(self) -> list[int]:
@@ -35,7 +35,7 @@ class LinkSuite(PairSubject):
     def test_they_are_links(self) -> None:
         with self.rig() as rig:
             for link in (rig.down, rig.up):
-                assert isinstance(link, Link), f"{type(link).__name__} lacks something of tiered.Link"
+                assert isinstance(link, Link), f"{type(link).__name__} does not implement tiered.Link"
                 assert link.path and isinstance(link.path, str), repr(link.path)
                 usage = link.usage()
                 assert (usage.num_bytes, usage.busy_s, usage.inflight_bytes, usage.num_transfers) == (0, 0, 0, 0), usage
@@ -49,12 +49,12 @@ class LinkSuite(PairSubject):
                 rig.write(fast, data)
                 transfer = rig.send(fast, slow)
                 assert transfer.done() and transfer.error is None and not transfer.skipped, vars_of(transfer)
-                assert transfer.event is None or transfer.event.query() is True, "it has ended, but not its event"
+                assert transfer.event is None or transfer.event.query() is True, "the transfer has ended, not its event"
                 assert (transfer.src, transfer.dst) == (rig.fast.name, rig.slow.name), vars_of(transfer)
                 assert (transfer.nbytes, transfer.path) == (nbytes, rig.down.path), vars_of(transfer)
                 assert torch.equal(rig.read(fast), data), f"the source of {nbytes} bytes was changed"
-                assert torch.equal(rig.fetch(slow, fast), data), f"{nbytes} bytes came back as others"
-                assert torch.equal(rig.fetch(slow, fast), data), f"{nbytes} bytes can be fetched once only"
+                assert torch.equal(rig.fetch(slow, fast), data), f"a fetch of {nbytes} bytes returned wrong bytes"
+                assert torch.equal(rig.fetch(slow, fast), data), f"a second fetch of {nbytes} bytes failed"
                 rig.fast.free(fast)
                 rig.slow.free(slow)
 
@@ -97,9 +97,9 @@ class LinkSuite(PairSubject):
             for transfer in transfers:
                 transfer.wait(TIMEOUT_S)
             for number, target in enumerate(targets):
-                assert torch.equal(rig.read(target), self._data(number)), f"fetch {number} of many brought other bytes"
+                assert torch.equal(rig.read(target), self._data(number)), f"concurrent fetch {number} is wrong"
             for number, (home, target) in enumerate(zip(slow_news, targets, strict=True)):
-                assert torch.equal(rig.fetch(home, target), self._data(number + 100)), f"write {number} of many"
+                assert torch.equal(rig.fetch(home, target), self._data(number + 100)), f"write {number} is wrong"
             for link in (rig.up, rig.down):
                 assert link.usage().inflight_bytes == 0, link.usage()
 
@@ -133,7 +133,7 @@ class LinkSuite(PairSubject):
                 with lock:
                     for number, (home, target) in enumerate(zip(homes, targets, strict=True)):
                         if number == len(homes) // 2:
-                            entered.wait(TIMEOUT_S)  # now a callback waits for the lock
+                            entered.wait(TIMEOUT_S)  # Wait until a callback waits for the lock.
                         transfer = rig.up.submit(home, target, home.nbytes)
                         transfer.add_done_callback(ended)
                         transfers.append(transfer)
@@ -180,14 +180,14 @@ class LinkSuite(PairSubject):
             homes = self._stored(rig, 8)
             targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
             transfers = [rig.up.submit(home, target, home.nbytes) for home, target in zip(homes, targets, strict=True)]
-            for link in (rig.up, rig.down, rig.up):  # they may share threads, which end with the last
+            for link in (rig.up, rig.down, rig.up):  # Both links may share threads, which end with the last link.
                 link.close()
             for number, (transfer, target) in enumerate(zip(transfers, targets, strict=True)):
-                assert transfer.done(), "all links are closed, and a transfer has not ended"
+                assert transfer.done(), "all links are closed, but a transfer has not ended"
                 transfer.wait(0)
                 assert torch.equal(rig.read(target), self._data(number))
 
-    # -- parts -------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     def _data(self, number: int) -> torch.Tensor:
         return random_bytes(self.unit_bytes + 13 * (number % 50), number)
@@ -226,5 +226,5 @@ class LinkSuite(PairSubject):
 
 
 def vars_of(transfer: Transfer) -> str:
-    """Return a description of a transfer for messages."""
+    """Describe a transfer for messages."""
     return f"{transfer.src}->{transfer.dst}, {transfer.nbytes} bytes, {transfer.path!r}, error {transfer.error!r}"

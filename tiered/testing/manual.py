@@ -1,4 +1,4 @@
-"""A store's surroundings without hardware or time: memory tiers, and links that move bytes on demand."""
+"""Tiers and links for deterministic tests: tiers in memory, and links that move bytes on demand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tiered.transfer import Transfer
 
 
 class MemoryTier:
-    """A tier of plain tensors that counts exactly (alignment 1 byte).
+    """A tier of plain tensors with an alignment of 1 byte.
 
     Args:
-        addressable: False makes it behave like a file tier, reached only through links.
+        addressable: whether leases can use the tier; False makes it behave like a file tier.
     """
 
     alignment_bytes = 1
@@ -63,7 +63,7 @@ class MemoryTier:
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A requested copy that has not happened yet."""
+    """A submitted copy that has not moved yet."""
 
     src_slot: Slot
     dst_slot: Slot
@@ -95,7 +95,7 @@ class ManualLink:
         copy.transfer.finish()
 
     def fail(self, index: int = 0) -> None:
-        """Finish one pending copy with an error, after scribbling over the destination."""
+        """Overwrite the destination of one pending copy with garbage, and finish its transfer with an error."""
         copy = self.pending.pop(index)
         assert isinstance(copy.dst_slot.resource, torch.Tensor)
         copy.dst_slot.resource.fill_(0xEE)

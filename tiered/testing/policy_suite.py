@@ -1,4 +1,4 @@
-"""PolicySuite: the store's requirements of an eviction policy, as tests to inherit."""
+"""PolicySuite: inheritable tests of an eviction policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_CASES = 50
 
 
 class PolicySuite(ABC):
-    """Subclass it, say how a policy is made, and pytest collects the tests::
+    """Tests of a policy. Subclass it and define ``make_policy``; pytest collects the tests::
 
     class TestMyPolicy(PolicySuite):
         def make_policy(self) -> EvictionPolicy:
@@ -39,18 +39,18 @@ class PolicySuite(ABC):
             before = list(candidates)
             self.make_policy().rank(candidates, now)
             assert candidates == before, "rank sorted its argument in place"
-            self.make_policy().rank(tuple(candidates), now)  # a sequence, not always a list
+            self.make_policy().rank(tuple(candidates), now)  # A policy must accept any sequence.
 
     def test_rank_is_repeatable(self) -> None:
-        """Otherwise the moved bytes would depend on how often callers waited."""
+        """Without this, the moved bytes would depend on the number of waits."""
         policy, cases = self.make_policy(), _cases()
         first = [list(policy.rank(candidates, now)) for candidates, now in cases]
         for (candidates, now), answer in zip(cases, first, strict=True):
-            assert list(policy.rank(candidates, now)) == answer, "the answer depends on the questions before"
-            assert list(self.make_policy().rank(candidates, now)) == answer, "two policies answer differently"
+            assert list(policy.rank(candidates, now)) == answer, "the ranking depends on earlier calls"
+            assert list(self.make_policy().rank(candidates, now)) == answer, "two policies rank differently"
 
     def test_the_order_of_the_question_does_not_matter(self) -> None:
-        """The store lists candidates as its dict has them: ties need a rule, for instance the key."""
+        """The store passes candidates in the order of its dict, so ties need a rule such as the key."""
         policy, chance = self.make_policy(), random.Random(1)
         for candidates, now in _cases():
             answer = list(policy.rank(candidates, now))
@@ -59,7 +59,7 @@ class PolicySuite(ABC):
 
 
 def _cases() -> Sequence[tuple[list[Candidate], int]]:
-    """Return candidates with many ties, and the tick of now."""
+    """Return cases of (candidates with many ties, current tick)."""
     chance = random.Random(0)
     cases = []
     for _ in range(_NUM_CASES):

@@ -1,4 +1,4 @@
-"""StoreSuite: a store over RAM and the tier under test does random work; its bytes are compared with a dict's."""
+"""StoreSuite: inheritable tests of a store on a tier, which compare random operations with a dict."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FAST_UNITS, _SLOW_UNITS = 5, 24
 
 
 class StoreSuite(PairSubject):
-    """Subclass it, say how a tier is made, and pytest collects the tests::
+    """Tests of a store on a tier. Subclass it and define ``make_tier``; pytest collects the tests::
 
         class TestMyStore(StoreSuite):
             def make_tier(self, capacity_bytes: int) -> Tier:
                 return MyTier(capacity_bytes)
 
-    See ``LinkSuite`` for other methods to override. After a store was closed, another one is opened with new tiers.
+    See ``LinkSuite`` for other methods to override. After a store is closed, the tests open it again with new tiers.
 
     Attributes:
-        seeds: one random run is made from each.
+        seeds: random seeds, one run for each.
     """
 
     num_operations = 150
@@ -54,7 +54,7 @@ class StoreSuite(PairSubject):
                 thread.start()
             for thread in threads:
                 thread.join(TIMEOUT_S)
-            assert not any(thread.is_alive() for thread in threads), "threads wait for ever"
+            assert not any(thread.is_alive() for thread in threads), "the threads deadlock"
             assert not problems, problems[0]
 
     def test_a_failed_write_back_keeps_the_newest_bytes(self) -> None:
@@ -73,7 +73,7 @@ class StoreSuite(PairSubject):
                 assert store.where("block")[fast.name] is CopyState.DIRTY, store.where("block")
                 with store.acquire("block", fast.name, timeout_s=TIMEOUT_S) as lease:
                     assert torch.equal(lease.tensor.cpu(), random_bytes(self.unit_bytes, seed))
-            store.wait_idle()  # tries again
+            store.wait_idle()  # retries the write-back
             store.evict("block", fast.name).wait(TIMEOUT_S)
             with store.acquire("block", fast.name, timeout_s=TIMEOUT_S) as lease:
                 assert torch.equal(lease.tensor.cpu(), random_bytes(self.unit_bytes, 1))
@@ -90,7 +90,7 @@ class StoreSuite(PairSubject):
                 thread = threading.Thread(target=lambda: store.commit().wait(TIMEOUT_S), daemon=True)
                 thread.start()
                 thread.join(TIMEOUT_S)
-                assert not thread.is_alive(), "a commit waits for ever for room in the fast tier"
+                assert not thread.is_alive(), "a commit waits forever for space in the fast tier"
             tiers = self._tiers()
             with TieredStore.open(folder, tiers, links=self.make_links(*tiers)) as store:
                 assert len(list(store.blocks())) == num_blocks, list(store.blocks())
@@ -98,10 +98,10 @@ class StoreSuite(PairSubject):
                     with store.acquire(f"block.{number}", fast, timeout_s=TIMEOUT_S) as lease:
                         found = lease.tensor.cpu()
                     assert torch.equal(found, random_bytes(self.unit_bytes, number)), (
-                        f"block {number} is not as committed"
+                        f"block {number} differs from its committed bytes"
                     )
 
-    # -- parts -------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
@@ -121,7 +121,7 @@ class StoreSuite(PairSubject):
             work.run(self.num_operations)
             committed = dict(work.contents)
             store.commit({"step": 1}).wait(TIMEOUT_S)
-            work.run(self.num_operations // 3, commits=False)  # lost with this store
+            work.run(self.num_operations // 3, commits=False)  # Closing the store discards these operations.
             work.check_at_rest()
         fast, slow = self._tiers()
         with TieredStore.open(folder, [fast, slow], links=self.make_links(fast, slow)) as store:
@@ -150,7 +150,7 @@ class StoreSuite(PairSubject):
                         contents[key] = random_bytes(self.unit_bytes, 1000 * number + step)
                         lease.tensor.copy_(contents[key])
                     elif not torch.equal(lease.tensor.cpu(), contents[key]):
-                        problems.append(f"{key} is not what was written last")
+                        problems.append(f"{key} differs from the last write")
                 if chance.random() < 0.3:
                     store.evict(key, fast)
         except Exception as error:
@@ -161,8 +161,8 @@ class RandomOperations:
     """Random operations on a store, and the expected contents of every block.
 
     Attributes:
-        contents: bytes by key, of the blocks that were written.
-        specs: shape and dtype by key, of all blocks.
+        contents: bytes of the written blocks, by key.
+        specs: shape and dtype of all blocks, by key.
     """
 
     def __init__(self, store: TieredStore, chance: random.Random, unit_bytes: int) -> None:
@@ -175,7 +175,7 @@ class RandomOperations:
         self._in = [name for name in tiers if store.tier(name).device is not None]
 
     def run(self, num_operations: int, *, commits: bool = True) -> None:
-        """Do ``num_operations`` operations; check the ledgers after each."""
+        """Run ``num_operations`` random operations, and check the ledgers after each."""
         acts = [self.register] * 2 + [self.write] * 4 + [self.change] * 2 + [self.read] * 6 + [self.evict] * 3
         acts += [self.prefetch] * 3 + [self.discard, self.unregister, self.pin]
         acts += [self.commit] if commits else []
@@ -191,7 +191,7 @@ class RandomOperations:
                 assert 0 <= tier.used_bytes <= tier.high_water_bytes <= tier.capacity_bytes, (name, tier)
 
     def check_at_rest(self) -> None:
-        """Read everything, and check that the tiers hold exactly the slots that the store knows."""
+        """Read all blocks, and check that the tiers have exactly the store's slots."""
         for key in sorted(self.contents):
             self.read(key)
         self.store.wait_idle()
@@ -228,17 +228,17 @@ class RandomOperations:
             return
         with self.store.acquire(key, self._tier_for(key), "rw", timeout_s=TIMEOUT_S) as lease:
             view = byte_view(lease.tensor)
-            assert torch.equal(view.cpu(), self.contents[key]), f"{key} is not what was written last"
+            assert torch.equal(view.cpu(), self.contents[key]), f"{key} differs from the last write"
             self.contents[key] = self.contents[key].flip(0)
             view.copy_(self.contents[key])
 
     def read(self, key: str) -> None:
         if key not in self.contents:
             error = raised_by(lambda: self.store.acquire(key, self.fast, timeout_s=TIMEOUT_S))
-            assert isinstance(error, UninitializedBlockError), f"{key} has no contents, and reading it gave {error!r}"
+            assert isinstance(error, UninitializedBlockError), f"{key} has no contents, but reading it gave {error!r}"
             return
         with self.store.acquire(key, self._tier_for(key), timeout_s=TIMEOUT_S) as lease:
-            assert torch.equal(byte_view(lease.tensor).cpu(), self.contents[key]), f"{key} is not what was written last"
+            assert torch.equal(byte_view(lease.tensor).cpu(), self.contents[key]), f"{key} differs from the last write"
 
     def evict(self, key: str) -> None:
         if key != self._pinned:
@@ -270,9 +270,9 @@ class RandomOperations:
         self._pinned = key
 
     def commit(self) -> None:
-        self.store.commit()  # it continues during the work
+        self.store.commit()  # The commit continues during later operations.
 
     def _tier_for(self, key: str) -> str:
-        """Return the tier to lease a block in: mostly the fast one, and its home if that is addressable."""
+        """Return the tier for a lease: usually the fast tier, sometimes an addressable home."""
         home = next(spec.home for spec in self.store.blocks() if spec.key == key)
         return home if home in self._in and self.chance.random() < 0.3 else self.fast

@@ -1,4 +1,4 @@
-"""Subjects of the suites: a tier alone, or with a neighbour and the links between them; and slots to fill."""
+"""Base classes of the suites: they create the tier under test, its neighbour, the links and slots."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 from tiered.units import KiB
 
-#: No part of a suite takes this long unless it hangs.
+#: Time after which a step of a suite counts as hanging.
 TIMEOUT_S = 60.0
 
 
 class TierSubject(ABC):
-    """Says how to make the tier under test; the base of the suites.
+    """Base class of the suites, whose subclasses create the tier under test.
 
     Attributes:
-        unit_bytes: size of the blocks that the tests make, about; at least four times the tier's alignment.
-        takes_copies: False for a tier that is always the slowest and holds homes only.
+        unit_bytes: approximate size of the blocks in the tests, at least four times the tier's alignment.
+        takes_copies: whether the tier accepts copies; False for a tier that can only be a home.
     """
 
     unit_bytes = 64 * KiB
@@ -37,43 +37,43 @@ class TierSubject(ABC):
 
     @abstractmethod
     def make_tier(self, capacity_bytes: int) -> Tier:
-        """Return a new, empty tier. The suites close it."""
+        """Return a new, empty tier, which the suites close."""
 
     def refusing(self, tier: Tier) -> AbstractContextManager[object]:
-        """Return a context in which the machine refuses room that the ledger allows: disk full, no memory.
+        """Return a context in which the machine lacks space that the ledger has (disk full, no memory).
 
-        Override it where ``allocate`` asks the machine for the room; else that test is skipped.
+        Override it if ``allocate`` requests space from the machine; otherwise the test is skipped.
         """
-        raise unittest.SkipTest(f"{type(self).__name__} does not say how the machine refuses room: refusing()")
+        raise unittest.SkipTest(f"{type(self).__name__} does not define refusing(), in which the machine lacks space")
 
     def allocate(self, tier: Tier, nbytes: int, name: str) -> Slot:
-        """Return a slot that there must be room for."""
+        """Return a slot; fail if the tier lacks space."""
         slot = tier.allocate(nbytes, name=name, home=not self.takes_copies)
-        assert slot is not None, f"no room for {nbytes} bytes: {tier.usage()}, slot_bytes {tier.slot_bytes(nbytes)}"
+        assert slot is not None, f"no space for {nbytes} bytes: {tier.usage()}, slot_bytes {tier.slot_bytes(nbytes)}"
         return slot
 
 
 class PairSubject(TierSubject):
-    """Names the neighbour and the links of the tier under test.
+    """Base class of suites that need a neighbour of the tier and links between them.
 
     Attributes:
-        is_faster: the tier is the faster of the two, such as GPU memory with RAM.
+        is_faster: whether the tier is faster than its neighbour, such as GPU memory next to RAM.
     """
 
     is_faster = False
 
     def make_neighbour(self, capacity_bytes: int) -> Tier:
-        """Return the tier at the other end of the links. The suites close it."""
+        """Return the tier at the other end of the links, which the suites close."""
         return RamTier(capacity_bytes, pin_memory=False)
 
     def make_links(self, fast: Tier, slow: Tier) -> Sequence[Link]:
-        """Return a link each way; default: those that a store would use. The suites close them."""
+        """Return a link each way, which the suites close. Default: the default links of a store."""
         return default_links([fast, slow])
 
     def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
-        """Return a context in which transfers fail that begin in it, both ways.
+        """Return a context in which new transfers fail in both directions.
 
-        Default: the faster tier cannot be reached. Override it for links that do not use its ``tensor``.
+        By default, ``tensor`` of the faster tier fails. Override it for links that do not call this method.
         """
         return mock.patch.object(fast, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
 
@@ -85,7 +85,7 @@ class PairSubject(TierSubject):
 
     @contextmanager
     def rig(self, num_units: int = 64) -> Iterator[Rig]:
-        """Yield both tiers, with room for ``num_units`` blocks each, and their links; close everything at the end."""
+        """Yield both tiers, each with space for ``num_units`` blocks, and their links; close everything at the end."""
         fast, slow = self.make_pair(num_units * self.unit_bytes, num_units * self.unit_bytes)
         links = self.make_links(fast, slow)
 
@@ -102,7 +102,7 @@ class PairSubject(TierSubject):
             assert (slow.name, fast.name) in by_direction, found
             yield Rig(fast, slow, by_direction[fast.name, slow.name], by_direction[slow.name, fast.name])
         except BaseException:
-            closer = threading.Thread(target=close, daemon=True)  # a link that hangs must not hide why
+            closer = threading.Thread(target=close, daemon=True)  # A hanging link must not hide the error.
             closer.start()
             closer.join(TIMEOUT_S)
             raise
@@ -119,19 +119,19 @@ class Rig:
     up: Link
 
     def fast_slot(self, nbytes: int, name: str = "block") -> Slot:
-        """Return a slot in the faster tier, as of a copy."""
+        """Return a slot for a copy in the faster tier."""
         slot = self.fast.allocate(nbytes, name=name, home=False)
         assert slot is not None, self.fast.usage()
         return slot
 
     def slow_slot(self, nbytes: int, name: str = "block") -> Slot:
-        """Return a slot in the slower tier, as of a home."""
+        """Return a home slot in the slower tier."""
         slot = self.slow.allocate(nbytes, name=name, home=True)
         assert slot is not None, self.slow.usage()
         return slot
 
     def write(self, slot: Slot, data: torch.Tensor) -> None:
-        """Put bytes into a slot of the faster tier, as the holder of a lease does."""
+        """Write bytes to a slot of the faster tier, like the holder of a lease."""
         self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
         if isinstance(self.fast, StreamTier):
             self.fast.record_use([slot])
@@ -141,20 +141,20 @@ class Rig:
         return self.fast.tensor(slot, (slot.nbytes,), torch.uint8).clone().cpu()
 
     def send(self, fast_slot: Slot, slow_slot: Slot) -> Transfer:
-        """Copy a whole slot down and wait for it."""
+        """Copy a slot to the slower tier and wait for the transfer."""
         transfer = self.down.submit(fast_slot, slow_slot, slow_slot.nbytes)
         transfer.wait(TIMEOUT_S)
         return transfer
 
     def fetch(self, slow_slot: Slot, fast_slot: Slot) -> torch.Tensor:
-        """Scribble over a slot of the faster tier, copy into it and return its contents."""
+        """Overwrite a slot of the faster tier with garbage, fetch into it, and return its contents."""
         self.write(fast_slot, torch.full((fast_slot.nbytes,), 0xEE, dtype=torch.uint8))
         self.up.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
         return self.read(fast_slot)
 
 
 def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
-    """Return bytes without equal stretches, so that misplaced ones are detected."""
+    """Return random bytes without repeated sections, so that tests detect misplaced bytes."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 

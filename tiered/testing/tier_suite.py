@@ -1,4 +1,4 @@
-"""TierSuite: the store's requirements of a tier, as tests to inherit."""
+"""TierSuite: inheritable tests of a tier."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _NUM_UNITS = 8
 
 
 class TierSuite(TierSubject):
-    """Subclass it, say how a tier is made, and pytest collects the tests::
+    """Tests of a tier. Subclass it and define ``make_tier``; pytest collects the tests::
 
         class TestMyTier(TierSuite):
             def make_tier(self, capacity_bytes: int) -> Tier:
                 return MyTier(capacity_bytes)
 
-    Every test makes a tier and closes it.
+    Every test creates a tier and closes it.
     """
 
     def _tier(self) -> contextlib.closing[Tier]:
         return contextlib.closing(self.make_tier(_NUM_UNITS * self.unit_bytes))
 
     def _sizes(self, tier: Tier) -> list[int]:
-        """Return awkward sizes: empty, odd, and around the alignment."""
+        """Return edge-case sizes: empty, odd, and close to the alignment."""
         align, unit = tier.alignment_bytes, self.unit_bytes
         return sorted({0, 1, 3, max(0, align - 1), align, align + 1, unit - 1, unit, unit + 1, 2 * unit + 5})
 
-    # -- what it is --------------------------------------------------------------------------------------------
+    # -- protocol ----------------------------------------------------------------------------------------------
 
     def test_tier_implements_the_protocol(self) -> None:
         with self._tier() as tier:
-            assert isinstance(tier, Tier), f"{type(tier).__name__} lacks something of tiered.Tier"
+            assert isinstance(tier, Tier), f"{type(tier).__name__} does not implement tiered.Tier"
             assert tier.name and isinstance(tier.name, str), repr(tier.name)
             assert tier.capacity_bytes == _NUM_UNITS * self.unit_bytes, tier.capacity_bytes
             assert isinstance(tier.alignment_bytes, int) and tier.alignment_bytes >= 1, tier.alignment_bytes
@@ -47,7 +47,7 @@ class TierSuite(TierSubject):
             assert isinstance(tier.durable, bool), tier.durable
             assert 4 * tier.alignment_bytes <= self.unit_bytes, f"set unit_bytes: alignment {tier.alignment_bytes}"
 
-    # -- the ledger --------------------------------------------------------------------------------------------
+    # -- ledger ------------------------------------------------------------------------------------------------
 
     def test_the_ledger_counts_whole_slots(self) -> None:
         with self._tier() as tier:
@@ -85,7 +85,7 @@ class TierSuite(TierSubject):
             self.allocate(tier, self.unit_bytes, "more")
 
     def test_requests_within_the_free_bytes_are_granted(self) -> None:
-        """The store evicts until the free bytes are enough, and counts on getting them: no fragmentation."""
+        """The store evicts until enough bytes are free, and then relies on the allocation (no fragmentation)."""
         chance = random.Random(0)
         with self._tier() as tier:
             held: list[Slot] = []
@@ -149,7 +149,7 @@ class TierSuite(TierSubject):
             assert tier.usage().used_bytes == 0, tier.usage()
             self.allocate(tier, self.unit_bytes, "block")
 
-    # -- the bytes ---------------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------
 
     def test_tensors_are_views_of_the_slot(self) -> None:
         with self._tier() as tier:
@@ -179,13 +179,13 @@ class TierSuite(TierSubject):
                 slot = self.allocate(tier, nbytes, f"block.{number}")
                 contents[slot] = random_bytes(nbytes, number)
                 tier.tensor(slot, (nbytes,), torch.uint8).copy_(contents[slot])
-            for number in range(10):  # others come and go
+            for number in range(10):  # Allocate and free other slots.
                 slot = self.allocate(tier, self.unit_bytes, f"other.{number}")
                 tier.tensor(slot, (self.unit_bytes,), torch.uint8).fill_(number)
                 tier.free(slot)
             for slot, expected in contents.items():
                 found = tier.tensor(slot, (slot.nbytes,), torch.uint8)
-                assert torch.equal(found.cpu(), expected), f"slot of {slot.nbytes} bytes was changed by another"
+                assert torch.equal(found.cpu(), expected), f"another slot changed the slot of {slot.nbytes} bytes"
 
     def test_a_tensor_may_be_smaller_than_the_slot_and_never_larger(self) -> None:
         with self._tier() as tier:
@@ -198,7 +198,7 @@ class TierSuite(TierSubject):
             beyond = slot.slot_bytes + 1
             assert raised_by(lambda: tier.tensor(slot, (beyond,), torch.uint8)) is not None, "bytes beyond the slot"
 
-    # -- the end, and many at once -----------------------------------------------------------------------------
+    # -- closing and threads -----------------------------------------------------------------------------------
 
     def test_sync_returns(self) -> None:
         with self._tier() as tier:
@@ -211,11 +211,11 @@ class TierSuite(TierSubject):
         slot = self.allocate(tier, self.unit_bytes, "block")
         tier.close()
         if self.takes_copies:
-            tier.free(slot)  # a lease that outlived its store
+            tier.free(slot)  # A lease can outlive its store.
         tier.close()
 
     def test_threads_share_it(self) -> None:
-        """Never above the capacity, no slot gets another's bytes, and nothing is left on the ledger."""
+        """Threads never exceed the capacity or change each other's slots, and leave the ledger empty."""
         problems: list[str] = []
         with self._tier() as tier:
             threads = [
@@ -225,7 +225,7 @@ class TierSuite(TierSubject):
                 thread.start()
             for thread in threads:
                 thread.join(TIMEOUT_S)
-            assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+            assert not any(thread.is_alive() for thread in threads), "the threads deadlock"
             assert not problems, problems[0]
             assert tier.usage().used_bytes == 0, tier.usage()
 

@@ -1,4 +1,4 @@
-"""The zarr v3 layout of blocks on a drive: documents, keys, and the files of a home."""
+"""The zarr v3 layout of blocks on a drive: documents, keys, and the files of home slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered.errors import TransferError
 from tiered.tiers.base import Slot
 from tiered.units import PAGE_BYTES, format_size
 
-#: Version of the attributes under ``attributes.megatrain``; readers refuse newer ones.
+#: Version of the attributes under ``attributes.megatrain``; readers refuse newer versions.
 FORMAT_VERSION = 1
 ATTRIBUTES_KEY = "megatrain"
 DOCUMENT_NAME = "zarr.json"
@@ -42,15 +42,15 @@ _RAW_NAMES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the dtype as text, e.g. ``"bfloat16"``; ``dtype_from_name`` reverses it."""
+    """Return the name of a dtype, e.g. ``"bfloat16"``; ``dtype_from_name`` is the inverse."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype that ``dtype_name`` wrote.
+    """Return the dtype of a name from ``dtype_name``.
 
     Raises:
-        ValueError: this version of torch has no such dtype.
+        ValueError: this version of torch lacks the dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -59,10 +59,10 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def zarr_data_type(dtype: torch.dtype) -> str:
-    """Return the zarr data type that stores ``dtype``: its own, or an unsigned integer of equal size.
+    """Return the zarr data type that stores ``dtype``: the same type, or an unsigned integer of equal size.
 
-    zarr has no built-in bfloat16 or float8: those are stored as ``uint16`` and ``uint8``, with the true name
-    in the attributes.
+    zarr has no built-in bfloat16 or float8. They are stored as ``uint16`` and ``uint8``, with the true name in the
+    attributes.
     """
     return _ZARR_NAMES.get(dtype) or _RAW_NAMES[dtype.itemsize]
 
@@ -71,15 +71,15 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
     """Return the document of a block's array.
 
     Args:
-        shape: the block's shape, kept in the attributes; the array is 1-D.
-        chunk_bytes: size of every chunk file; a multiple of 4096.
+        shape: shape of the block, stored in the attributes. The array itself is 1-D.
+        chunk_bytes: size of every chunk file, a multiple of 4096.
     """
     assert chunk_bytes > 0 and chunk_bytes % dtype.itemsize == 0, (key, chunk_bytes, dtype)
     return _array_document(key, shape, dtype, [math.prod(shape)], [chunk_bytes // dtype.itemsize])
 
 
 def array_view_document(spec: BlockSpec, chunk_shape: Sequence[int]) -> dict[str, Any]:
-    """Return a document that shows a block in its true shape, in chunks of ``chunk_shape``."""
+    """Return the document of an array with the block's shape, in chunks of ``chunk_shape``."""
     return _array_document(spec.key, spec.shape, spec.dtype, spec.shape, chunk_shape)
 
 
@@ -87,7 +87,7 @@ def _array_document(
     key: str, shape: Sequence[int], dtype: torch.dtype, array_shape: Sequence[int], chunk_shape: Sequence[int]
 ) -> dict[str, Any]:
     data_type = zarr_data_type(dtype)
-    # One-byte types have no byte order, and zarr refuses one.
+    # zarr refuses a byte order for one-byte types.
     codec: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         codec["configuration"] = {"endian": "little"}
@@ -112,7 +112,7 @@ def _array_document(
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the document of a group; ``attributes`` go under ``attributes.megatrain``."""
+    """Return the document of a group; ``attributes`` are stored under ``attributes.megatrain``."""
     own = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
     return {"zarr_format": 3, "node_type": "group", "attributes": own}
 
@@ -126,7 +126,7 @@ def own_attributes(document: object) -> dict[str, Any] | None:
 
 
 def document_chunk_bytes(document: object) -> int | None:
-    """Return the size of the chunk files that an ``array_document`` describes, or None if it is damaged or foreign."""
+    """Return the chunk file size in an ``array_document``, or None if it is damaged or another program's document."""
     own = own_attributes(document)
     if own is None or not isinstance(document, dict):
         return None
@@ -147,7 +147,7 @@ def _fill_value(data_type: str) -> bool | int | float | list[float]:
 
 
 class ArrayKeys:
-    """The keys in use by one tier. Guarded by its lock."""
+    """The keys that one tier uses. The tier's lock guards it."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
@@ -155,15 +155,15 @@ class ArrayKeys:
         self._groups: Counter[str] = Counter()
 
     def check(self, key: str) -> None:
-        """Raise ``ValueError`` if ``key`` is in use, names no folder, or lies inside a block or around one."""
+        """Raise ``ValueError`` if ``key`` is in use, is not a valid path, or contains or is inside another block."""
         segments = key.split("/")
         if any(segment in ("", ".", "..", DOCUMENT_NAME) for segment in segments):
             raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
         if key in self._keys:
-            raise ValueError(f"tier '{self._tier}' has a slot for '{key}' already")
+            raise ValueError(f"tier '{self._tier}' already has a slot for '{key}'")
         inside = next((group for group in _groups_of(key) if group in self._keys), None)
         if inside is not None or self._groups[key]:
-            raise ValueError(f"'{key}': a block cannot lie inside another one ('{inside or key + '/...'}')")
+            raise ValueError(f"'{key}': a block cannot be inside another block ('{inside or key + '/...'}')")
 
     def add(self, key: str) -> None:
         self._keys.add(key)
@@ -175,7 +175,7 @@ class ArrayKeys:
 
 
 def _groups_of(key: str) -> list[str]:
-    """Return every group above a key: ``a`` and ``a/b`` for ``a/b/c``."""
+    """Return all parent groups of a key: ``a`` and ``a/b`` for ``a/b/c``."""
     segments = key.split("/")
     return ["/".join(segments[:end]) for end in range(1, len(segments))]
 
@@ -185,9 +185,9 @@ class ChunkFile:
     """One chunk file of an array.
 
     Attributes:
-        path: a file of a tier's slot: the file itself, never a symbolic link.
-        offset: start of its contents in the block.
-        path_index: which of the tier's paths it is on.
+        path: path of the file; for a tier's slot never a symbolic link.
+        offset: byte offset of the file's contents in the block.
+        path_index: index of the tier's path that has the file.
     """
 
     path: Path
@@ -198,12 +198,13 @@ class ChunkFile:
 
 @dataclass(slots=True)
 class HomeFiles:
-    """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets.
+    """The resource of an NvmeTier's slot: the block's key, and its files in order of their offsets.
+
+    Only the transfer that writes the files, commits, and the adoption of a snapshot change the attributes.
 
     Attributes:
-        checksums: one per piece of the files' contents (``tiered.file_io``), or None if unknown.
-        is_flushed: whether the contents survive a power cut. Both are changed only by the one transfer that writes the
-            files, by commits, and by adopting a snapshot.
+        checksums: one checksum per piece of the contents (``tiered.file_io``), or None if unknown.
+        is_flushed: whether the contents survive a power cut.
     """
 
     key: str
@@ -224,7 +225,7 @@ def files_of(slot: Slot) -> HomeFiles:
 
 
 def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tuple[Path, int, int, int]]:
-    """Yield (path, first, last, start) of the parts of bytes ``start`` to ``stop`` of a block: a range in a file."""
+    """Split bytes ``start`` to ``stop`` of a block by file: yield (path, file start, file stop, block start)."""
     for file in files:
         first, last = max(start, file.offset), min(stop, file.offset + file.nbytes)
         if first < last:
@@ -232,13 +233,13 @@ def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tupl
 
 
 def place_of(files: Sequence[ChunkFile], start: int, stop: int) -> str:
-    """Return the files and ranges of bytes ``start`` to ``stop`` of a block, for a message."""
+    """Return the files and byte ranges of bytes ``start`` to ``stop`` of a block as text for a message."""
     parts = parts_of(files, start, stop)
     return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
 
 
 def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
-    """Return the error for a new block whose files cannot be made. ``path``: if ``error`` names none."""
+    """Return the error for a new block whose files cannot be created. ``path`` is used if ``error`` names no file."""
     return TransferError(
         f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
         f"or give tier '{tier}' fewer bytes",

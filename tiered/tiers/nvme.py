@@ -1,4 +1,4 @@
-"""NvmeTier: slots in preallocated files that together are a zarr v3 hierarchy; snapshots by hard links."""
+"""NvmeTier: slots in preallocated files that form a zarr v3 hierarchy, with snapshots by hard links."""
 
 from __future__ import annotations
 
@@ -21,48 +21,47 @@ from tiered.tiers.snapshots import Snapshots
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES
 
-#: When contents are compared with their checksums; ``off``: they have none.
+#: When contents are compared with their checksums; with ``off``, writes compute none.
 Verify = Literal["off", "resume", "always"]
-#: Mover of the bytes; ``auto``: kvikio if GPUDirect Storage carries them, else plain system calls.
+#: Library that moves the bytes; ``auto`` uses kvikio if GPUDirect Storage works, otherwise system calls.
 Engine = Literal["posix", "auto", "kvikio"]
-#: Space of a snapshot in addition to contents. For each block: two folders, a document and their entries. For the
-#: snapshot: folders, notes and a manifest.
+#: Space of a snapshot in addition to contents: for each block two folders and a document with their entries; for the
+#: snapshot folders, notes and a manifest.
 _DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 
 class NvmeTier:
-    """Files on one or more drives, ``capacity_bytes`` in total. Slots are homes only, not addressable. Thread-safe.
+    """Files on one or more drives, ``capacity_bytes`` in total. Slots are only homes, not addressable. Thread-safe.
 
-    ``<path>/live/<key>/`` of the first path is a zarr v3 array with the block's contents; files that live on other
-    paths are reached from there by symbolic links. Contents survive the process only in a snapshot: files of an
-    ended process under ``live/`` are recycled by the next. Files of freed slots are kept for reuse and count as
-    free; they are deleted when their room is needed, so that slots, reservations and kept files never exceed the
-    capacity. Bytes that only snapshots hold (``snapshots.nbytes``) come on top of the capacity, unless they are
-    reserved.
+    ``<path>/live/<key>/`` on the first path is a zarr v3 array with the block's contents. Symbolic links in it lead to
+    files on other paths. Contents survive the process only in a snapshot: the next process recycles files that an
+    ended process left under ``live/``. Files of freed slots are kept for reuse and count as free. They are deleted when
+    space is needed, so that slots, reservations and kept files never exceed the capacity. Bytes that only snapshots
+    hold (``snapshots.nbytes``) are not part of the capacity, unless they are reserved.
 
-    A file that a snapshot links is never written: the first write after a snapshot goes to another file that
-    takes its name.
+    A file that a snapshot links is never written: the first write after a snapshot replaces it with another file of the
+    same name.
 
     Args:
-        paths: directories, made if missing; each must be empty or from an earlier run. The first holds the arrays.
-        capacity_bytes: bound over all paths together.
-        rates: relative speed of each path (default equal); blocks are striped in this proportion.
-        chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
-        engine: mover of the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
-        past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio then
-            moves all bytes, and GPUDirect Storage must work; for a stand-in ``engine`` decides as usual. Blocks written
-            from device memory get their checksums at a commit, by reading back.
-        direct_io: use O_DIRECT if the file system can. ``io_path`` returns the path in use.
-        verify: ``resume``: checksums are computed at each write, and compared when a generation is opened;
-            ``always``: also compared on every read; ``off``: computed by reading back at a commit.
-        on_full: when a drive is full in the middle of the work: ``pause`` until there is room, or ``error``.
-        on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
-        max_written_bytes: per path, most bytes that may be written to it in the whole life of the directory, or None.
+        paths: directories, created if missing. Each must be empty or from an earlier run. The first has the arrays.
+        capacity_bytes: limit over all paths together.
+        rates: relative speed of each path (default: equal). Blocks are striped in this proportion.
+        chunk_bytes: maximum file size (a multiple of 4096). Default: 512 MiB for one path, 16 MiB for several.
+        engine: library that moves the bytes. ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
+        past_ram: whether blocks move directly between the files and a GpuTier, bypassing RAM. On a CUDA device, kvikio
+            moves all bytes and GPUDirect Storage must work. For a GpuTier in host memory, ``engine`` applies. Blocks
+            written from device memory get their checksums at a commit, which reads them back.
+        direct_io: whether to use O_DIRECT if the file system supports it; see ``io_path``.
+        verify: ``resume`` computes checksums at each write and compares them when a generation is opened; ``always``
+            also compares them at every read; ``off`` computes them only at a commit, by reading the files back.
+        on_full: reaction to a full drive during a write: ``pause`` until there is space, or ``error``.
+        on_notice: called with a sentence for the user, from any thread; default: logs a warning.
+        max_written_bytes: for each path, maximum bytes written in the lifetime of the directory, or None.
 
     Raises:
         LockedError: another process uses one of the paths.
-        TieredError: a directory holds foreign files.
-        ValueError: no path, one path twice, or rates, chunk_bytes or past_ram that make no sense.
+        TieredError: a directory contains files of other programs.
+        ValueError: there is no path, a path occurs twice, or rates, chunk_bytes or past_ram are invalid.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class NvmeTier:
             raise ValueError(f"tier '{name}' needs one or more different paths, got none")
         for number, first, clash in folder_clashes(paths):
             raise ValueError(
-                f"tier '{name}' needs different paths: '{paths[number]}' {clash} '{paths[first]}'. Give each drive "
-                "its own folder"
+                f"tier '{name}' needs different paths: '{paths[number]}' {clash} '{paths[first]}'. Use a separate "
+                "folder for each drive"
             )
         if chunk_bytes is not None and (chunk_bytes <= 0 or chunk_bytes % PAGE_BYTES):
             raise ValueError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, got {chunk_bytes}")
         if past_ram and verify == "always":
-            raise ValueError("checksums need bytes in RAM: past_ram goes with verify 'resume' or 'off', not 'always'")
+            raise ValueError("checksums need bytes in RAM: past_ram requires verify 'resume' or 'off', not 'always'")
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.alignment_bytes = PAGE_BYTES
@@ -121,16 +120,16 @@ class NvmeTier:
 
     @property
     def paths(self) -> list[str]:
-        """Return the absolute paths, the one with the arrays first."""
+        """Absolute paths; the first one has the arrays."""
         return [str(directory.path) for directory in self.directories]
 
     @property
     def io_path(self) -> str:
-        """Return how files are read and written: ``posix-direct`` or ``posix-buffered``."""
+        """Current method of file I/O: ``posix-direct`` or ``posix-buffered``."""
         return "posix-direct" if self._is_direct else "posix-buffered"
 
     def notice(self, text: str, *, once: str | None = None) -> None:
-        """Report a sentence to the user; one with the same ``once`` only the first time. Thread-safe."""
+        """Report a sentence to the user, but only the first one of each ``once`` text. Thread-safe."""
         with self._noticing:
             if once is not None and once in self._noticed:
                 return
@@ -140,17 +139,17 @@ class NvmeTier:
     # -- slots -------------------------------------------------------------------------------------------------
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return the size of all files of a slot: padding is below 4096 bytes per file."""
+        """Return the size of all files of a slot. Each file has less than 4096 bytes of padding."""
         return plan_chunks(nbytes, self._rates, self._chunk_bytes).slot_bytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: ``HomeFiles``) with all its files preallocated, or None when there is no room.
+        """Return a slot (resource: ``HomeFiles``) with preallocated files, or None if space is lacking.
 
         Raises:
-            TransferError: a drive refused (full, read-only, ...); no file is left behind.
-            ValueError: ``name`` is in use, or would put an array inside another one.
+            TransferError: a drive returned an error (full, read-only, ...); no file is left behind.
+            ValueError: ``name`` is in use, or an array would be inside another array.
         """
-        assert home, f"tier '{self.name}' holds homes only, not a copy of '{name}'"
+        assert home, f"tier '{self.name}' can only be a home, not hold a copy of '{name}'"
         plan = plan_chunks(nbytes, self._rates, self._chunk_bytes)
         folders = [directory.live / name / "c" for directory in self.directories]
         files = tuple(
@@ -174,13 +173,13 @@ class NvmeTier:
         return slot
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Write the zarr document of a home slot, so that the files are an array with that shape and dtype."""
+        """Write the zarr document of a home slot with the block's shape and dtype."""
         home = files_of(slot)
         document = array_document(home.key, shape, dtype, home.chunk_bytes)
         write_document(self.directories[0].live / home.key, document, replace=True)
 
     def free(self, slot: Slot) -> None:
-        """Give the slot's files back: those that no snapshot holds are kept for reuse."""
+        """Free a slot. Its files are kept for reuse, except files that a snapshot links."""
         assert slot.tier == self.name and isinstance(slot.resource, HomeFiles), slot
         home = slot.resource
         with self._lock:
@@ -192,26 +191,26 @@ class NvmeTier:
             self.snapshots.trim_pools()
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Refuse: files are reached through links only."""
+        """Raise ``TieredError``, because only links can access the files."""
         raise TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot, e.g. what snapshots will hold; negative gives back."""
+        """Charge bytes outside any slot, e.g. of future snapshots; a negative number returns them."""
         with self._lock:
             self._ledger.reserve(nbytes)
             self.snapshots.trim_pools()
 
     def usage(self) -> TierUsage:
-        """Return the ledger: whole files of slots, and reservations. Files kept for reuse count as free."""
+        """Return the current ledger: files of slots, and reservations. Files kept for reuse count as free."""
         return self._ledger.usage()
 
     @property
     def pool_bytes(self) -> int:
-        """Return the bytes on disk of files kept for reuse."""
+        """Bytes on disk of files kept for reuse."""
         return sum(directory.pool_bytes for directory in self.directories)
 
     def close(self) -> None:
-        """Give up the directories. The files stay: the next tier on these paths recycles them. Idempotent."""
+        """Release the directories. The files stay, and the next tier on these paths recycles them. Idempotent."""
         for directory in self.directories:
             directory.close()
 
@@ -223,7 +222,7 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
-        # Under the lock: while another part replaces the file, the snapshot's file may have only one link.
+        # Hold the lock, because while another thread replaces the file, the snapshot's file can have only one link.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
@@ -233,53 +232,53 @@ class NvmeTier:
             return self._open(file.path, os.O_RDWR)
 
     def stop_direct_io(self) -> None:
-        """Use the kernel's cache from now on: the file system does not do O_DIRECT."""
+        """Switch to the kernel's cache, because a file system does not support O_DIRECT."""
         self._is_direct = False
-        text = f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not do O_DIRECT: files go through "
+        text = f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not support O_DIRECT, so files use "
         self.notice(text + "the kernel's cache, which is slower and takes memory", once="buffered")
 
     @property
     def is_direct(self) -> bool:
-        """Return whether files are opened with O_DIRECT."""
+        """Whether files are opened with O_DIRECT."""
         return self._is_direct
 
     def count_written(self, path_index: int, nbytes: int) -> None:
-        """Add to the bytes written to one path; called by links."""
+        """Add to the bytes written to one path. Links call this."""
         with self._lock:
             self._written_bytes[path_index] += nbytes
 
     def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
-        """Count bytes that are about to be written, by index of the path; raises before any limit would be passed.
+        """Count bytes before they are written, by index of the path.
 
         Raises:
-            WearLimitError: nothing is counted and nothing may be written.
-            OSError: a drive refused to keep the count.
+            WearLimitError: the write would exceed a limit. Nothing is counted, and the caller must not write.
+            OSError: the count cannot be saved on a drive.
         """
         with self._lock:
             count_writes([directory.wear for directory in self.directories], nbytes_by_path)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a write waits for room on a full drive."""
+        """Whether a write is waiting for space on a full drive."""
         return self.full.is_waiting
 
     def give_up_waiting(self) -> None:
-        """Make writes that wait for room on a full drive fail, now and from now on."""
+        """Make current and future writes fail instead of waiting for space on a full drive."""
         self.full.give_up()
 
     def bytes_written_by_path(self) -> dict[str, int]:
-        """Return the bytes of contents written to each path since the tier was made."""
+        """Return the bytes of contents written to each path since the tier was created."""
         with self._lock:
             return dict(zip(self.paths, self._written_bytes, strict=True))
 
     def sync(self) -> None:
-        """Return once everything written so far survives a power cut. Raises ``TransferError``."""
+        """Flush all files, so that their contents survive a power cut. Raises ``TransferError``."""
         with self._lock:
             files = [file for slot in self._slots.values() for file in files_of(slot).files]
         sync_paths([file.path for file in files], self._flush)
 
     def _outstanding_bytes(self, path: str) -> int:
-        """Return the bytes that snapshots may still add to a path: its share of their reservation less their files."""
+        """Return the bytes that snapshots may still add to a path: its share of the reservation minus its files."""
         index = self.paths.index(path)
         with self._lock:
             homes = [files_of(slot) for slot in self._slots.values()]
@@ -288,7 +287,7 @@ class NvmeTier:
             if not all_bytes or not reserved_bytes:
                 return 0
             needed_bytes = here_bytes + reserved_bytes * here_bytes // all_bytes
-            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # and the folders of one that is being removed
+            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # One more, for the folders of a snapshot in removal.
             needed_bytes += num_snapshots * (len(homes) * _DOCUMENT_BYTES + _NOTES_BYTES)
             return needed_bytes - self.directories[index].held_bytes()
 

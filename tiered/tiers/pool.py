@@ -1,4 +1,4 @@
-"""Buffers of exact size, kept for the next request of their size: the memory of slots in RAM and on GPUs."""
+"""Pool of exact-size buffers for slots in RAM and on GPUs. A freed buffer is kept for the next slot of its size."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ Buffer = TypeVar("Buffer")
 
 
 class SlabPool(Generic[Buffer]):
-    """Hands out buffers of exact size; keeps returned ones for the next request of the same size. Thread-safe.
+    """Allocates exact-size buffers and keeps freed buffers for the next request of the same size. Thread-safe.
 
-    ``used + pooled <= capacity`` at every instant, and a buffer is dropped *before* the one that takes its room is
-    made, so the memory in use obeys the same bound. There is no arena: whatever the order of requests, any request
-    that fits the free bytes succeeds (no fragmentation).
+    ``used + pooled <= capacity`` always holds, and a buffer is dropped *before* its replacement is allocated, so the
+    memory in use has the same limit. There is no arena and therefore no fragmentation: any request that fits the free
+    bytes succeeds.
 
     Args:
-        ledger: the tier's; the pool charges slots and reservations to it.
-        make: returns a new buffer of that many bytes; called from any thread, by ``take`` without the pool's lock.
-        drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
-        is_idle: whether nothing uses a returned buffer any more, if that is uncertain. Idle buffers are handed out
-            first, else the one returned longest ago. By default the newest goes first: its lines are in a CPU cache.
+        ledger: ledger of the tier, to which the pool charges slots and reservations.
+        make: returns a new buffer of the given size. Any thread may call it; ``take`` calls it without the pool's lock.
+        drop: frees a buffer's memory before it returns. Called with the pool's lock held.
+        is_idle: returns whether a freed buffer is unused, for devices whose queued work may still use it. The pool then
+            prefers idle buffers, then the buffer freed longest ago. Without it, the pool prefers the newest buffer,
+            which is in a CPU cache.
 
     Attributes:
-        pooled_bytes: free room that exists already, in buffers kept for reuse.
+        pooled_bytes: bytes of freed buffers kept for reuse.
     """
 
     def __init__(
@@ -42,19 +43,19 @@ class SlabPool(Generic[Buffer]):
         self._make = make
         self._drop = drop
         self._is_idle = is_idle
-        self._lock = threading.RLock()  # `make` may read `free_bytes`
+        self._lock = threading.RLock()  # Reentrant, because `make` may read `free_bytes`.
         self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
-        self._num_made = Counter[int]()  # by size, those that exist
+        self._num_made = Counter[int]()  # number of existing buffers, by size
         self._kept: Mapping[int, int] = {}
         self._is_closed = False
 
     def keep(self, counts: Mapping[int, int]) -> None:
-        """Make the missing buffers of each size, and from now on drop those last.
+        """Allocate the missing buffers of each size, and drop buffers of these sizes last.
 
-        Stops without error if there is no more room. Raises what ``make`` raises.
+        Stops without an error if space is lacking. Raises the errors of ``make``.
 
         Args:
-            counts: size -> number of buffers, including those in use.
+            counts: number of buffers by size, including buffers in use.
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
@@ -62,7 +63,7 @@ class SlabPool(Generic[Buffer]):
             for nbytes, count in counts.items():
                 while self._num_made[nbytes] < count and self._available_bytes() >= nbytes:
                     self._drop_pooled(nbytes)
-                    self.pooled_bytes += nbytes  # before it is made, as in `take`
+                    self.pooled_bytes += nbytes  # Count the buffer before it is allocated, as `take` does.
                     try:
                         buffer = self._make(nbytes)
                     except BaseException:
@@ -72,10 +73,10 @@ class SlabPool(Generic[Buffer]):
                     self._num_made[nbytes] += 1
 
     def has(self, nbytes: int) -> bool:
-        """Return whether ``take(nbytes)`` would give a buffer without dropping a kept one.
+        """Return whether ``take(nbytes)`` would return a buffer without dropping a kept one.
 
-        A size with all its kept buffers gets no more, and a size that ``keep`` did not name gets only free bytes.
-        Otherwise two sizes would forever take the remaining room from each other.
+        A size gets no more buffers than ``keep`` requested, and other sizes get only free bytes. Otherwise two sizes
+        would endlessly take the remaining space from each other.
         """
         with self._lock:
             if self._pooled.get(nbytes):
@@ -86,15 +87,15 @@ class SlabPool(Generic[Buffer]):
             return self.free_bytes >= nbytes
 
     def take(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of exactly ``nbytes`` with undefined contents, or None if there is no room now.
+        """Return a buffer of exactly ``nbytes`` with undefined contents, or None if space is lacking.
 
-        Raises what ``make`` raises; the ledger is then as before.
+        Raises the errors of ``make``, and then leaves the ledger unchanged.
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
             same_size = self._pooled.get(nbytes)
-            position = self._next_of(same_size) if same_size else 0  # may raise: nothing is charged yet
-            if not self._ledger.take(nbytes):  # charged under the lock, so no other caller gets this room
+            position = self._next_of(same_size) if same_size else 0  # May raise, so call it before charging the ledger.
+            if not self._ledger.take(nbytes):  # Charge under the lock, so that no other caller gets this space.
                 return None
             if same_size:
                 self.pooled_bytes -= nbytes
@@ -110,7 +111,7 @@ class SlabPool(Generic[Buffer]):
             raise
 
     def give(self, nbytes: int, buffer: Buffer) -> None:
-        """Take back a buffer that ``take(nbytes)`` gave."""
+        """Return a buffer from ``take(nbytes)`` to the pool."""
         with self._lock:
             self._ledger.give(nbytes)
             if self._is_closed:
@@ -121,17 +122,17 @@ class SlabPool(Generic[Buffer]):
             self.pooled_bytes += nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live elsewhere (negative: give back), dropping pooled buffers for them if needed.
+        """Charge bytes outside the pool, dropping pooled buffers if needed. A negative number returns bytes.
 
         Raises:
-            CapacityError: no such room; nothing is charged.
+            CapacityError: space is lacking; nothing is charged.
         """
         with self._lock:
             self._ledger.reserve(nbytes)
             self._drop_pooled()
 
     def close(self) -> None:
-        """Drop every pooled buffer; those still held are dropped when they come back. Idempotent."""
+        """Drop all pooled buffers. Buffers in use are dropped when they are returned. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._drop_pooled(everything=True)
@@ -143,19 +144,19 @@ class SlabPool(Generic[Buffer]):
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes that are not reserved and not in a buffer, finished or in the making."""
+        """Bytes that are neither reserved nor in an existing or upcoming buffer."""
         with self._lock:
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 
     def _num_surplus(self, nbytes: int) -> int:
-        """Return the number of pooled buffers of a size that ``keep`` did not ask for."""
+        """Return the number of pooled buffers of a size in excess of the number that ``keep`` requested."""
         return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
 
     def _available_bytes(self) -> int:
         return self.free_bytes + sum(nbytes * self._num_surplus(nbytes) for nbytes in self._pooled)
 
     def _drop_pooled(self, need_bytes: int = 0, *, everything: bool = False) -> None:
-        """Drop pooled buffers, kept ones last, largest size first, oldest first, until ``need_bytes`` are free."""
+        """Drop pooled buffers until ``need_bytes`` are free: surplus before kept, then large before small, then old."""
         for drops_kept in (False, True):
             for nbytes in sorted(self._pooled, reverse=True):
                 num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_surplus(nbytes)

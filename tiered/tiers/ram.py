@@ -1,4 +1,4 @@
-"""RAM as a tier: pools of slots cut from slabs, pinned if a GPU reads them."""
+"""RamTier: slots in slabs of host memory, pinned if the machine has a GPU."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _HUGE_PAGE_BYTES = 2 * MiB
 _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_DONTFORK = 10
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
-_POPULATE_BYTES = 256 * MiB  # that a thread makes resident at a time
+_MADV_POPULATE_WRITE = 23  # Since Linux 5.14; older kernels return EINVAL.
+_POPULATE_BYTES = 256 * MiB  # bytes that one task of a thread makes resident
 _MOST_POPULATING_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MEMORY = Path("/proc/meminfo")
-_GROWTH_S = 2.0  # a virtual machine without growth for this long has no more memory
+_GROWTH_S = 2.0  # A virtual machine that does not grow for this long has no more memory.
 _NODES_WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call, which the C library does not wrap
+_MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers of mbind, which the C library does not wrap
 _MPOL_PREFERRED = 1
 _PROT_NONE = 0
 _MAP_FIXED_NOREPLACE = 0x100000
-_MREMAP_FLAGS = 1 | 2 | 4  # MAYMOVE, FIXED and DONTUNMAP (Linux 5.7): addresses that pages leave stay reserved
-_MOST_UNITS = 1 << 13  # of pages that move together; each may become a mapping, and a process may have 65,530
+_MREMAP_FLAGS = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP (Linux 5.7); the source addresses stay reserved.
+_MOST_UNITS = 1 << 13  # Each unit of pages may become a mapping, and a process may have 65,530 mappings.
 
 
 @functools.cache
 def huge_pages_allowed() -> bool:
-    """Return whether the kernel gives transparent huge pages to memory that asks for them."""
+    """Return whether the kernel provides transparent huge pages on request."""
     try:
         return "[never]" not in _THP_SETTING.read_text()
     except OSError:
@@ -57,7 +57,7 @@ def huge_pages_allowed() -> bool:
 
 
 def cuda_is_available() -> bool:
-    """Return whether the machine has a CUDA device, for which memory is worth pinning."""
+    """Return whether the machine has a CUDA device, which is the reason to pin memory."""
     return torch.cuda.is_available()
 
 
@@ -74,18 +74,18 @@ def _libc() -> ctypes.CDLL:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
-    """Call madvise without holding the GIL (``mmap.madvise`` holds it); return 0 or the errno."""
+    """Call madvise without the GIL (``mmap.madvise`` holds the GIL), and return 0 or the errno."""
     return ctypes.get_errno() if _libc().madvise(address, nbytes, advice) else 0
 
 
 def _move_pages(source: int, target: int, nbytes: int) -> bool:
-    """Move resident pages to a range that has none; if this fails, the range may have a hole."""
+    """Move resident pages to a range without pages. If this returns False, the range may have an unmapped hole."""
     return bool(_libc().mremap(source, nbytes, nbytes, _MREMAP_FLAGS, target) == target)
 
 
 @functools.cache
 def _pages_can_move() -> bool:
-    """Return whether this kernel moves pages. Tried once, on a separate page."""
+    """Return whether this kernel can move pages, by a trial with a separate page."""
     with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as trial:
         trial[0] = 7
         first = ctypes.addressof(ctypes.c_char.from_buffer(trial))
@@ -93,21 +93,21 @@ def _pages_can_move() -> bool:
 
 
 def _address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return the address of an array; ``array.ctypes`` takes ten times as long."""
+    """Return the address of an array. ``array.ctypes`` would take ten times as long."""
     return int(array.__array_interface__["data"][0])
 
 
-#: Mappings of slabs. A forked child has none of their pages, see decision 0088.
+#: Mappings of slabs. A forked child does not inherit their pages; see decision 0088.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-#: Mappings that may have a hole, which another mapping may use by now. They are never unmapped.
+#: Mappings with a possible hole. They are never unmapped, because another mapping may use the hole's addresses.
 _with_holes: list[mmap.mmap] = []
 
 
 def _reserve_addresses_in_child() -> None:
-    """Map no-access pages where the parent's slabs are.
+    """Map inaccessible pages at the addresses of the parent's slabs.
 
-    Without them a mapping of the child could take those addresses: a tensor of the parent would then read and write it,
-    and the end of a slab would unmap it.
+    Otherwise a new mapping of the child could get these addresses. The parent's tensors would then read and write it,
+    and closing a slab would unmap it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
     for mapping in list(_mappings):
@@ -120,13 +120,13 @@ os.register_at_fork(after_in_child=_reserve_addresses_in_child)
 
 
 def _memory_of_machine() -> int:
-    """Return the kilobytes of RAM that the kernel manages now: a virtual machine may start with a part of its RAM."""
+    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with part of its RAM."""
     found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _machine_grows(beyond: int) -> bool:
-    """Wait until the kernel manages more kilobytes of RAM; return False if it does not within ``_GROWTH_S``."""
+    """Wait until the kernel manages more than ``beyond`` kilobytes of RAM; return False after ``_GROWTH_S``."""
     deadline_s = time.monotonic() + _GROWTH_S
     while (has_grown := _memory_of_machine() > beyond) is False and time.monotonic() < deadline_s:
         time.sleep(_GROWTH_S / 20)
@@ -135,7 +135,7 @@ def _machine_grows(beyond: int) -> bool:
 
 @functools.cache
 def _node_of_gpu(device: int) -> int | None:
-    """Return the NUMA node of a CUDA device; None if only one node has memory, or the machine does not report it."""
+    """Return the NUMA node of a CUDA device, or None if only one node has memory or the node is unknown."""
     try:
         if _NODES_WITH_MEMORY.read_text(encoding="ascii").strip().isdigit():
             return None
@@ -148,43 +148,43 @@ def _node_of_gpu(device: int) -> int | None:
 
 
 def _prefer_node(address: int, nbytes: int, node: int) -> None:
-    """Place pages that are touched later in a NUMA node while it has free memory. A hint: failures are ignored."""
+    """Prefer a NUMA node for pages that are touched later. This is a hint, so failures are ignored."""
     number = _MBIND.get(platform.machine())
     if number is not None:
         mask = (ctypes.c_ulong * (node // 64 + 1))()
         mask[node // 64] = 1 << node % 64
-        num_bits = 64 * len(mask) + 1  # the kernel reads one bit less
+        num_bits = 64 * len(mask) + 1  # The kernel reads one bit less than this number.
         words = (ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask)
         _libc().syscall(ctypes.c_long(number), *words, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
 
 
 class SparePages:
-    """Resident pages of closed slabs, which move to new slabs: the kernel need not zero them. Thread-safe.
+    """Resident pages of closed slabs that move to new slabs, so that the kernel need not zero pages. Thread-safe.
 
-    A forked child has none of the pages, so there it keeps and moves nothing.
+    A forked child does not inherit the pages, so there the object does nothing.
 
     Args:
-        most_bytes: most bytes that it will have to keep; decides how many pages move together.
+        most_bytes: maximum bytes to keep, which determines the number of pages that move together.
 
     Attributes:
-        moved_bytes: bytes that slabs have got from here.
+        moved_bytes: total bytes moved to slabs.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.moved_bytes = 0
         self._unit = _HUGE_PAGE_BYTES * max(1, -(-most_bytes // (_MOST_UNITS * _HUGE_PAGE_BYTES)))
-        self._units: list[tuple[mmap.mmap, int]] = []  # the mapping and the address of each; unmapped with the last
+        self._units: list[tuple[mmap.mmap, int]] = []  # (mapping, address); a mapping ends with its last unit
         self._lock = threading.Lock()
         self._is_closed = not _pages_can_move()
         self._process = os.getpid()
 
     @property
     def nbytes(self) -> int:
-        """Return the resident bytes that are kept."""
+        """Resident bytes that are kept."""
         return len(self._units) * self._unit
 
     def keep(self, mapping: mmap.mmap, address: int, nbytes: int) -> bool:
-        """Keep the pages and the mapping of an unused range; return whether they were kept."""
+        """Keep the pages and the mapping of an unused range. Return False if nothing was kept."""
         with self._lock:
             end = nbytes // self._unit * self._unit
             if self._is_closed or not end or os.getpid() != self._process:
@@ -194,11 +194,9 @@ class SparePages:
         return True
 
     def fill(self, address: int, nbytes: int) -> bool:
-        """Move kept pages to the beginning of a range that has no page.
+        """Move kept pages to the beginning of a range without pages. Return False if the kernel refused a move.
 
-        Returns:
-            Whether the range is whole. If the kernel refuses a move, the range has no page, may have a hole, and no
-            page moves any more.
+        After a refusal, the range has no pages, may have an unmapped hole, and no more pages are moved.
         """
         with self._lock:
             if self._is_closed or os.getpid() != self._process:
@@ -206,16 +204,16 @@ class SparePages:
             for target in range(address, address + nbytes - self._unit + 1, self._unit):
                 if not self._units:
                     break
-                _mapping, source = self._units.pop()  # unmapped after the move at the earliest
+                _mapping, source = self._units.pop()  # The reference keeps the mapping until the move has ended.
                 if not _move_pages(source, target, self._unit):
                     self._is_closed = True
-                    _advise(address, target - address, _MADV_DONTNEED)  # nothing unmaps what lies before the hole
+                    _advise(address, target - address, _MADV_DONTNEED)  # Free the pages that were already moved.
                     return False
                 self.moved_bytes += self._unit
         return True
 
     def trim(self, most_bytes: int, *, next_bytes: int = 0) -> None:
-        """Give pages back to the system until ``most_bytes`` are kept, plus ``next_bytes`` for a new range."""
+        """Return pages to the system until at most ``most_bytes`` are kept, plus ``next_bytes`` for a new range."""
         most_bytes = max(0, most_bytes) + next_bytes // self._unit * self._unit
         with self._lock:
             while self.nbytes > most_bytes:
@@ -223,31 +221,31 @@ class SparePages:
                 _advise(address, self._unit, _MADV_DONTNEED)
 
     def close(self) -> None:
-        """Give all pages back, and keep no more. Idempotent."""
+        """Return all pages to the system, and keep no more pages. Idempotent."""
         self._is_closed = True
         self.trim(0)
 
 
 class HostSlab:
-    """A private range of host memory of one size for life.
+    """A private range of host memory with a fixed size.
 
-    Page-aligned (2 MiB-aligned from 2 MiB on), so that O_DIRECT, ``cudaHostRegister`` and huge pages all work.
-    Every byte is resident from the start: a tier that fits at first cannot run out of memory later.
-    A forked child does not get the memory, as the kernel would copy pinned pages in ``fork``.
+    It is page-aligned (2 MiB-aligned if it has at least 2 MiB), as O_DIRECT, ``cudaHostRegister`` and huge pages
+    require. All bytes are resident from the start, so a tier cannot run out of memory later. A forked child does not
+    inherit the memory, because the kernel would copy pinned pages in ``fork``.
 
     Args:
-        nbytes: size; rounded up to 4096. 0 is allowed and maps nothing.
-        pin: pin it for CUDA, in the GPU's NUMA node while that has memory. Initialises CUDA. A failure leaves ordinary
-            memory (``is_pinned`` False).
-        spare: gives resident pages to the slab, and takes its pages when it is closed. Pinned memory uses none.
+        nbytes: size, rounded up to a multiple of 4096. 0 maps nothing.
+        pin: whether to pin the memory for CUDA, preferably in the GPU's NUMA node. This initializes CUDA. If pinning
+            fails, the memory stays unpinned (``is_pinned`` is False).
+        spare: source of resident pages, which also gets the pages of the closed slab. Not used for pinned memory.
 
     Attributes:
-        has_huge_pages: huge pages were requested and are allowed.
-        populate_s: seconds that it took to make the bytes resident.
-        pin_s: seconds that it took to pin them.
+        has_huge_pages: whether huge pages were requested and are allowed.
+        populate_s: seconds spent on making the bytes resident.
+        pin_s: seconds spent on pinning.
 
     Raises:
-        OSError: the machine has no such memory (ENOMEM).
+        OSError: the machine lacks memory (ENOMEM).
     """
 
     def __init__(self, nbytes: int, *, pin: bool = False, spare: SparePages | None = None) -> None:
@@ -266,14 +264,14 @@ class HostSlab:
                 self.is_pinned = _register(self.address, self.nbytes)
                 self.pin_s = time.perf_counter() - start_s
             if self.is_pinned:
-                # Also without close: CUDA must never keep a registration of unmapped memory.
+                # Unpin even without close, because CUDA must never keep a registration of unmapped memory.
                 self._unpin = weakref.finalize(self, _unregister, self.address)
-                self._unpin.atexit = False  # CUDA may be gone by then, and the process gives all back anyway
+                self._unpin.atexit = False  # At exit, CUDA may be gone, and the process frees all memory anyway.
         self._tensor: torch.Tensor | None = torch.from_numpy(self._array)
 
     def _map_memory(self, node: int | None) -> None:
         wants_huge = self.nbytes >= _HUGE_PAGE_BYTES
-        # The extra 2 MiB are address space only: never touched, so never resident.
+        # The extra 2 MiB for the alignment are never touched, so they take only address space.
         extra = _HUGE_PAGE_BYTES if wants_huge else 0
         self._map = mmap.mmap(-1, self.nbytes + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _mappings.add(self._map)
@@ -281,10 +279,10 @@ class HostSlab:
         address = _address_of(whole)
         _advise(address, whole.nbytes, _MADV_DONTFORK)
         skip = -address % _HUGE_PAGE_BYTES if wants_huge else 0
-        # Through numpy, not torch.frombuffer: numpy's array holds the mapping, so a live tensor cannot lose it.
+        # Use numpy instead of torch.frombuffer: a numpy array keeps the mapping alive, and so do tensors of it.
         self._array = whole[skip : skip + self.nbytes]
         if wants_huge:
-            # Exactly the used range: a huge page over its end would be resident beyond the size on the ledger.
+            # Advise only the used range: a huge page across its end would take more memory than the ledger counts.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
         if node is not None:
             _prefer_node(self.address, self.nbytes, node)
@@ -296,7 +294,7 @@ class HostSlab:
         self.populate_s = time.perf_counter() - start_s
 
     def _populate(self) -> None:
-        """Make all bytes resident. One thread zeroes a few GB per second, a small part of the memory bandwidth."""
+        """Make all bytes resident with several threads, because one thread uses little of the memory bandwidth."""
         starts = range(0, self.nbytes, _POPULATE_BYTES)
         num_threads = 1 if len(starts) == 1 else min(_MOST_POPULATING_THREADS, len(os.sched_getaffinity(0)))
         if num_threads == 1:
@@ -309,7 +307,7 @@ class HostSlab:
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
-        before: int | None = None  # reading it takes as long as a small slab, so the first refusal comes first
+        before: int | None = None  # Read only after a first refusal, because reading takes as long as a small slab.
         while not self._is_refused:
             error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
             if error == errno.EINVAL:
@@ -324,22 +322,22 @@ class HostSlab:
 
     @property
     def address(self) -> int:
-        """Return the address of the first byte."""
+        """Address of the first byte."""
         return _address_of(self._array)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Return all bytes as a 1-D uint8 CPU tensor, no copy. It keeps the memory mapped while it lives."""
+        """All bytes as a 1-D uint8 CPU tensor without a copy. The tensor keeps the memory mapped."""
         assert self._tensor is not None, "slab used after close"
         return self._tensor
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` as a writable memoryview, no copy."""
+        """Return bytes ``start`` to ``stop`` as a writable memoryview."""
         assert 0 <= start <= stop <= self.nbytes, (start, stop, self.nbytes)
         return memoryview(self._array)[start:stop]
 
     def close(self) -> None:
-        """Unlock and unmap the memory; idempotent. A tensor that still lives keeps it mapped until it dies."""
+        """Unpin and unmap the memory. An existing tensor keeps it mapped. Idempotent."""
         if self._tensor is None:
             return
         if self.is_pinned:
@@ -350,13 +348,13 @@ class HostSlab:
         self._array = np.empty(0, dtype=np.uint8)
         mapping, self._map = self._map, None
         if mapping is not None:
-            is_free = array() is None  # all tensors and views of it hold this array
+            is_free = array() is None  # All tensors and views of the slab hold a reference to this array.
             if is_free and self._spare is not None and self._spare.keep(mapping, address, self.nbytes):
                 return
             try:
                 mapping.close()
             except BufferError:
-                return  # a tensor holds it: without our reference the last holder unmaps it
+                return  # A tensor still uses the memory; its deletion unmaps it.
 
 
 def _cudart() -> Any:
@@ -366,41 +364,41 @@ def _cudart() -> Any:
 def _register(address: int, nbytes: int) -> bool:
     if not torch.cuda.is_available():
         return False
-    portable = 1  # pinned for every CUDA context, not only the current one
+    portable = 1  # flag: pinned for all CUDA contexts
     return _succeeded(_cudart().cudaHostRegister(address, nbytes, portable))
 
 
 def _unregister(address: int) -> None:
-    # Not raised: after a device error every call fails, and the first error is the one to report.
+    # Log instead of raising, because after a device error every call fails and only the first error matters.
     if not _succeeded(result := _cudart().cudaHostUnregister(address)):
-        logging.getLogger(__name__).info("CUDA error %d where pinned memory was to be unpinned", int(result))
+        logging.getLogger(__name__).info("CUDA error %d while unpinning memory", int(result))
 
 
 def _succeeded(result: Any) -> bool:
     if int(result) == 0:
         return True
-    # CUDA keeps the error for the calling thread, and torch would raise it after the next kernel of any caller.
-    # After this one it does no harm.
+    # CUDA keeps the error for the calling thread, and torch would raise it after the thread's next kernel. Launch a
+    # kernel here to clear it.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return False
 
 
 class RamTier:
-    """Host memory of at most ``capacity_bytes``. Every slot is its own slab of exact size (rounded to 4096).
+    """Host memory of at most ``capacity_bytes``. Every slot is a separate slab of exact size (rounded up to 4096).
 
     Args:
-        capacity_bytes: bound on the memory of all slots and reservations together.
-        pin_memory: pin the slabs for CUDA; default: if the machine has a CUDA device.
+        capacity_bytes: limit of all slots and reservations together.
+        pin_memory: whether to pin the slabs for CUDA; default: True if the machine has a CUDA device.
 
     Attributes:
-        num_unpinned_slabs: slabs that should have been pinned and could not be; copies to a device from them are
-            slow and block the link's thread.
+        num_unpinned_slabs: number of slabs that could not be pinned. Copies from them to a device are slow and block
+            the link's thread.
         huge_page_bytes: bytes of slabs on huge pages.
-        num_drops: slabs that were dropped, for another size or at the end.
-        made_bytes: bytes of all slabs ever made.
-        populate_s: seconds that it took to make them resident, one slab after the other.
-        pin_s: seconds that it took to pin them.
+        num_drops: number of slabs dropped for another size or at the end.
+        made_bytes: total bytes of all slabs created.
+        populate_s: total seconds spent on making slabs resident.
+        pin_s: total seconds spent on pinning slabs.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:
@@ -422,14 +420,14 @@ class RamTier:
 
     def _make(self, nbytes: int) -> HostSlab:
         pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
-        # The room of the new slab is on the ledger already.
+        # The ledger already includes the new slab.
         self._spare.trim(self._pool.free_bytes, next_bytes=0 if pin else nbytes)
         try:
             slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         except OSError:
             if not self._spare.nbytes:
                 raise
-            self._spare.trim(0)  # spare pages hold addresses too, which the process may lack
+            self._spare.trim(0)  # Spare pages also take address space, which the process may lack.
             slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         with self._counting:
             self.num_unpinned_slabs += pin and not slab.is_pinned
@@ -446,14 +444,14 @@ class RamTier:
         slab.close()
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return ``nbytes`` rounded up to 4096."""
+        """Return ``nbytes`` rounded up to a multiple of 4096."""
         return round_up(nbytes, PAGE_BYTES)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: a ``HostSlab``), or None when there is no room now.
+        """Return a slot (resource: a ``HostSlab``), or None if space is lacking.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger says.
+            TransferError: the machine has less free memory than the ledger.
         """
         slot_bytes = self.slot_bytes(nbytes)
         if slot_bytes == 0:
@@ -464,17 +462,17 @@ class RamTier:
             raise self._no_memory(f"{format_size(slot_bytes)} of block '{name}'", error) from error
         if slab is None:
             return None
-        # Padding goes to disk with the contents: never leftovers of another block. Through a memoryview, as indexing a
-        # tensor takes as long as the rest of a small block's registration.
+        # The padding goes to disk with the contents, so clear the bytes of earlier blocks. Use a memoryview, because
+        # indexing a tensor takes as long as the rest of a small block's registration.
         slab.view(nbytes, slot_bytes)[:] = bytes(slot_bytes - nbytes)
         return Slot(self.name, nbytes, slot_bytes, slab)
 
     def free(self, slot: Slot) -> None:
-        """Take the slot back; its slab is kept for the next slot of that size while there is room."""
+        """Free a slot; its slab is kept for the next slot of this size while space allows."""
         assert slot.tier == self.name and isinstance(slot.resource, HostSlab), slot
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, slot.resource)
-        slot.resource = None  # a second free, or a use after it, fails the assertion above
+        slot.resource = None  # A second free or a later use then fails the assertion.
 
     def _no_memory(self, what: str, error: OSError) -> TransferError:
         return TransferError(
@@ -485,10 +483,10 @@ class RamTier:
         )
 
     def keep_buffers(self, counts: Mapping[int, int]) -> None:
-        """Make the slabs that are missing; see ``BufferTier``.
+        """Allocate the missing slabs; see ``BufferTier``.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger says.
+            TransferError: the machine has less free memory than the ledger.
         """
         try:
             self._pool.keep(counts)
@@ -496,7 +494,7 @@ class RamTier:
             raise self._no_memory("the buffers of copies", error) from error
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Return whether a slot needs no room of slabs that are kept; see ``BufferTier``."""
+        """Return whether a slot can be allocated without dropping kept slabs; see ``BufferTier``."""
         return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -505,32 +503,32 @@ class RamTier:
         return view_as(slot.resource.tensor, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
+        """Charge bytes outside any slot; a negative number returns them. Raises ``CapacityError``."""
         self._pool.reserve(nbytes)
         self._spare.trim(self._pool.free_bytes)
 
     def sync(self) -> None:
-        """Do nothing: host memory does not survive the process."""
+        """Do nothing, because host memory does not survive the process."""
 
     def usage(self) -> TierUsage:
-        """Return the ledger now; slabs kept for reuse count as free."""
+        """Return the current ledger. Slabs kept for reuse count as free."""
         return self._ledger.usage()
 
     def close(self) -> None:
-        """Return all memory that no slot holds to the system."""
+        """Return the memory of all unused slabs to the system."""
         self._spare.close()
         self._pool.close()
 
 
 def view_as(buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return the first bytes of a 1-D uint8 ``buffer`` as a contiguous tensor of ``shape`` and ``dtype``, no copy."""
+    """View the first bytes of a 1-D uint8 ``buffer`` as a contiguous tensor of ``shape`` and ``dtype``."""
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
     have = buffer.numel()
     assert nbytes <= have, f"{tuple(shape)} of {dtype} needs {nbytes} bytes, the slot has {have}"
     if nbytes == 0:
-        return buffer.new_empty(tuple(shape), dtype=dtype)  # nothing to share; torch cannot re-view an empty tensor
-    # Operators that change nothing are left out: this runs at every lease.
+        return buffer.new_empty(tuple(shape), dtype=dtype)  # torch cannot view an empty tensor as another dtype.
+    # Skip operators that change nothing, because this runs at every lease.
     flat = (buffer if have == nbytes else buffer[:nbytes]).view(dtype)
     return flat if len(shape) == 1 else flat.view(tuple(shape))

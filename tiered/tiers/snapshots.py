@@ -1,7 +1,7 @@
-"""Snapshots of a tier's files: committed generations as hard links, without copying a byte.
+"""Snapshots of a tier's files: committed generations as hard links, without copies.
 
-``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A file is frozen by being linked: a file with more than one link
-is never written (``Snapshots.before_write``), so a snapshot needs no journal and no copy.
+``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A hard link freezes a file: a file with several links is never
+written (``Snapshots.before_write``), so a snapshot needs no journal and no copy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tiered.units import PAGE_BYTES
 
 @runtime_checkable
 class DurableTier(DescribingTier, Protocol):
-    """A tier whose files a commit keeps by links, and a load adopts: ``NvmeTier``, or one built on ``Snapshots``.
+    """A tier whose files a commit links and a load adopts: ``NvmeTier``, or another tier that uses ``Snapshots``.
 
     Attributes:
-        full: waits for room on a full drive.
-        snapshots: the generations that keep its files by links.
+        full: waits for space on a full drive.
+        snapshots: generations that link the tier's files.
     """
 
     full: FullDrives
@@ -48,28 +48,28 @@ class DurableTier(DescribingTier, Protocol):
 
     @property
     def paths(self) -> list[str]:
-        """Return the absolute paths, the one with the arrays first."""
+        """Absolute paths; the first one has the arrays."""
         ...
 
     def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
-        """Count bytes that are about to be written, by index of the path.
+        """Count bytes before they are written, by index of the path.
 
         Raises:
-            WearLimitError: nothing is counted and nothing may be written.
-            OSError: a drive refused to keep the count.
+            WearLimitError: the write would exceed a limit. Nothing is counted, and the caller must not write.
+            OSError: the count cannot be saved on a drive.
         """
         ...
 
 
 class Snapshots:
-    """The files of a tier's home slots in its directories: live, kept for reuse, and linked by snapshots. Thread-safe.
+    """The files of a tier's home slots: live, kept for reuse, and linked by snapshots. Thread-safe.
 
     Args:
-        directories: one per path; the first has the arrays. Their owner closes them.
+        directories: one directory per path; the first has the arrays. The caller closes them.
 
     Attributes:
-        lock: guards the directories and every rename in them; never held while contents move.
-        nbytes: size of the files that only snapshots hold.
+        lock: guards the directories and every rename in them; not held while contents move.
+        nbytes: size of the files that only snapshots link.
     """
 
     def __init__(self, tier: str, directories: Sequence[TierDirectory], ledger: Ledger) -> None:
@@ -80,10 +80,10 @@ class Snapshots:
         self.nbytes = sum(directory.frozen_bytes() for directory in directories)
         self.trim_pools()
 
-    # -- live files; call with the lock held -------------------------------------------------------------------
+    # -- live files; the caller holds the lock -----------------------------------------------------------------
 
     def make_files(self, home: HomeFiles) -> None:
-        """Make the files of a new slot, and its folders. After an error (``OSError``) nothing is left behind."""
+        """Create the files and folders of a new slot. After an ``OSError``, nothing is left behind."""
         first = self._directories[0].live
         try:
             make_groups(first, home.key)
@@ -95,24 +95,24 @@ class Snapshots:
             raise
 
     def remove_files(self, home: HomeFiles) -> None:
-        """Remove the files and folders of a slot from ``live/``; files that no snapshot holds are kept for reuse."""
+        """Remove the files and folders of a slot from ``live/``. Files that no snapshot links are kept for reuse."""
         self._give_up(home)
         for directory in self._directories:
             remove_array(directory.live, home.key)
 
     def before_write(self, file: ChunkFile) -> None:
-        """Replace a file that a snapshot links with another one of the same name; the snapshot keeps the old one."""
+        """Replace a file that a snapshot links with another file of the same name. The snapshot keeps the old file."""
         self.nbytes += file.nbytes
         try:
             self._place(file)
         except BaseException:
-            self.nbytes -= file.nbytes  # it is linked from live still
+            self.nbytes -= file.nbytes  # The live file was not replaced.
             raise
 
     def trim_pools(self) -> None:
-        """Delete kept files, largest first, until all present and coming files fit the capacity.
+        """Delete kept files, largest first, until all existing and charged files fit the capacity.
 
-        Call it after the ledger was charged and before files are made: then the disk never holds more.
+        Call it after charging the ledger and before creating files, so that the drive never exceeds the capacity.
         """
         others = self._ledger.slot_bytes + max(self._ledger.reserved_bytes, self.nbytes)
         while others + sum(directory.pool_bytes for directory in self._directories) > self._ledger.capacity_bytes:
@@ -120,7 +120,7 @@ class Snapshots:
                 return
 
     def _place(self, file: ChunkFile) -> None:
-        """Put a kept or new file of the right size at ``file.path``, replacing any old one."""
+        """Place a kept or new file of the right size at ``file.path``, replacing an old file."""
         directory = self._directories[file.path_index]
         file.path.parent.mkdir(parents=True, exist_ok=True)
         if not directory.take_pooled(file.nbytes, file.path):
@@ -128,36 +128,36 @@ class Snapshots:
             directory.create(file.nbytes, file.path)
 
     def _give_up(self, home: HomeFiles) -> None:
-        """Take the files of a slot out of ``live/``, and the links to them; its folders stay."""
+        """Remove the files of a slot and the symbolic links to them from ``live/``; the folders stay."""
         for file in home.files:
             if file.path_index != 0:
                 (self._directories[0].live / home.key / "c" / file.path.name).unlink(missing_ok=True)
             if not file.path.exists():
-                continue  # an allocation that failed half-way
+                continue  # The allocation failed before this file was created.
             if file.path.stat().st_nlink > 1:
                 self.nbytes += file.nbytes
                 file.path.unlink()
             else:
                 self._directories[file.path_index].put_pooled(file.path, file.nbytes)
 
-    # -- taking a snapshot -------------------------------------------------------------------------------------
+    # -- creation ----------------------------------------------------------------------------------------------
 
     def mark(self, generation: str, owner: StoreIdentity) -> None:
-        """Make the folders of a snapshot on all paths, with a note of its owner.
+        """Create the folders of a snapshot on all paths, with a note of its owner.
 
         Raises:
             LockedError: the LOCK file of a path was deleted or replaced.
-            OSError: a drive refused.
+            OSError: a drive returned an error.
         """
         for directory in self._directories:
             directory.check_lock()
             owner.mark(directory.snap / generation)
 
     def take(self, slot: Slot, generation: str) -> None:
-        """Link the slot's files into ``snap/<generation>/``; no byte is copied. The slot must be quiet meanwhile.
+        """Hard-link the slot's files into ``snap/<generation>/``. No transfer may use the slot meanwhile.
 
         Raises:
-            TransferError: a drive refused; it can be tried again.
+            TransferError: a drive returned an error; the call can be repeated.
         """
         home = files_of(slot)
         first = self._directories[0]
@@ -171,7 +171,7 @@ class Snapshots:
                 self._link_to_first_path(linked, f"snap/{generation}", home.key)
                 shutil.copyfile(first.live / home.key / DOCUMENT_NAME, root / home.key / DOCUMENT_NAME)
             except OSError as error:
-                with contextlib.suppress(OSError):  # so that it can be tried again
+                with contextlib.suppress(OSError):  # Remove partial links, so that the call can be repeated.
                     for directory in self._directories:
                         remove_array(directory.snap / generation, home.key)
                 raise TransferError(
@@ -182,7 +182,7 @@ class Snapshots:
                 ) from error
 
     def sync(self, generation: str) -> None:
-        """Return once the links and documents of a snapshot survive a power cut; contents are flushed by themselves."""
+        """Flush the links and documents of a snapshot, so that they survive a power cut. Does not flush contents."""
         paths: list[Path] = []
         for directory in self._directories:
             paths += documents_and_folders(directory.snap / generation)
@@ -190,28 +190,28 @@ class Snapshots:
         sync_paths(paths, sync_path)
 
     def count(self, nbytes: int) -> None:
-        """Count files that a commit wrote into a snapshot of the first path; ``drop`` removes them."""
+        """Count files that a commit wrote to a snapshot on the first path; ``drop`` removes them."""
         with self.lock:
             self.nbytes += nbytes
             self.trim_pools()
 
     def _in_tree(self, home: HomeFiles, tree: str) -> tuple[ChunkFile, ...]:
-        """Return the places of the files in another tree of their paths, such as ``live``."""
+        """Return the files with their paths in another tree, such as ``live``."""
         folders = [directory.path / tree / home.key / "c" for directory in self._directories]
         return tuple(replace(file, path=folders[file.path_index] / file.path.name) for file in home.files)
 
     def _link_to_first_path(self, files: Sequence[ChunkFile], tree: str, key: str) -> None:
-        """Make symbolic links in the first path's array for files that live on other paths."""
+        """Create symbolic links in the array on the first path for files on other paths."""
         folder = self._directories[0].path / tree / key / "c"
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             if file.path_index != 0:
                 (folder / file.path.name).symlink_to(file.path)
 
-    # -- dropping one ------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------
 
     def release(self, generation: str, owner: StoreIdentity | None = None) -> list[Path]:
-        """Do the quick part of ``drop``: files that only it linked are kept for reuse; return its emptied folders."""
+        """Remove a snapshot's files and return its remaining folders; keep files for reuse that only it linked."""
         roots = []
         with self.lock:
             for directory in self._directories:
@@ -219,7 +219,7 @@ class Snapshots:
                 if not root.exists() or (owner is not None and not owner.owns(root)):
                     continue
                 roots.append(root)
-                # The manifest first: a crash half-way leaves a generation that is plainly not there.
+                # Delete the manifest first, so that after a crash the generation does not exist.
                 (root / MANIFEST_NAME).unlink(missing_ok=True)
                 for path in list(files_below(root)):
                     status = path.lstat()
@@ -232,19 +232,19 @@ class Snapshots:
         return roots
 
     def drop(self, generation: str, owner: StoreIdentity | None = None) -> None:
-        """Remove a snapshot, if it is ``owner``'s; files that only it linked are kept for reuse while they fit."""
+        """Remove a snapshot if ``owner`` owns it. Files that only it linked are kept for reuse while they fit."""
         for root in self.release(generation, owner):
-            remove_snapshot_folder(root)  # without the lock: deleting folders takes a while
+            remove_snapshot_folder(root)  # Deleting folders takes a while, so do it without the lock.
 
     def drop_kept_files(self) -> bool:
-        """Delete the files kept for reuse, so that others get their room; False if there are none."""
+        """Delete the files kept for reuse to free their space; return False if there are none."""
         with self.lock:
             dropped = [directory.drop_largest() for directory in self._directories]
             while any(directory.drop_largest() for directory in self._directories):
                 pass
         return any(dropped)
 
-    # -- adopting one ------------------------------------------------------------------------------------------
+    # -- adoption ----------------------------------------------------------------------------------------------
 
     def adopt(
         self,
@@ -253,18 +253,18 @@ class Snapshots:
         owner: StoreIdentity | None = None,
         check: Callable[[HomeFiles], None] | None = None,
     ) -> None:
-        """Give a home slot the contents and the document that its key has in a snapshot; no byte is copied.
+        """Make a snapshot's files of a block the files of its home slot, by hard links.
 
-        The slot takes over the snapshot's cut into files (other paths or rates may have been set then), so
-        ``slot.resource`` and ``slot.slot_bytes`` may change.
+        The slot also adopts the number and size of the files (paths and rates may have changed since), so
+        ``slot.resource`` and ``slot.slot_bytes`` can change.
 
         Args:
-            slot: to be filled; its own files are given up.
+            slot: home slot to fill; its old files are removed.
             owner: store that must own the snapshot.
-            check: called with the files before they are taken.
+            check: called with the snapshot's files before they are adopted.
 
         Raises:
-            GenerationError: the snapshot lacks the block or a part of it, or has it in another size.
+            GenerationError: the snapshot lacks the block or a part of it, or the size differs.
             CapacityError: the snapshot's files are larger and do not fit.
         """
         own = files_of(slot)
@@ -273,15 +273,15 @@ class Snapshots:
             check(source)
         live = self._directories[0].live
         with self.lock:
-            # The slot first, while nothing has changed on disk: freeing it then undoes a failure half-way.
+            # Change the slot before the files on disk, so that freeing the slot undoes a partial adoption.
             self._resize(slot, source.nbytes)
             slot.resource = adopted = HomeFiles(own.key, source.chunk_bytes, self._in_tree(source, "live"))
             self._give_up(own)
             make_groups(live, own.key)
             _link(source.files, adopted.files)
-            self.nbytes -= adopted.nbytes  # linked from live again: no longer held by snapshots alone
+            self.nbytes -= adopted.nbytes  # The files are live again, so snapshots are no longer their only owners.
             self._link_to_first_path(adopted.files, "live", own.key)
-            write_document(live / own.key, document)  # unless the slot has been described
+            write_document(live / own.key, document)  # An existing document stays.
             self.trim_pools()
 
     def _resize(self, slot: Slot, slot_bytes: int) -> None:
@@ -296,7 +296,7 @@ class Snapshots:
     def _read(
         self, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
     ) -> tuple[HomeFiles, dict[str, Any]]:
-        """Return the files and the document of a block in a snapshot, after checking that nothing is missing."""
+        """Return the files and the document of a block in a snapshot. Raises ``GenerationError`` for missing files."""
         roots = {index: directory.snap / generation for index, directory in enumerate(self._directories)}
         if owner is not None:
             roots = {index: root for index, root in roots.items() if owner.owns(root)}
@@ -317,7 +317,7 @@ class Snapshots:
             files.append(ChunkFile(folders[index] / "c" / str(number), offset, chunk_bytes, index))
         if any(os.path.lexists(folder / "c" / str(len(files))) for folder in folders.values()):
             raise GenerationError(
-                f"block '{key}' of generation {generation} is larger than the {nbytes} bytes asked for"
+                f"block '{key}' of generation {generation} is larger than the requested {nbytes} bytes"
             )
         return HomeFiles(key, chunk_bytes, tuple(files)), document
 

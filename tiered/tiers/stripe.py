@@ -1,4 +1,4 @@
-"""Cuts a slot into chunk files and deals them to drives in proportion to their rates. Pure functions."""
+"""Striping: splits a slot into chunk files and assigns them to drives in proportion to their rates. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from tiered.units import PAGE_BYTES, MiB, round_up
 
-#: One path: few large files (writes are fastest so). Several: small enough to balance the drives.
+#: Large files give the fastest writes on a single path. Small files balance several drives.
 SINGLE_PATH_CHUNK_BYTES = 512 * MiB
 STRIPED_CHUNK_BYTES = 16 * MiB
 _MAX_PARTS_OF_SMALL_BLOCK = 16
@@ -18,11 +18,11 @@ _MAX_PARTS_OF_SMALL_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How a slot is cut: ``len(path_of_chunk)`` files of ``chunk_bytes`` each, in the order of the contents.
+    """Files of a slot: ``len(path_of_chunk)`` files of ``chunk_bytes`` each, in the order of the contents.
 
     Attributes:
-        chunk_bytes: size of every file (the last one padded); a multiple of 4096, and > 0 even without files.
-        path_of_chunk: index of the path that holds each file.
+        chunk_bytes: size of every file (the last one is padded), a multiple of 4096; positive even without files.
+        path_of_chunk: index of the path of each file.
     """
 
     chunk_bytes: int
@@ -34,10 +34,10 @@ class ChunkPlan:
 
 
 def check_rates(rates: Sequence[float], num_paths: int) -> tuple[float, ...]:
-    """Return the rates as a tuple.
+    """Validate the rates and return them as a tuple.
 
     Raises:
-        ValueError: not one positive, finite rate per path.
+        ValueError: there is not exactly one positive, finite rate per path.
     """
     if len(rates) != num_paths or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"need one positive rate for each of the {num_paths} paths, got {list(rates)}")
@@ -46,15 +46,15 @@ def check_rates(rates: Sequence[float], num_paths: int) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=256)
 def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | None = None) -> ChunkPlan:
-    """Return the cut of a slot for ``nbytes`` of contents over paths with these rates.
+    """Split a slot for ``nbytes`` of contents into files on paths with these rates.
 
-    Chunks are equal in size, so the padding of the whole slot stays below 4096 bytes per file. A block too small
-    for many chunks of the usual size is cut finer, so that each path gets its share of it.
+    Chunks have equal size, so the padding of a slot is below 4096 bytes per file. A small block is split into smaller
+    chunks, so that each path gets its share of it.
 
     Args:
-        nbytes: bytes of contents, >= 0 (0: no files).
-        rates: relative speed of each path, all > 0.
-        max_chunk_bytes: largest file, a multiple of 4096; default 512 MiB for one path, 16 MiB for several.
+        nbytes: bytes of contents; 0 gives no files.
+        rates: relative speed of each path, all positive.
+        max_chunk_bytes: maximum file size, a multiple of 4096; default 512 MiB for one path, 16 MiB for several.
     """
     if max_chunk_bytes is None:
         max_chunk_bytes = SINGLE_PATH_CHUNK_BYTES if len(rates) == 1 else STRIPED_CHUNK_BYTES
@@ -68,10 +68,10 @@ def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | No
 
 
 def deal(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the path of each chunk such that every prefix is within one chunk of proportional, for every path.
+    """Assign chunks to paths so that every prefix is within one chunk of the proportional share of every path.
 
-    This is Tijdeman's rule for the chairman assignment problem: of the paths that are
-    behind their share, the one that would first fall a whole chunk behind gets the next.
+    This is Tijdeman's rule for the chairman assignment problem: among the paths behind their share, the next chunk
+    goes to the path that would first be a whole chunk behind.
     """
     if len(rates) == 1:
         return (0,) * num_chunks
