@@ -1,8 +1,8 @@
-"""Run the command for ``megatrain-tier`` and ``python -m megatrain``."""
+"""Entry point of ``megatrain-tier`` and ``python -m megatrain``."""
 
 
 def run() -> None:
-    """Run the command line. An interrupt during its imports ends it without a traceback, as later ones do."""
+    """Run the command line. An interrupt during the imports ends it without a traceback."""
     try:
         from .main import main
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier check``: find every mistake before a run starts."""
+"""``megatrain-tier check``: find all mistakes before a run starts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _PLAIN_WIDTH = 140
 @click.option(
     "--skip-weights",
     is_flag=True,
-    help="Skip the weights. By default all are read last, to find NaN and infinite values: minutes for a large model.",
+    help="Skip the weights. By default, all weights are read last to find NaN and infinite values, which takes minutes "
+    "for a large model.",
 )
 def command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool, skip_weights: bool
 ) -> int:
-    """Find every mistake before a run starts.
+    """Find all mistakes before a run starts.
 
     Checks config, model, tokenizer, every row of the data, memory, checkpoints and every weight. Trains and writes
-    nothing. Lists all problems at once.
+    nothing. Lists all problems.
 
     The exit code is the first that applies: 2 config or model, 3 does not fit, 4 data, 1 storage failed.
     """
@@ -48,8 +49,8 @@ def command(
             from megatrain.training.prepare import check_run
 
         def say(what: str) -> None:
-            spinner.say(f"looking at the {what}")
-            # Rows may be many: only models and plans make objects that all stay.
+            spinner.say(f"checking the {what}")
+            # Models and plans create many permanent objects, so collecting garbage is useless. Rows need collections.
             (gc.disable if what in ("model", "plan") else gc.enable)()
 
         with without_collector():
@@ -69,7 +70,7 @@ def command(
     else:
         warnings = sum(finding.severity == "warning" for finding in findings)
         more = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-        click.secho(f"no problem found{more}", fg="yellow" if warnings else "green")
+        click.secho(f"no problems found{more}", fg="yellow" if warnings else "green")
     return code
 
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier ckpt``: list, check and remove checkpoints."""
+"""``megatrain-tier ckpt``: list, verify and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _RunOrUrl(click.Path):
-    """Accepts a run's folder, or the URL of its copies as text."""
+    """The folder of a run as a path, or the URL of its copies as text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
@@ -31,7 +31,7 @@ step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", he
 
 @click.group("ckpt", cls=Subcommands)
 def command() -> None:
-    """List, check and remove the checkpoints of a run."""
+    """List, verify and remove the checkpoints of a run."""
 
 
 @command.command("ls")
@@ -66,7 +66,7 @@ def list_command(run: Path | str, as_json: bool) -> int:
 def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
     """Read every byte of the checkpoints of RUN and compare the checksums.
 
-    RUN is its output_dir, or the URL of its copies.
+    RUN is the output_dir of a run, or the URL of its copies.
     """
     from megatrain.checkpoint.catalog import list_notices, next_start, verify_checkpoints
 
@@ -107,9 +107,9 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
         them = "it" if num_damaged == 1 else "them"
         advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
         if not all(part.is_there for info, _ in results for part in info.lost):
-            advice = ". Bring the missing folders back: mount their drives"
+            advice = ". To restore the missing folders, mount their drives"
         raise RunFailedError(
-            f"{num_damaged} of {len(results)} checkpoints cannot be used. A run passes over {them}{advice}", EXIT_FAILED
+            f"{num_damaged} of {len(results)} checkpoints cannot be used. A run skips {them}{advice}", EXIT_FAILED
         )
     return 0
 
@@ -118,9 +118,9 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 @run_argument
 @step_option
 @click.option(
-    "--generation", type=click.IntRange(min=1), metavar="N", help="The checkpoint of this number in `ckpt ls`."
+    "--generation", type=click.IntRange(min=1), metavar="N", help="Only the checkpoint with this number in `ckpt ls`."
 )
-@click.option("--all", "remove_all", is_flag=True, help="Remove all, with the last usable one.")
+@click.option("--all", "remove_all", is_flag=True, help="Remove all checkpoints, including the last usable one.")
 @click.option("--yes", "-y", is_flag=True, help="Remove without asking.")
 @json_option
 def remove_command(
@@ -128,16 +128,16 @@ def remove_command(
 ) -> int:
     """Remove checkpoints of RUN by --step, by --generation, or --all.
 
-    Only --all removes the last usable checkpoint. Removes nothing while the run is alive.
+    Only --all removes the last usable checkpoint. Fails while the run is alive.
     """
     from megatrain.checkpoint.catalog import check_not_in_use, checkpoints_folder, remove_checkpoint
 
     if (step is not None) + (generation is not None) + remove_all != 1:
-        raise RunFailedError("say which: --step N, --generation N or --all", EXIT_CONFIG)
+        raise RunFailedError("choose one option: --step N, --generation N or --all", EXIT_CONFIG)
     check_not_in_use(checkpoints_folder(run))
     infos = _chosen(run, step, generation)
     if infos and not yes and not _is_agreed(infos, as_json=as_json):
-        raise RunFailedError("nothing was removed. Add --yes to remove without being asked", EXIT_CONFIG)
+        raise RunFailedError("nothing was removed. Add --yes to remove without asking", EXIT_CONFIG)
     if not remove_all:
         _check_that_one_stays(run, infos)
     for info in infos:
@@ -169,32 +169,32 @@ def _fields(info: Checkpoint) -> dict[str, Any]:
 
 
 def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
-    """Return the checkpoints to remove: all if neither is given."""
+    """Return the checkpoints to remove: all of them if both ``step`` and ``generation`` are None."""
     from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 
     infos = list_checkpoints(run)
     if step is not None:
         chosen = [info for info in infos if info.step == step]
         if not chosen:
-            find_checkpoint(run, step)  # says what there is
+            find_checkpoint(run, step)  # Raises an error that lists the existing steps.
         return chosen
     if generation is not None:
         chosen = [info for info in infos if info.number == generation]
         if not chosen:
             known = ", ".join(str(info.number) for info in infos) or "none"
-            raise RunFailedError(f"no generation {generation} in '{run}'. There are: {known}", EXIT_FAILED)
+            raise RunFailedError(f"no generation {generation} in '{run}'. Existing generations: {known}", EXIT_FAILED)
         return chosen
     return infos
 
 
 def _check_that_one_stays(run: Path, chosen: list[Checkpoint]) -> None:
-    """Refuse, before the first removal, to remove both the last usable checkpoint and its copy."""
+    """Raise an error, before the first removal, if the last usable checkpoint and its copies are all chosen."""
     from megatrain.checkpoint.catalog import list_checkpoints
 
     usable = [info for info in list_checkpoints(run) if info.problem is None]
     if len(usable) > 1 and all(info in chosen for info in usable):
         names = ", ".join(map(_name, usable))
-        raise RunFailedError(f"nothing else in '{run}' can be used: {names}. Remove them with --all", EXIT_FAILED)
+        raise RunFailedError(f"no other checkpoint in '{run}' is usable: {names}. Remove them with --all", EXIT_FAILED)
 
 
 def _is_agreed(infos: list[Checkpoint], *, as_json: bool) -> bool:
@@ -218,7 +218,7 @@ def _print_notices(notices: list[str]) -> None:
 
 
 def _next_start(newest: Checkpoint | None) -> str:
-    return "a run has nothing to continue" if newest is None else f"a run continues from {_name(newest)}"
+    return "a run cannot continue from here" if newest is None else f"a run continues from {_name(newest)}"
 
 
 def _print(infos: list[Checkpoint], notices: list[str]) -> None:
@@ -233,7 +233,7 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
     console = Console(highlight=False)
     console.width = text_width(console)
     if not infos:
-        console.print("no checkpoint: all were removed")
+        console.print("no checkpoints: all were removed")
         _print_notices(notices)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 @click.option(
     "--generations",
     type=click.Choice(["forgotten", "all"]),
-    help="Also remove data of checkpoints that no checkpoint folder names. forgotten: if that folder exists and "
-    "does not name it; all: also if that folder is gone. It may have been moved, or its drive may be absent.",
+    help="Also remove data of checkpoints that their checkpoint folder no longer lists. forgotten: only if that "
+    "folder exists; all: also if it is missing, which can mean that it was moved or its drive is not mounted.",
 )
 @json_option
 def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:
     """Remove block files that ended runs left on drives.
 
     Searches each PATH and the folders below it for folders of [[tiers.nvme]]. Default: the current folder. Never
-    touches other files, folders that a run uses, or data of checkpoints, except as --generations says.
+    removes other files, files that a run uses, or, without --generations, data of checkpoints.
     """
     from tiered.ext import find_directories, find_orphans, measure_leftovers
 
@@ -48,7 +48,7 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     if sizes and not yes and not _is_agreed(sizes, as_json=as_json):
         if as_json:
             _print_json(found, orphans, {})
-        raise RunFailedError("nothing was removed. Add --yes to remove what is listed", EXIT_CONFIG)
+        raise RunFailedError("nothing was removed. Add --yes to remove the listed files", EXIT_CONFIG)
     removed, failures = _remove(removable, doomed)
     freed = {path: sizes[path] for path in removed}
     if as_json:
@@ -71,7 +71,7 @@ def _is_agreed(sizes: Mapping[Path, int], *, as_json: bool) -> bool:
 
 
 def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:
-    """Return the removed folders, and why the others stay."""
+    """Remove leftovers and orphans; return the cleaned folders, and the reasons for each failure."""
     from tiered.errors import LockedError
     from tiered.ext import remove_leftovers, remove_orphan
 
@@ -83,7 +83,7 @@ def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path
         try:
             act()
             removed.append(path)
-        except LockedError as error:  # a run started meanwhile
+        except LockedError as error:  # A run has started meanwhile.
             failures.append(str(error))
         except OSError as error:
             failures.append(f"{error.filename or path}: {error.strerror}")
@@ -95,16 +95,16 @@ def _print_found(found: list[Leftovers], paths: tuple[Path, ...]) -> None:
 
     for left in found:
         if left.owner is not None:
-            what = f"in use by {left.owner}: not touched"
+            what = f"in use by {left.owner}: left unchanged"
         elif left.num_files:
             what = f"{format_size(left.nbytes)} in {left.num_files} files"
         else:
             what = "nothing to remove"
-        foreign = f", {left.num_foreign} foreign files stay" if left.num_foreign else ""
+        foreign = f", {left.num_foreign} files of other programs stay" if left.num_foreign else ""
         click.echo(f"{left.path}  {what}{foreign}")
     if not found:
         where = ", ".join(map(str, paths)) or "the current folder"
-        click.echo(f"no folder of a [[tiers.nvme]] in {where} or below")
+        click.echo(f"no folders of [[tiers.nvme]] in {where} or below")
 
 
 def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
@@ -112,10 +112,10 @@ def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
 
     for orphan in orphans:
         if not orphan.is_store_gone:
-            why = f"'{orphan.store_path}' does not name it"
+            why = f"'{orphan.store_path}' does not list it"
         else:
-            why = f"'{orphan.store_path}' is gone" + (
-                "" if generations == "all" else ": stays without --generations all"
+            why = f"'{orphan.store_path}' is missing" + (
+                "" if generations == "all" else ": kept without --generations all"
             )
         click.echo(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {why}")
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier config``: resolved values, the schema, differences, and what a key means."""
+"""``megatrain-tier config``: resolved values, the schema, differences, and explanations of keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain.config.reference import KeyDescription
 
 _ORIGIN_COLUMN = 64
-_SHOWN_WHOLE = 4  # keys that are explained in full
+_SHOWN_WHOLE = 4  # maximum number of keys that are explained in full
 
 
 @click.group("config", cls=Subcommands)
@@ -36,9 +36,9 @@ def command() -> None:
 def show_command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], with_origin: bool, as_json: bool
 ) -> int:
-    """Print CONFIG with every default filled in, as TOML.
+    """Print CONFIG with all defaults filled in, as TOML.
 
-    output_dir/config.resolved.toml holds the same text, which reproduces the run.
+    output_dir/config.resolved.toml has the same text, which reproduces the run.
     """
     loaded = load(config, extra_files, overrides)
 
@@ -60,11 +60,11 @@ def show_command(
 
 
 @command.command("schema")
-@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write it there.")
+@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write to FILE.")
 def schema_command(out: Path | None) -> int:
     """Print the JSON Schema of config files.
 
-    Editors with taplo (VS Code: Even Better TOML) complete and check a config whose first line is
+    Editors with taplo (VS Code: Even Better TOML) use it to complete and check a config whose first line is
     "#:schema ./megatrain-tier.schema.json".
     """
     from megatrain.config.keys import json_schema
@@ -83,7 +83,7 @@ def schema_command(out: Path | None) -> int:
 @click.argument("now", metavar="B", type=click.Path(path_type=Path))
 @json_option
 def diff_command(before: Path, now: Path, as_json: bool) -> int:
-    """Show what differs, and whether it alters results.
+    """Show the differences between two configs, and whether they alter results.
 
     A and B are config files, or output_dirs of runs, whose resolved configs are compared.
     """
@@ -96,7 +96,7 @@ def diff_command(before: Path, now: Path, as_json: bool) -> int:
         return 0
     groups = (
         ("alters results", found.altering, "red"),
-        ("alters results if it is other data or another model", found.by_contents, "yellow"),
+        ("alters results if the data or the model differs", found.by_contents, "yellow"),
         ("does not alter results", found.free, "green"),
     )
     for title, changes, colour in groups:
@@ -105,7 +105,7 @@ def diff_command(before: Path, now: Path, as_json: bool) -> int:
             for change in changes:
                 click.echo(f"  {change}")
     if found.is_empty:
-        click.echo("no difference")
+        click.echo("no differences")
     return 0
 
 
@@ -117,7 +117,7 @@ def _to_json(change: Change) -> dict[str, Any]:
 @click.argument("key")
 @json_option
 def explain_command(key: str, as_json: bool) -> int:
-    """Explain what KEY means, takes, defaults to and alters.
+    """Explain the meaning, values and default of KEY, and whether it alters results.
 
     KEY is a key (data.max_length), its last name (max_length), a table (tiers.nvme), or the name in another tool
     (cutoff_len).
@@ -146,7 +146,7 @@ def explain_command(key: str, as_json: bool) -> int:
 
 
 def _print_table(descriptions: Sequence[KeyDescription]) -> None:
-    """Print the meanings of many keys, and once which of them alter results."""
+    """Print the meanings of many keys, followed by one sentence about the keys that alter results."""
     width = min(110, max(40, shutil.get_terminal_size((100, 24)).columns))
     for description in descriptions:
         click.secho(description.key, bold=True, nl=False)
@@ -154,10 +154,10 @@ def _print_table(descriptions: Sequence[KeyDescription]) -> None:
         click.echo(_wrap(description.meaning, width, "  ", "  "))
     free = [each.key.rpartition(".")[2] for each in descriptions if each.alters == "no"]
     if len(free) < len(descriptions):
-        which = f"All but {', '.join(free)}" if free else "All of them"
-        text = f"{which} alter results: a checkpoint is continued with another value only by --allow-config-change."
+        which = f"All keys except {', '.join(free)}" if free else "All keys"
+        text = f"{which} alter results: continuing a checkpoint with another value requires --allow-config-change."
         click.echo("\n" + _wrap(text, width, "", ""))
-    click.echo(_wrap("More of one: megatrain-tier config explain KEY", width, "", ""))
+    click.echo(_wrap("Details of one key: megatrain-tier config explain KEY", width, "", ""))
 
 
 def _print(description: KeyDescription) -> None:
@@ -188,8 +188,8 @@ def _wrap(text: str, width: int, first: str, others: str) -> str:
 
 
 _ALTERS = {
-    "yes": "results: a checkpoint is continued with another value only by --allow-config-change",
-    "no": "no results: it may change from one start of a run to the next",
-    "by contents": "the results of a new run. A continued one has its weights in the checkpoint, and refuses data with "
-    "other rows",
+    "yes": "results: continuing a checkpoint with another value requires --allow-config-change",
+    "no": "no results: the value can change between starts of a run",
+    "by contents": "the results of a new run. A continued run has its weights in the checkpoint, and refuses data with "
+    "different rows",
 }

@@ -1,4 +1,4 @@
-"""``megatrain-tier status``, ``save`` and ``stop``: show, follow, save and stop runs."""
+"""``megatrain-tier status``, ``save`` and ``stop``: show, save and stop runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _VIEW_POLL_S = 0.25
-_NOT_ENTERED = ("snap", "live")  # folders of blocks: many files, no runs
+_NOT_ENTERED = ("snap", "live")  # Folders of blocks contain many files and no runs.
 
 run_argument = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN")
 _timeout_option = click.option(
@@ -39,7 +39,7 @@ _timeout_option = click.option(
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Longest wait.",
+    help="Maximum wait.",
 )
 
 
@@ -52,8 +52,8 @@ _timeout_option = click.option(
     "--follow",
     "is_followed",
     is_flag=True,
-    help="Show the live view of a run until it ends, and return its exit code (0 if it is done already). Ctrl-C "
-    "leaves the view and not the run.",
+    help="Show the live view of a run until it ends, and return its exit code (0 if it is already done). Ctrl-C "
+    "closes only the view; the run continues.",
 )
 @json_option
 def status_command(run: Path | None, is_followed: bool, as_json: bool) -> int:
@@ -77,21 +77,21 @@ def status_command(run: Path | None, is_followed: bool, as_json: bool) -> int:
         click.echo(json.dumps({"runs": shown}))
     if not seen:
         if run is not None:
-            raise RunFailedError(f"no run in '{run}' or below. Give the output_dir of one", EXIT_CONFIG)
+            raise RunFailedError(f"no run in '{run}' or below. Pass the output_dir of a run", EXIT_CONFIG)
         if not as_json:
-            click.echo("no run in the current folder or below")
+            click.echo("no runs in the current folder or below")
     return EXIT_DONE
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """A run as it was found.
+    """State of a run.
 
     Attributes:
-        owner: the living process, or None.
-        status: written by that process; without one, by the last.
-        saved_step: step of the checkpoint that it would continue.
-        drive_bytes: path of a drive -> bytes of its checkpoints there.
+        owner: process of the run, or None if it has ended.
+        status: status that the current or last process wrote.
+        saved_step: step of the checkpoint from which the run would continue.
+        drive_bytes: bytes of the run's checkpoints, by path of the drive.
         copied_steps: steps of the whole copies in output_dir.
         lost_steps: steps of the checkpoints whose parts on a drive are gone.
     """
@@ -106,7 +106,7 @@ class _Seen:
 
 
 def _find_runs(root: Path) -> Iterator[Path]:
-    """Yield ``root`` and the folders below it that have a status. Follows no symbolic links."""
+    """Yield the folders with a status, in ``root`` and below. Follows no symbolic links."""
     from megatrain.run.status import STATUS_NAME
 
     for folder, names, files in os.walk(root):
@@ -117,7 +117,7 @@ def _find_runs(root: Path) -> Iterator[Path]:
 
 
 def _one_of(root: Path) -> Path:
-    """Return the run to follow: the folder itself, or the only living run below it."""
+    """Return the run to follow: the folder itself, or the only running one below it."""
     from megatrain.base.owner import living_owner
 
     if living_owner(root) is not None:
@@ -125,7 +125,7 @@ def _one_of(root: Path) -> Path:
     alive = [path for path in _find_runs(root) if living_owner(path) is not None]
     if len(alive) > 1:
         raise RunFailedError(
-            f"{len(alive)} runs are alive in '{root}': name one of {', '.join(map(str, alive))}", EXIT_CONFIG
+            f"{len(alive)} runs are active in '{root}': choose one of {', '.join(map(str, alive))}", EXIT_CONFIG
         )
     return alive[0] if alive else root
 
@@ -161,7 +161,7 @@ def _print(seen: _Seen) -> None:
 
 
 def echo_wrapped(text: str, *, indent: int = 2) -> None:
-    """Print text; wrap and indent its lines on a terminal or with ``COLUMNS``."""
+    """Print text, with wrapped and indented lines on a terminal or if ``COLUMNS`` is set."""
     if sys.stdout.isatty() or given_columns():
         text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
     for line in text.splitlines():
@@ -198,7 +198,7 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
 
 
 def _silence(status: RunStatus) -> str:
-    """Return the likely reason why a living run has written nothing for some time, or "" if it has written."""
+    """Return a text with the likely reason if a run has not updated its status for some time, or ""."""
     from megatrain.run.status import SILENT_S
 
     seconds = _seconds_since(status.updated_at)
@@ -206,29 +206,29 @@ def _silence(status: RunStatus) -> str:
         return ""
     pace = ""
     if status.metrics is not None:
-        pace = f", {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s a step is usual"
+        pace = f"; a step usually takes {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s"
     return (
-        f"nothing written for {duration(seconds)}, which it does every second{pace}. A drive may be full, or the "
-        "process suspended: see its own output"
+        f"no status for {duration(seconds)}, although the run writes one every second{pace}. A drive may be full, or "
+        "the process suspended: see the output of the run"
     )
 
 
 def _places(seen: _Seen) -> list[tuple[str, str]]:
-    """Return a line for each drive that holds parts of checkpoints, and one for the copies in output_dir."""
+    """Return a line for each drive with parts of checkpoints, and a line for the copies in output_dir."""
     from tiered.units import format_size
 
     lines = [
-        ("drive", f"{format_size(nbytes)} of its checkpoints are in {path}: deleting that folder destroys them")
+        ("drive", f"{format_size(nbytes)} of the checkpoints are in {path}: deleting this folder destroys them")
         for path, nbytes in seen.drive_bytes.items()
     ]
     if seen.copied_steps:
         steps = ", ".join(map(str, seen.copied_steps))
-        lines.append(("copies", f"step{'s' if len(seen.copied_steps) > 1 else ''} {steps}, whole in output_dir"))
+        lines.append(("copies", f"step{'s' if len(seen.copied_steps) > 1 else ''} {steps}, complete in output_dir"))
     return lines
 
 
 def _evaluations(status: RunStatus | None) -> list[tuple[str, str]]:
-    """Return a line for each evaluation set; figures that are not finite were written as text."""
+    """Return a line for each evaluation set. The status has non-finite figures as text, so convert them to float."""
     from megatrain.base.observer import format_preferences
 
     lines = []
@@ -283,10 +283,10 @@ def _to_json(seen: _Seen) -> dict[str, Any]:
 
 
 def _follow(run: Path, *, as_json: bool) -> int:
-    """Show a run until it ends, or how it ended. Ctrl-C leaves the view.
+    """Show a run until it ends, or how it ended. Ctrl-C closes the view.
 
     Returns:
-        The exit code of the run; 0 if the view was left; 1 if the run died.
+        The exit code of the run; 0 after Ctrl-C; 1 if the run died.
     """
     from megatrain.base.owner import living_owner
     from megatrain.run.status import read_status
@@ -308,7 +308,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
             if (status := _own_status(run, owner)) is not None:
                 view.show(status)
             time.sleep(_VIEW_POLL_S)
-        status = read_status(run)  # the last one, written before the folder was unlocked
+        status = read_status(run)  # The last status, which was written before the folder was unlocked.
         if status is not None and status.pid == owner.pid:
             view.show(status)
     except KeyboardInterrupt:
@@ -323,7 +323,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
 
 
 def _exit_code_of(status: RunStatus) -> int:
-    """Return the exit code of a run that has ended. A run whose last state is not final died."""
+    """Return the exit code of an ended run. A run without a final state died."""
     from megatrain.run.status import FINAL_STATES
 
     if status.state not in FINAL_STATES:
@@ -334,16 +334,16 @@ def _exit_code_of(status: RunStatus) -> int:
 
 
 class _Lines:
-    """Prints a line for each step and each message."""
+    """View that prints a line for each step and each message."""
 
     def __init__(self) -> None:
         self._step, self._message = -1, ""
 
     def open(self) -> None:
-        """Begin to draw."""
+        """Start drawing."""
 
     def show(self, status: RunStatus) -> None:
-        """Show the changes."""
+        """Show the changes since the last status."""
         from megatrain.base.observer import format_step
 
         if status.metrics is not None and status.metrics.step != self._step:
@@ -358,11 +358,11 @@ class _Lines:
         click.echo(text)
 
     def close(self) -> None:
-        """Restore the terminal. Safe to call twice."""
+        """Restore the terminal. Idempotent."""
 
 
 class _JsonLines(_Lines):
-    """Prints a JSON object for each change of the status."""
+    """View that prints a JSON object for each change of the status."""
 
     def show(self, status: RunStatus) -> None:
         if status.updated_at + str(status.step) != self._message:
@@ -371,7 +371,7 @@ class _JsonLines(_Lines):
 
 
 class _View(_Lines):
-    """Draws the live view that the run itself draws on a terminal."""
+    """The same live view that the run draws on a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -392,7 +392,7 @@ class _View(_Lines):
         from megatrain.base.progress import Moment
 
         moment = Moment.from_json(status.activity)
-        # The status is written once a second: in between the seconds of the same activity are counted here.
+        # The run writes its status once a second, so count the seconds of the same activity in between.
         if moment != self._moment:
             self._moment, self._seen_s = moment, time.monotonic()
         self._status = status
@@ -434,7 +434,7 @@ class _View(_Lines):
 def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     """Ask a run to save a checkpoint after its current step.
 
-    RUN is the run's output_dir. Returns once the checkpoint is on disk.
+    RUN is the run's output_dir. The command returns when the checkpoint is on disk.
     """
     from megatrain.base.owner import check_reachable, living_owner, send_signal
 
@@ -446,11 +446,11 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     except ProcessLookupError:
         raise RunFailedError(f"{run}: {_describe_ended(run)}", EXIT_FAILED) from None
     if not as_json:
-        click.echo(f"asked process {owner.pid}: it saves after its present step", err=True)
+        click.echo(f"asked process {owner.pid} to save after its current step", err=True)
     saved: list[int] = []
 
     def is_over() -> bool:
-        has_ended = living_owner(run) != owner  # before the status is read, which a run writes before it ends
+        has_ended = living_owner(run) != owner  # Check before reading the status, which a run writes before it ends.
         status = _own_status(run, owner)
         if status is not None and (step := _newer_checkpoint(before, status)) is not None:
             saved.append(step)
@@ -467,17 +467,17 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     status = _own_status(run, owner)
     why = f": {status.message}" if status is not None and status.state == "paused" else ""
     raise RunFailedError(
-        f"no checkpoint within {timeout_s:g} s{why}. The run still saves after its step: see "
+        f"no checkpoint within {timeout_s:g} s{why}. The run will still save after its step: see "
         f"megatrain-tier status {run}",
         EXIT_FAILED,
     )
 
 
 def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStatus:
-    """Wait until a run handles SIGUSR1, which ends a process without a handler; return its status.
+    """Wait until a run handles SIGUSR1, which would otherwise kill it; return its status.
 
     Raises:
-        ProcessLookupError: it has ended.
+        ProcessLookupError: the run has ended.
     """
     from megatrain.base.owner import catches_signal, living_owner
 
@@ -488,19 +488,19 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
             raise ProcessLookupError
         status = _own_status(run, owner)
         if status is not None and status.state not in ("starting", "training", "paused"):
-            raise RunFailedError(f"{run}: its steps are done ({status.state}): it saves no more", EXIT_FAILED)
+            raise RunFailedError(f"{run}: all steps are done ({status.state}), so it will not save again", EXIT_FAILED)
         if status is None or not catches_signal(owner.pid or 0, signal.SIGUSR1):
             return False
         seen.append(status)
         return True
 
     if not _wait_for(is_ready, timeout_s):
-        raise RunFailedError(f"{run}: still starting after {timeout_s:g} s; it was not asked", EXIT_FAILED)
+        raise RunFailedError(f"{run}: still starting after {timeout_s:g} s; no request was sent", EXIT_FAILED)
     return seen[-1]
 
 
 def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
-    """Return the step of a checkpoint that holds at least the steps finished at the request."""
+    """Return the step of a new checkpoint that includes all steps finished before the request, or None."""
     is_new = (now.checkpoint_step, now.checkpoint_at) != (before.checkpoint_step, before.checkpoint_at)
     if now.checkpoint_step is None or not is_new or now.checkpoint_step < before.step:
         return None
@@ -517,7 +517,8 @@ def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
 def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
     """Ask a run to finish its current step, save and end.
 
-    RUN is the run's output_dir. Returns once the run has ended. A second stop ends the run at once, without saving.
+    RUN is the run's output_dir. The command returns when the run has ended. A second stop ends the run immediately,
+    without saving.
     """
     from megatrain.base.owner import living_owner, send_signal
     from megatrain.run.folder import committed_step
@@ -527,14 +528,14 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
     try:
         send_signal(run, owner, signal.SIGTERM)
     except ProcessLookupError:
-        pass  # it has just ended
+        pass  # The run has just ended.
     else:
         if not as_json:
-            click.echo(f"asked process {owner.pid}: it finishes its step, saves and ends", err=True)
+            click.echo(f"asked process {owner.pid} to finish its step, save and end", err=True)
     if not _wait_for(lambda: living_owner(run) != owner, timeout_s):
         raise RunFailedError(
-            f"process {owner.pid} has not ended within {timeout_s:g} s; it still will, after its step. "
-            "Another stop ends it at once, without saving",
+            f"process {owner.pid} has not ended within {timeout_s:g} s; it will still end after its step. "
+            "Another stop ends it immediately, without saving",
             EXIT_FAILED,
         )
     status, saved_step = read_status(run), committed_step(run)
@@ -550,7 +551,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
 
 def _require_owner(run: Path) -> LockHolder:
-    """Return the living process of a run. Without one, end the command with a text that says how the run ended."""
+    """Return the process of a run. If the run has ended, raise an error that describes how."""
     from megatrain.base.owner import living_owner
     from megatrain.run.status import read_status
 
@@ -563,11 +564,11 @@ def _require_owner(run: Path) -> LockHolder:
 
 
 def _not_a_run(run: Path) -> str:
-    return f"'{run}' is not the folder of a run. Give the output_dir of one"
+    return f"'{run}' is not the folder of a run. Pass the output_dir of a run"
 
 
 def _own_status(run: Path, owner: LockHolder) -> RunStatus | None:
-    """Return the status that the living process wrote, or None while only an earlier run's status exists."""
+    """Return the status that this process wrote, or None if only an earlier process wrote one."""
     from megatrain.run.status import read_status
 
     status = read_status(run)
@@ -575,7 +576,7 @@ def _own_status(run: Path, owner: LockHolder) -> RunStatus | None:
 
 
 def _wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until a condition holds. Return False if the time is over first."""
+    """Wait until ``is_over`` returns True; return False after ``timeout_s``."""
     end_s = time.monotonic() + timeout_s
     while not is_over():
         if time.monotonic() >= end_s:
@@ -585,7 +586,7 @@ def _wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _describe_ended(run: Path) -> str:
-    """Return how a run ended, and what the user can do."""
+    """Describe how a run ended and what the user can do."""
     from megatrain.run.status import read_status
 
     status = read_status(run)
@@ -604,7 +605,7 @@ def _describe_ended(run: Path) -> str:
 
 
 def _what_next(run: Path) -> str:
-    """Return the step from which a run would continue, and the checkpoints that were lost with a drive."""
+    """Describe from which step a run would continue, and which checkpoints were lost with a drive."""
     from megatrain.checkpoint.locations import refused_drives
     from megatrain.checkpoint.scan import usable_checkpoint
 
@@ -616,11 +617,11 @@ def _what_next(run: Path) -> str:
         return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
     if lost:
         return f"it cannot continue\n{_lost(run, with_remedy=True)}"
-    return "nothing was saved; run it again to start over"
+    return "nothing was saved; run it again to start from the beginning"
 
 
 def _lost(run: Path, *, with_remedy: bool = False) -> str:
-    """Return a text about checkpoints that are lost with a drive or read from elsewhere, or ""."""
+    """Describe checkpoints that were lost with a drive or are read from another place; "" if there are none."""
     from megatrain.checkpoint.scan import Lost, outside_notices, saved_checkpoints
 
     found = saved_checkpoints(run)
@@ -630,13 +631,13 @@ def _lost(run: Path, *, with_remedy: bool = False) -> str:
 
 
 def _age(moment: str) -> str:
-    """Return the time since a date, as "40 s", "3 min" or "2 h 5 min"."""
+    """Format the time since a date, such as "40 s", "3 min" or "2 h 5 min"."""
     seconds = _seconds_since(moment)
     return "some time" if seconds is None else duration(seconds)
 
 
 def _seconds_since(moment: str) -> float | None:
-    """Return the seconds since a date, or None if the text is no date."""
+    """Return the seconds since a date, or None if the text is not a date."""
     try:
         return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
     except (ValueError, TypeError):
@@ -644,7 +645,7 @@ def _seconds_since(moment: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in at most two units."""
+    """Format a duration in at most two units."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = int(seconds) // 60

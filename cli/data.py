@@ -1,4 +1,4 @@
-"""``megatrain-tier data``: rows as the loss sees them, and figures of all of them."""
+"""``megatrain-tier data``: preview rows as the loss sees them, and print statistics of all rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command() -> None:
 @command.command("preview")
 @config_options
 @click.option("-n", "count", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows.")
-@click.option("--row", type=click.IntRange(min=1), metavar="I", help="Only row I, counted from 1 over all sources.")
+@click.option("--row", type=click.IntRange(min=1), metavar="I", help="Only row I, counted from 1 across all sources.")
 @json_option
 def preview_command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], count: int, row: int | None, as_json: bool
@@ -89,7 +89,7 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
         advice = ": set model.chat_template" if {"tool_calls", "tools"} & set(preview.left_out) else ""
         click.echo(styled(f"the chat template has no place for {_visible(names)}{advice}", fg="yellow"))
     if preview.special_tokens:
-        text = f"the text of the row holds special tokens: {_visible(' '.join(preview.special_tokens))}"
+        text = f"the text of the row contains special tokens: {_visible(' '.join(preview.special_tokens))}"
         click.echo(styled(text, fg="yellow"))
     parts = []
     for segment in preview.segments:
@@ -105,7 +105,7 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
 
 
 def _visible(text: str) -> str:
-    """Return a text with visible control characters, which the terminal does not obey."""
+    """Escape control characters, so that the terminal shows them instead of executing them."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )
@@ -117,7 +117,7 @@ def _visible(text: str) -> str:
 def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
     """Show lengths, the trained share, padding and dropped rows.
 
-    Reads and tokenizes all rows, or takes them from the cache.
+    Reads and tokenizes all rows, or reads them from the cache.
     """
     loaded = load(config, extra_files, overrides)
 
@@ -128,7 +128,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     from megatrain.training.resolve import resolve_batch, resolve_data, resolve_model
 
     model, data = resolve_model(loaded.config), resolve_data(loaded.config)
-    # Also on a machine without the GPU that the config is for.
+    # Do not resolve "cuda", so that the command also works on a machine without a GPU.
     device = loaded.config.device
     batch = resolve_batch(loaded.config, device if device == "cuda" else resolve_device(device).type)
     packing, warning = settle_packing_of(model, data.table.packing, is_default=data.has_default_packing)
@@ -136,7 +136,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     if warning:
         click.echo(f"warning: {warning}", err=True)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
-    # As without packing, where rows are padded to the longest of their micro-batch.
+    # Compute padding as without packing, where rows are padded to the longest row of their micro-batch.
     micro_batch_rows = dataclasses.replace(batch, single_rows=False).micro_batch_rows
     stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: click.echo(text, err=True))
     if as_json:

@@ -1,4 +1,4 @@
-"""``megatrain-tier doctor``: measure this machine and keep the rates for plans."""
+"""``megatrain-tier doctor``: measure this machine and store the rates for plans."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
     "config_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Config whose [[tiers.nvme]] to measure.",
+    help="Config whose [[tiers.nvme]] drives are measured.",
 )
 @click.option(
     "--save-profile",
     "profile_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also write the figures of this machine for `plan --machine FILE`.",
+    help="Also write the rates of this machine to FILE, for `plan --machine FILE`.",
 )
 @json_option
 def command(
@@ -49,15 +49,15 @@ def command(
 ) -> int:
     """Measure processors, GPU and drives for plans, and propose fixes.
 
-    Keeps the rates in the user's cache folder, where `plan` finds them. Default of PATHS: the drives of --config, else
-    the current folder. Takes up to 512 MiB of each drive while it runs, and leaves nothing there. Writes over those
-    bytes for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
+    Stores the rates in the user's cache folder, where `plan` finds them. PATHS defaults to the drives of --config, or
+    else to the current folder. Uses up to 512 MiB on each drive, and leaves no files there. Without --quick, overwrites
+    these bytes for half a minute (at most 32 GiB) to find out whether the drive slows down.
     """
     from megatrain.extras.doctor.drives import terminated_as_interrupted
     from megatrain.extras.doctor.examine import examine
 
     if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
-        raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist, or cannot be written")
+        raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist or is not writable")
     folders = [_absolute(path) for path in paths] or _paths_of(config_file)
     with terminated_as_interrupted():
         examination = examine(
@@ -75,7 +75,7 @@ def command(
     _print(examination)
     click.echo(f"stored in {stored}; `megatrain-tier plan` uses it" if stored else f"not stored: {problem}")
     if profile_file is not None:
-        click.echo(f"written {profile_file}; plan for this machine with `plan CONFIG --machine {profile_file}`")
+        click.echo(f"wrote {profile_file}; plan for this machine with `plan CONFIG --machine {profile_file}`")
     return 0
 
 
@@ -84,7 +84,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _paths_of(config_file: Path | None) -> list[Path]:
-    """Return the folders of a config's drives, or their nearest existing parents; without drives a usable folder."""
+    """Return the folders of a config's drives or their nearest existing parents; without drives, a writable folder."""
     if config_file is not None:
         from megatrain.machine.machine import existing_parent
 
@@ -130,7 +130,7 @@ def _print(examination: Examination) -> None:
     for finding in examination.findings:
         text = Text(f"{finding.subject}: {finding.seen}")
         if finding.advice:
-            text.append(f"\nto do: {finding.advice}", style="italic")
+            text.append(f"\nfix: {finding.advice}", style="italic")
         findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), text)
     console.print(findings)
 

@@ -1,4 +1,4 @@
-"""The page of the commands, from their own help: ``python -m megatrain_tier_cli.document > docs/cli.md``."""
+"""Generator of docs/cli.md from the commands' help: ``python -m megatrain_tier_cli.document > docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _INTRODUCTION = f"""\
 # Commands
 
 `python -m megatrain_tier_cli.document > docs/cli.md` writes this page from the help of the commands; do not edit it.
-CONFIG is a TOML file ([its keys](config.md)), RUN the `output_dir` of a run. Output has no colors if it does not go to
-a terminal, or if `NO_COLOR` is set. `{DEBUG_VARIABLE}=1` shows the traceback of an error.
+CONFIG is a TOML file ([its keys](config.md)), and RUN is the `output_dir` of a run. Output has colors only on a
+terminal and if `NO_COLOR` is not set. `{DEBUG_VARIABLE}=1` shows the traceback of an error.
 """
 
-#: Arguments of an example of each command, in the order of their use: tests/docs runs the examples in this order.
+#: Example arguments of each command. tests/docs runs the examples in this order.
 _EXAMPLES = {
     "init": 'my.toml --task sft --model models/base --data "data/*.jsonl"',
     "import": "ds_config.json --from deepspeed -o translated.toml",
@@ -56,7 +56,7 @@ _EXAMPLES = {
 
 
 def to_markdown() -> str:
-    """Return the page as Markdown. It depends on no terminal."""
+    """Return the page as Markdown, independent of the terminal."""
     found = {name.removeprefix(f"{PROGRAM} "): text for name, _, text in commands()}
     assert sorted(_EXAMPLES) == sorted(found), sorted(set(_EXAMPLES) ^ set(found))
     parts = [_INTRODUCTION, "| exit code | meaning |", "|---|---|"]
@@ -68,7 +68,7 @@ def to_markdown() -> str:
 
 
 def commands() -> Iterator[tuple[str, click.Command, str]]:
-    """Yield (name with the program's, command, help) of every command that does something itself."""
+    """Yield (full name, command, help) of every command that is not a group."""
     settings = {**command_group.context_settings, "terminal_width": _WIDTH, "color": False}
     yield from _below(command_group, click.Context(command_group, info_name=PROGRAM, **settings))
 

@@ -20,34 +20,34 @@ _BAR_COLUMNS = 24
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="CKPT")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step. Default: the newest."
+    "--step", type=click.IntRange(min=0), metavar="N", help="Export the checkpoint of this step. Default: the newest."
 )
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float32"]),
     default="auto",
     show_default=True,
-    help="Data type of the weights. auto takes the one of the run's config; float32 keeps every bit.",
+    help="Data type of the weights. auto uses the type in the run's config; float32 keeps every bit.",
 )
 @click.option(
-    "--max-shard-size", metavar="SIZE", help='Largest file, e.g. "5GB". Default: the size in the run\'s config.'
+    "--max-shard-size", metavar="SIZE", help='Maximum file size, e.g. "5GB". Default: the size in the run\'s config.'
 )
 @click.option(
     "--model",
     "model_folder",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Another copy of the model's folder, if the one that the run started from is gone.",
+    help="Another copy of the model's folder, if the original folder of the run is gone.",
 )
 @click.option("--push-to-hub", "hub_id", metavar="ID", help="Also upload the folder to this repository of the hub.")
-@click.option("--private", "is_private", is_flag=True, help="Make a new repository private.")
+@click.option("--private", "is_private", is_flag=True, help="Create a private repository.")
 @click.option(
     "--merge",
     is_flag=True,
     help="For a run with [lora]: write the model with merged adapters. Default: the value in the run's config.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT.")
-@click.option("--ema", is_flag=True, help="Write the average of the weights, for a run with optimizer.ema_decay.")
+@click.option("--ema", is_flag=True, help="For a run with optimizer.ema_decay: write the average of the weights.")
 @json_option
 def command(
     checkpoint: Path,
@@ -66,8 +66,8 @@ def command(
     """Write a checkpoint as a Hugging Face folder.
 
     CKPT is the output_dir of a run, its folder final, or the folder snap/<number> of one checkpoint. OUT is a new
-    folder, or with --overwrite an earlier export. Needs no GPU and little RAM, and works while the run lives. The token
-    for the hub comes from HF_TOKEN or `hf auth login`.
+    folder, or with --overwrite an earlier export. Needs little RAM and no GPU, and works during a run. The token for
+    the hub comes from HF_TOKEN or `hf auth login`.
     """
     if is_private and hub_id is None:
         raise click.UsageError("--private needs --push-to-hub ID")
@@ -91,7 +91,7 @@ def command(
             find_checkpoint(run, step)
         except CheckpointError as error:
             copy = f"cp -r {shlex.quote(str(final))} {shlex.quote(str(out))}"
-            raise CheckpointError(f"{error}. '{final}' is the whole model of step {step} already: {copy}") from error
+            raise CheckpointError(f"{error}. '{final}' is already the exported model of step {step}: {copy}") from error
         checkpoint = run
     is_shown = sys.stderr.isatty() and not as_json
 
@@ -134,7 +134,7 @@ def command(
 
 
 def next_lines(folder: Path) -> list[str]:
-    """Return command lines that use an exported folder."""
+    """Return example command lines for an exported folder."""
     here = os.path.relpath(folder)
     path = shlex.quote(here if len(here) < len(str(folder)) else str(folder))
     adapter = folder / "adapter_config.json"
@@ -165,5 +165,5 @@ def _parse_size(text: str | None) -> int | None:
     except ValueError as error:
         raise RunFailedError(f"--max-shard-size: {error}", EXIT_CONFIG) from None
     if nbytes < 1:
-        raise RunFailedError("--max-shard-size: 0 bytes hold nothing. Write for example 5GB", EXIT_CONFIG)
+        raise RunFailedError("--max-shard-size: must be at least 1 byte. Write for example 5GB", EXIT_CONFIG)
     return nbytes

@@ -1,4 +1,4 @@
-"""``megatrain-tier generate``: many prompts continued by a model that need not fit into memory."""
+"""``megatrain-tier generate``: continue many prompts with a model that need not fit in memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BATCH = tuple(
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='A .jsonl file with a "prompt" in each row, or a text file with one prompt per line.',
+    help='Read prompts from a .jsonl file with a "prompt" in each row, or from a text file with one prompt per line.',
 )
 @click.option("-p", "--prompt", "given", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
 @click.option(
@@ -45,35 +45,36 @@ _BATCH = tuple(
     "--interactive",
     "is_interactive",
     is_flag=True,
-    help="Read a prompt from each line of stdin and print the reply. With a chat template, it is a conversation.",
+    help="Read a prompt from each line of stdin and print the reply. With a chat template, this is a conversation.",
 )
 @click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A .jsonl or .parquet file, written at the end. Default: JSON lines on stdout.",
+    help="Write the completions to a .jsonl or .parquet file at the end. Default: JSON lines on stdout.",
 )
-@click.option("--system", default="", metavar="TEXT", help="The system message in front of each prompt.")
+@click.option("--system", default="", metavar="TEXT", help="System message before each prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     metavar="T",
-    help="0 takes the likeliest token. Default: the value in the model's generation_config.json.",
+    help="Sampling temperature; 0 takes the likeliest token. Default: the value in the model's generation_config.json.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Seed of sampling.")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Prompts that share each read of a weight: whole micro-batches. Default: four of them.",
+    help="Number of prompts that share each read of a weight, a multiple of the micro-batch size. Default: four "
+    "micro-batches.",
 )
 @click.option(
     "--micro-batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Prompts of one forward, padded to one length. Default: at most 8.",
+    help="Number of prompts of one forward, padded to the same length. Default: at most 8.",
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key, e.g. tiers.ram.size=8GiB."
@@ -94,24 +95,24 @@ def command(
     overrides: tuple[str, ...],
     dry_run: bool,
 ) -> int:
-    """Continue prompts with a model that need not fit into memory.
+    """Continue prompts with a model that need not fit in memory.
 
     The tokens equal the tokens of transformers. Each weight is read once per token of a batch, from the model's folder
-    if it has no room in RAM. The KV cache lives in the tiers.
+    if it does not fit in RAM. The KV cache is in the tiers.
 
-    CONFIG: the model that a run starts from; only its model, tiers and precision count. FOLDER: the trained model, in
-    the output_dir of a run or in an exported folder. An adapter runs with its base model.
+    CONFIG uses the initial model of a run; only the config's model, tiers and precision apply. FOLDER uses the trained
+    model in the output_dir of a run or in an exported folder. An adapter runs with its base model.
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
-        raise click.UsageError(f"--out {out}: name a file that ends with .jsonl or .parquet")
+        raise click.UsageError(f"--out {out}: the file name must end with .jsonl or .parquet")
     if is_interactive and (given or file or out or batch_size or micro_batch_size or dry_run):
         raise click.UsageError(
-            "--interactive reads prompts from stdin and prints replies: leave out --prompt, --prompts, --out, "
-            "--batch-size, --micro-batch-size and --dry-run"
+            "--interactive reads prompts from stdin and prints replies, so it does not work with --prompt, --prompts, "
+            "--out, --batch-size, --micro-batch-size or --dry-run"
         )
     prompts = [*given, *(_read(file) if file is not None else ())]
     if not prompts and not is_interactive:
-        raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
+        raise click.UsageError("there are no prompts: add a file with --prompts, or a text with --prompt")
     rows, together = _batch(len(prompts), batch_size, micro_batch_size)
     with Spinner("reading the config") as spinner:
         loaded = _config(model, overrides, spinner)
@@ -144,27 +145,25 @@ def command(
 
 
 def _batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | None) -> tuple[int, int]:
-    """Return the prompts of a micro-batch, and those that share each read of a weight, a multiple of it."""
+    """Return the number of prompts per micro-batch and per batch, a multiple of it."""
     most = min(8, num_prompts)
     if batch_size is None:
         rows = micro_batch_size or most
         return rows, max(rows, min(num_prompts, 4 * rows))
     rows = micro_batch_size or max(size for size in range(1, most + 1) if batch_size % size == 0)
     if batch_size % rows:
-        raise click.UsageError(
-            f"--batch-size {batch_size} is no multiple of --micro-batch-size {rows}: give a multiple"
-        )
+        raise click.UsageError(f"--batch-size {batch_size} must be a multiple of --micro-batch-size {rows}")
     return rows, batch_size
 
 
 def _run(generator: Generator) -> list[Completion]:
-    """Return the completions of a generator whose plan fits this machine."""
+    """Check that the plan fits this machine, run the generator, and return the completions."""
     from megatrain.models.hub import fetch_weights
     from megatrain.plan.limits import refuse
 
     plan = generator.plan.plan
     if not plan.fits:
-        raise RunFailedError("the plan does not fit the tiers: --dry-run prints it", EXIT_DOES_NOT_FIT)
+        raise RunFailedError("the plan does not fit the tiers; --dry-run prints the plan", EXIT_DOES_NOT_FIT)
     refuse(plan.objections)
     if plan.run.model.hub is not None and not plan.run.model.table.train_from_scratch:
         fetch_weights(plan.run.model.hub, lambda each: click.echo(str(each), err=True), shows_bar=True)
@@ -175,7 +174,7 @@ def _run(generator: Generator) -> list[Completion]:
 
 
 def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
-    """Print a reply to each line of stdin; each turn plans and loads the model for a longer conversation."""
+    """Print a reply to each line of stdin. Each turn plans again and loads the model for the longer conversation."""
     from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.prompts import PromptError
 
@@ -189,7 +188,7 @@ def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
             except (PromptError, RunFailedError, KeyboardInterrupt) as error:
                 if not sys.stdin.isatty():
                     raise
-                click.echo(f"error: {str(error) or 'interrupted'}; the conversation is as before", err=True)
+                click.echo(f"error: {str(error) or 'interrupted'}; the conversation is unchanged", err=True)
                 continue
             click.echo(reply)
             history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
@@ -197,19 +196,19 @@ def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
 
 
 def _next_line() -> str | None:
-    """Return the next line of stdin; None at its end or after Ctrl-C."""
+    """Return the next line of stdin, or None at the end or after Ctrl-C."""
     try:
         line = input("> " if sys.stdin.isatty() else "")
         line.encode()
     except (EOFError, KeyboardInterrupt):
         return None
-    except UnicodeError:  # a byte that is no UTF-8 becomes a surrogate, which no tokenizer takes
+    except UnicodeError:  # Python decodes an invalid byte to a surrogate, which tokenizers reject.
         raise RunFailedError("a line of stdin is not UTF-8: write the prompts as UTF-8", EXIT_CONFIG) from None
     return line
 
 
 def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
-    """Return the config of a file, or one for the model in a folder."""
+    """Return the config of a file, or a new config for the model in a folder."""
     if model.is_dir():
         from megatrain.extras.generation import tables_of_folder
 
@@ -225,12 +224,12 @@ def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedCo
         loaded = load(model, (), overrides, spinner)
     given = next((key for key in _BATCH if loaded.origins.get(key, "").startswith("--set")), None)
     if given is not None:
-        raise click.UsageError(f"--set {given} is for training: use --batch-size and --micro-batch-size")
+        raise click.UsageError(f"--set {given} only applies to training: use --batch-size and --micro-batch-size")
     return loaded
 
 
 def _toml(value: str | bool) -> str:
-    """Return a value as TOML has it: JSON's strings and booleans are TOML's."""
+    """Return a value as TOML, whose strings and booleans have the same syntax as in JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -254,7 +253,7 @@ def _read(file: Path) -> list[str]:
         except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
-            raise DataError(f"{file}, line {number}", 'there is no text under "prompt"', 'Write {"prompt": "..."}')
+            raise DataError(f"{file}, line {number}", 'the row has no text under "prompt"', 'Write {"prompt": "..."}')
         found.append(prompt)
     return found
 
@@ -275,7 +274,7 @@ def _write(found: Sequence[Completion], out: Path | None) -> None:
             partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        for row in rows:  # so that a wrong path does not lose hours of work
+        for row in rows:  # Print the rows, so that a wrong path does not lose hours of work.
             sys.stdout.write(json.dumps(row) + "\n")
         raise RunFailedError(f"{out}: {error.strerror}; the completions are on stdout", EXIT_FAILED) from None
     click.echo(f"completions  {out}")

@@ -1,4 +1,4 @@
-"""``megatrain-tier import``: translate another tool's config or command line."""
+"""``megatrain-tier import``: translate a config or a command line of another tool."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from megatrain.extras.translate.draft import Translation
 
 
-# Unknown options belong to the imported command line, also if the "--" before it is missing.
+# Unknown options belong to the imported command line, even if the "--" before it is missing.
 @click.command("import", context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="FILE|COMMAND...")
 @click.option(
     "--from",
     "tool",
     type=click.Choice(["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]),
-    help="Tool of the config. Default: recognized by its keys.",
+    help="Tool of the config. Default: detected from its keys.",
 )
 @click.option(
-    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Write the TOML file there."
+    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Write the TOML to OUT."
 )
 @json_option
 def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json: bool) -> int:
-    """Translate the config or the command line of another tool.
+    """Translate a config or a command line of another tool.
 
-    Reads YAML and JSON of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain, shell scripts that start a training,
-    and such commands themselves: write them behind "--". Launchers (accelerate, torchrun, deepspeed) are understood.
-    Prints TOML, or writes it to OUT. Lists keys without an equivalent here, and unneeded keys. Relative paths are
-    taken from the current folder, as the tool itself would. Nothing is run.
+    Reads YAML and JSON files of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain, shell scripts that start a
+    training, and training commands after "--", including launchers (accelerate, torchrun, deepspeed). Prints TOML, or
+    writes it to OUT. Lists keys without an equivalent here, and unneeded keys. Resolves relative paths from the current
+    folder, like the tool itself. Runs nothing.
     """
     from megatrain.extras.translate.translate import translate_command_line, translate_file
 
     file = Path(words[0])
     if len(words) == 1 and " " in words[0] and not file.exists():
-        words = tuple(words[0].split())  # a command in quotes
+        words = tuple(words[0].split())  # The argument is a quoted command.
     if len(words) > 1 and file.suffix and file.is_file():
-        raise click.UsageError(f'only one FILE is read; "{words[1]}" is too much')
+        raise click.UsageError(f'import reads only one FILE; unexpected argument "{words[1]}"')
     if len(words) == 1 and words[0].startswith("-"):
         raise click.NoSuchOption(words[0])
 
@@ -69,19 +69,19 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
 
 def _write(out: Path, text: str) -> None:
     if not out.absolute().parent.is_dir():
-        raise RunFailedError(f"{out.parent}: there is no such folder", EXIT_CONFIG)
+        raise RunFailedError(f"{out.parent}: this folder does not exist", EXIT_CONFIG)
     write_file(out, text, is_exclusive=True)
 
 
 def _print_rest(translation: Translation, out: Path | None) -> None:
-    """Print the keys that need the user's attention on stderr."""
+    """Print a summary and the keys that need the user's attention on stderr."""
     from megatrain.base.other_tools import TITLES
     from megatrain.extras.translate.translate import one_line
 
     num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
-    head = f"{num_carried} value{'' if num_carried == 1 else 's'} of {TITLES[translation.tool]} translated"
+    head = f"translated {num_carried} value{'' if num_carried == 1 else 's'} of {TITLES[translation.tool]}"
     click.echo(head if out is None else f"{head}, written to {out}", err=True)
-    is_on_screen = out is None and sys.stdout.isatty()  # the comments of the TOML text list them
+    is_on_screen = out is None and sys.stdout.isatty()  # Comments in the printed TOML list the same keys.
     for title, lefts, colour in (
         ("no equivalent here", translation.lost, "yellow"),
         ("not needed here", translation.unneeded, None),

@@ -1,6 +1,6 @@
-"""The command group: the commands, and the exit code of each error.
+"""The command group: all commands, and the exit codes of errors.
 
-Neither this module nor the modules of the commands import anything heavy at their top, so ``--help`` is fast.
+This module and the modules of the commands import heavy packages only inside functions, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CODE_MEANINGS = {
     EXIT_DOES_NOT_FIT: "does not fit the tiers",
     EXIT_DATA: "wrong data",
     EXIT_VERIFY: "verify found a difference",
-    EXIT_INTERRUPTED_AND_SAVED: "interrupted and saved: the same command continues",
+    EXIT_INTERRUPTED_AND_SAVED: "interrupted and saved; the same command continues",
 }
 
 PROGRAM = "megatrain-tier"
 DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 
-#: Errors that users can fix: (module, class, exit code). Looked up among the imported modules only.
+#: Errors that users can fix, as (module, class, exit code). The lookup imports no modules.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.base.errors", "ConfigError", EXIT_CONFIG),
     ("megatrain.tasks.prompts", "PromptError", EXIT_CONFIG),
@@ -83,7 +83,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
-#: name -> module and name of the command in it. Imported on request.
+#: Module and attribute of each command, imported when the command is called.
 _COMMANDS = {
     **{
         name: (f".{name}", "command")
@@ -105,11 +105,11 @@ _COMMANDS = {
     },
     **{name: (".control", f"{name}_command") for name in ("save", "status", "stop")},
     "completion": (".main", "completion_command"),
-    "import": (".import_", "command"),  # a keyword of Python
+    "import": (".import_", "command"),  # ``import`` is a keyword, so the module has another name.
     "verify": (".verify", "command"),
 }
 
-#: Groups of commands by purpose, in the order in which they are needed.
+#: Commands by purpose, in the order in which users need them.
 GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
     "Watch": ("status", "save", "stop"),
@@ -147,22 +147,22 @@ _REMOVED_OPTIONS = {
     ("run", "--detach"): "Start it in tmux, as `nohup megatrain-tier run CONFIG &`, or with systemd-run; "
     "`megatrain-tier status --follow RUN` shows it from anywhere",
     ("verify", "--processes"): "Run CONFIG twice, with `run --processes N` and with `run --processes 1`, both with "
-    "--set training.gradient_lanes=N: the losses in metrics.jsonl have the same bits",
+    "--set training.gradient_lanes=N: the losses in metrics.jsonl are bit-identical",
 }
 
-#: Shell -> how to have it complete commands and options.
+#: Line that enables completion of commands and options, by shell.
 _SHELLS = {
     "bash": 'eval "$(megatrain-tier completion bash)"      # in ~/.bashrc',
     "zsh": 'eval "$(megatrain-tier completion zsh)"       # in ~/.zshrc, after compinit',
     "fish": "megatrain-tier completion fish | source       # in ~/.config/fish/config.fish",
 }
 
-#: Errors of a new file in a folder, or of its rename, that a plain write of the old file may not have.
+#: Errors of creating or renaming a file after which overwriting the old file can still succeed.
 _NO_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 class RunFailedError(Exception):
-    """A command ends without success; the text is printed and the code returned."""
+    """A command failed. The command line prints the message and returns the exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -170,17 +170,17 @@ class RunFailedError(Exception):
 
 
 def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
-    """Write a file that the user named, in one step: if the drive is full, the old file stays.
+    """Write a file that the user named, atomically: if the drive is full, the old file stays.
 
     Args:
         path: File, terminal or pipe.
-        is_exclusive: Whether an existing file is refused.
+        is_exclusive: Whether to refuse an existing file.
 
     Raises:
-        RunFailedError: it cannot be written, or exists and `is_exclusive` is set; the text names the file.
+        RunFailedError: The file cannot be written, or exists although `is_exclusive` is set.
     """
     try:
-        if path.exists() and not path.is_file():  # a terminal or a pipe, whose resolved name may not exist
+        if path.exists() and not path.is_file():  # A terminal or a pipe, whose resolved name may not exist.
             path.write_text(text, encoding="utf-8")
         else:
             _write_whole(Path(os.path.realpath(path)), text, is_exclusive=is_exclusive)
@@ -216,7 +216,7 @@ def _link(partial: Path, target: Path) -> None:
         os.link(partial, target)
     except FileExistsError:
         raise
-    except OSError:  # some file systems have no hard links
+    except OSError:  # Some file systems have no hard links.
         with target.open("xb") as file:
             file.write(partial.read_bytes())
 
@@ -236,11 +236,11 @@ def describe(error: BaseException) -> str:
     """Return the message of an error, without a traceback."""
     if isinstance(error, IsADirectoryError) and error.filename is not None:
         name = error.filename2 or error.filename
-        return f"{name}: is a folder, but this program needs a file there. Move that folder away, or name another one"
+        return f"{name}: is a folder, but this program needs a file there. Move the folder, or use another path"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
-        return "out of memory. Give the run less in [tiers.ram], or a shorter data.max_length"
+        return "out of memory. Reduce [tiers.ram] or data.max_length"
     text = str(error) or type(error).__name__
     if exit_code_of(error) is None:
         return (
@@ -250,10 +250,10 @@ def describe(error: BaseException) -> str:
 
 
 class Subcommands(click.Group):
-    """Lists its commands with whole summaries: click cuts a summary that is longer than a line."""
+    """A command group that lists its commands with full summaries, which click would truncate to one line."""
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
-        """Return the names of the commands by the title of their section."""
+        """Return the names of the commands, by section title."""
         return {"Commands": self.list_commands(ctx)}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -265,7 +265,7 @@ class Subcommands(click.Group):
 
 
 class CommandGroup(Subcommands):
-    """Imports a command when it is called, and turns exceptions into messages and exit codes."""
+    """A command group that imports commands on demand, and converts exceptions to messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -278,7 +278,7 @@ class CommandGroup(Subcommands):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = str(args[0])
         if name in _REMOVED_COMMANDS:
-            ctx.fail(f"There is no command '{name}' any more. {_REMOVED_COMMANDS[name]}")
+            ctx.fail(f"The command '{name}' was removed. {_REMOVED_COMMANDS[name]}")
         near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
         if name not in _COMMANDS and near and not name.startswith("-"):
             ctx.fail(f"No such command '{name}'. Did you mean '{near[0]}'?")
@@ -296,7 +296,7 @@ class CommandGroup(Subcommands):
         extra["standalone_mode"] = False
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
-        with screens():  # names, rows and messages may come from untrusted files
+        with screens():  # Names, rows and messages may come from untrusted files.
             self._run(args, extra)
 
     def _run(self, args: Sequence[str] | None, extra: dict[str, Any]) -> NoReturn:
@@ -320,7 +320,7 @@ class CommandGroup(Subcommands):
 
 
 def _advised(error: click.NoSuchOption) -> click.UsageError:
-    """Say how to set a config key that was written as an option; drop proposals that are hardly similar."""
+    """Explain how to set a config key that was written as an option, and drop suggestions that are not similar."""
     command = "" if error.ctx is None else str(error.ctx.info_name)
     replacement = _REMOVED_OPTIONS.get((command, error.option_name))
     if replacement is not None:
@@ -330,7 +330,7 @@ def _advised(error: click.NoSuchOption) -> click.UsageError:
 
     leaf = _SHORT_NAMES.get(word, word)
     if full_keys_of_leaf(leaf.rpartition(".")[2]):
-        text = f"No such option: {error.option_name}. It is a key of the config: --set {leaf}=VALUE"
+        text = f"No such option: {error.option_name}. To set this config key, use --set {leaf}=VALUE"
         return click.UsageError(text, error.ctx)
     near = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.7)
     return click.NoSuchOption(error.option_name, None, near, error.ctx)
@@ -349,10 +349,10 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 
 
 def _let_gpu_memory_grow() -> None:
-    """Make torch's allocator map GPU memory piece by piece, unless the user chose otherwise.
+    """Set torch's CUDA allocator to expandable segments, unless the user configured the allocator.
 
-    Next to a tier that fills the GPU, layers allocate and free blocks of gigabytes and of many sizes. In segments of
-    fixed size the gaps between them are lost. torch reads the variable when CUDA is first used.
+    Next to a tier that fills the GPU, layers allocate and free large blocks of many sizes. With segments of fixed size,
+    memory would be lost to fragmentation. torch reads the variable when CUDA is first used.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -369,7 +369,7 @@ def _let_gpu_memory_grow() -> None:
 def command_group() -> None:
     """Train language models that do not fit in memory.
 
-    Weights, gradients and optimizer state live in GPU memory, RAM and NVMe drives, and move by schedule.
+    Weights, gradients and optimizer state are in GPU memory, in RAM and on NVMe drives, and move by schedule.
     """
 
 
@@ -395,6 +395,6 @@ def completion_command(ctx: click.Context, shell: str) -> int:
 
 
 def main() -> None:
-    """Run the command line; the console command megatrain-tier."""
+    """Run the command line of megatrain-tier."""
     _let_gpu_memory_grow()
     command_group.main(prog_name=PROGRAM, obj=OWN_PROCESS)

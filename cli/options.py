@@ -21,21 +21,21 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def records_of(run: Path) -> Iterator[None]:
-    """Report a damaged record of a run, which a user may have edited, with the run's folder."""
+    """Convert errors of a damaged record of a run, which a user may have edited, to an error with the run's folder."""
     try:
         yield
-    except Exception as error:  # code may raise anything for a record of another shape
+    except Exception as error:  # A malformed record can cause any exception.
         if exit_code_of(error) is not None or isinstance(error, click.ClickException | click.Abort):
             raise
         names = "status.json, plan.json, summary.json or metrics.jsonl"
         raise RunFailedError(
-            f"{run}: one of {names} is damaged ({type(error).__name__}: {error}). Restore it, or move it away",
+            f"{run}: one of {names} is damaged ({type(error).__name__}: {error}). Restore or remove it",
             EXIT_FAILED,
         ) from error
 
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add CONFIG, ``-c`` and ``--set``."""
+    """Add CONFIG, ``-c`` and ``--set`` to a command."""
     for decorate in (
         click.option(
             "--set",
@@ -51,7 +51,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             metavar="FILE",
             type=click.Path(path_type=Path),
-            help="Another TOML file, whose keys replace the keys of CONFIG. May be repeated.",
+            help="Another TOML file, whose keys override the keys of CONFIG. May be repeated.",
         ),
         click.argument("config", type=click.Path(path_type=Path)),
     ):
@@ -61,7 +61,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def placed(loaded: LoadedConfig) -> Iterator[None]:
-    """Append the config line that names a path to the error of a missing path."""
+    """Prefix the error of a missing path with the config line that names the path."""
     try:
         yield
     except Exception as error:
@@ -83,7 +83,7 @@ json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="P
 def load(
     config: Path, extra_files: Sequence[Path], overrides: Sequence[str], spinner: Spinner | None = None
 ) -> LoadedConfig:
-    """Read the config of a command; print its warnings on stderr, above the spinner if there is one."""
+    """Load the config of a command, and print its warnings on stderr, above the spinner if there is one."""
     from megatrain.config import load_config
 
     loaded = load_config(config, extra_files, overrides)

@@ -1,4 +1,4 @@
-"""``megatrain-tier plan``: the placement of every byte, the traffic of a step, the length of a run."""
+"""``megatrain-tier plan``: placement of all bytes, traffic of a step, and length of a run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option(
     "--measure",
     is_flag=True,
-    help="First measure this machine, as `doctor --quick` does, and time steps of this model and batch with random "
-    "weights, for a run on a CPU. The predicted seconds are then an estimate, not a bound.",
+    help="First measure this machine, as `doctor --quick` does. For a run on a CPU, also time steps of this model and "
+    "batch with random weights. The predicted seconds are then an estimate instead of a bound.",
 )
 @click.option(
     "--machine",
@@ -47,15 +47,15 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
     metavar="NAME|FILE",
     is_eager=True,
     callback=_list_machines,
-    help="Plan for another machine: a name, or a file of `doctor --save-profile`. Sizes that CONFIG leaves open are "
-    "that machine's. Times are predicted from published and estimated rates: nothing is measured, and no GPU is "
-    "needed. `--machine list` lists the names.",
+    help="Plan for another machine: a name, or a file from `doctor --save-profile`. Sizes that CONFIG does not set are "
+    "the sizes of that machine. Times are predicted from published and estimated rates, so no measurement and no GPU "
+    "are needed. `--machine list` lists the names.",
 )
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Plan for one of N processes on a host, each with its own GPU. Starts none. "
+    help="Plan for one of N processes on a host, each with a separate GPU. Starts no processes. "
     "Default: distributed.processes of CONFIG.",
 )
 @click.option(
@@ -63,14 +63,14 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Plan for N hosts like this one or like --machine, with one process each.",
+    help="Plan for N hosts like this machine (or --machine), with one process each.",
 )
 @click.option(
     "--simulate",
     is_flag=True,
-    help="Simulate a step at the rates of `doctor`: seconds and waits.",
+    help="Simulate a step at the rates of `doctor`, and show its seconds and stalls.",
 )
-@click.option("--count-steps", is_flag=True, help="Read the data to count the steps of a run that is given in epochs.")
+@click.option("--count-steps", is_flag=True, help="Read the data to count the steps of a run that is set in epochs.")
 def command(
     config: Path,
     extra_files: tuple[Path, ...],
@@ -83,17 +83,17 @@ def command(
     simulate: bool,
     count_steps: bool,
 ) -> int:
-    """Show where every byte goes and what moves per step.
+    """Show the placement of all bytes and the bytes that move per step.
 
     Also predicts the seconds of a step and the length of the run. Trains nothing. The last line is the verdict.
     """
     if measure and machine_name is not None:
-        raise click.UsageError("--measure times this machine, --machine plans for another one: use one of them")
+        raise click.UsageError("--measure times this machine, and --machine plans for another one: use only one option")
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
         size = (processes or loaded.config.distributed.processes) * hosts
         if size > 1 and measure:
-            raise click.UsageError("--processes and --hosts plan for one of several: use them without --measure")
+            raise click.UsageError("--processes and --hosts plan for several processes: use them without --measure")
         spinner.say("importing torch")
         with without_collector():
             from megatrain.base.observer import RunObserver
@@ -109,7 +109,7 @@ def command(
         if size > 1:
             run = run.as_fullest_rank(size, hosts)
         if measure:
-            spinner.stop()  # the lines about measurements stay
+            spinner.stop()  # The lines about measurements must stay visible.
             _measure_machine(run)
         spinner.say("reading the model and planning")
         with without_collector():
@@ -133,7 +133,7 @@ def command(
 
 
 def _measure_machine(run: RunSpec) -> None:
-    """Measure the machine and the drives of a run, and keep the rates for this plan and later ones."""
+    """Measure the machine and the drives of a run, and store the rates for this plan and later plans."""
     from megatrain.extras.doctor.drives import terminated_as_interrupted
     from megatrain.extras.doctor.examine import examine
     from megatrain.machine.machine import existing_parent, profile_path, store_profile
@@ -144,7 +144,7 @@ def _measure_machine(run: RunSpec) -> None:
     try:
         store_profile(found.profile)
     except OSError as error:
-        _warn(f"the rates are not used: {profile_path()}: {error.strerror}")
+        _warn(f"the measured rates cannot be stored and are not used: {profile_path()}: {error.strerror}")
 
 
 def _say_measured(what: str) -> None:
@@ -189,12 +189,12 @@ def _simulated(plan: Plan) -> SimulatedStep | None:
 
     replayed = replay(plan)
     if replayed is None:
-        click.echo("warning: nothing to replay a step with: run megatrain-tier doctor first", err=True)
+        click.echo("warning: there are no rates for the simulation: run megatrain-tier doctor first", err=True)
     return replayed
 
 
 def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]:
-    """Return the totals of the whole run, except the written bytes that the lines of a step show already."""
+    """Return lines with the totals of the run, except written bytes that the lines of a step already show."""
     from tiered.units import format_decimal_size, format_duration, format_size
 
     if length.num_steps is None:
@@ -217,14 +217,14 @@ def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]
 
 
 def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
-    """Return the lines about evaluations: sets and frequency, and for averages the bytes that a pass moves."""
+    """Return lines about evaluations: sets, frequency, and the bytes that a pass over averaged weights moves."""
     from megatrain.tasks.evaluation import plans_of_evaluations, traffic_of_passes
     from tiered.units import format_size
 
     sets, val_size = [source.name for source in spec.sources], plan.run.data.table.val_size
     if val_size is not None:
-        share = f"{val_size:.4g} of the rows, kept from training"
-        sets = [share if val_size < 1 else f"{val_size:,.0f} rows kept from training"]
+        share = f"{val_size:.4g} of the rows, excluded from training"
+        sets = [share if val_size < 1 else f"{val_size:,.0f} rows excluded from training"]
     moments = ["at the start"] if spec.table.eval_on_start else []
     if spec.table.eval_strategy != "no":
         every = "after each epoch" if spec.table.eval_strategy == "epoch" else f"every {spec.table.eval_steps:,} steps"

@@ -1,4 +1,4 @@
-"""Text on the console: the plan as a table, progress as a live view or lines, the summary."""
+"""Console output: the plan as a table, progress as a live view or lines, and the summary."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from megatrain.plan.simulate import SimulatedStep
 
-_REFRESH_S = 0.25  # drawing takes a few milliseconds
-_CLOSE_TIMEOUT_S = 5.0  # for a stopped terminal
+_REFRESH_S = 0.25  # Drawing takes a few milliseconds.
+_CLOSE_TIMEOUT_S = 5.0  # wait for a stopped terminal
 _SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR = 47, 54, 8  # columns
 _LONGEST_NAME = 24
 
-_LEAST_TABLE = 50  # columns that a table of tiers needs
-PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
+_LEAST_TABLE = 50  # minimum columns of a table of tiers
+PLAIN_WIDTH = 140  # columns of a table in a file, so that notes fit on one line
 
 
 def text_width(console: Console) -> int:
-    """Return the columns of text on a console: its own, else ``COLUMNS`` or ``PLAIN_WIDTH`` for a file or pipe."""
-    # Without a width rich prints nothing at all.
+    """Return the columns of text: ``COLUMNS``, the width of the terminal, or ``PLAIN_WIDTH`` for a file or pipe."""
+    # If the width is 0, rich prints nothing.
     return given_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
 
 
@@ -70,11 +70,11 @@ def print_plan(
     console: Console | None = None,
     problem: str = "",
 ) -> None:
-    """Print a plan on stdout, as a table or as one JSON object. The last line of the text says whether it fits.
+    """Print a plan as a table or as one JSON object. The last line of the text states whether it fits.
 
     Args:
         run_lines: lines about the whole run, printed after the lines about a step.
-        console: default: stdout.
+        console: console to print on; default: stdout.
         problem: why a run would be refused although its blocks fit the tiers, or "".
     """
     from megatrain.plan import show
@@ -119,12 +119,12 @@ def print_plan(
         there = "this machine: `run` would refuse it here." if machine is None else f"{machine.name}."
         console.print(Text(f"fits, but not on {there}", style="red"), soft_wrap=True)
     else:
-        where = "." if plan.run.tiers.machine is None else f" on {plan.run.tiers.machine.name}, as predicted."
+        where = "." if plan.run.tiers.machine is None else f" on {plan.run.tiers.machine.name} (predicted)."
         console.print(Text(f"fits{where}", style="green"))
 
 
 def _narrow_plan(plan: Plan) -> Iterator[str]:
-    """Yield ``plan_table`` as lines that can be wrapped."""
+    """Yield the rows of ``plan_table`` as lines that can be wrapped."""
     from megatrain.plan.show import table_rows
 
     def sizes_of(sizes: Mapping[str, int]) -> str:
@@ -138,11 +138,10 @@ def _narrow_plan(plan: Plan) -> Iterator[str]:
 
 
 def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
-    """Print text; on a terminal it is wrapped between words.
+    """Print text of one or more lines, wrapped between words on a terminal.
 
     Args:
-        text: may have several lines.
-        indent: columns before a continued line: the width of the name at the start.
+        indent: columns before a continued line, usually the width of the name at the start.
     """
     if console.is_terminal:
         text = "\n".join(wrap_words(text, console.width, indent=indent))
@@ -150,7 +149,7 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON values, sizes in bytes."""
+    """Return a plan as JSON values, with sizes in bytes."""
     from megatrain.plan import show
     from megatrain.plan.process import process_memory
 
@@ -176,7 +175,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return kinds x tiers with totals and budgets, in GiB, or in MiB if all are small; zeros are left out."""
+    """Return a table of kinds by tiers with totals and budgets, in GiB, or in MiB if all sizes are small."""
     from megatrain.plan.show import table_rows
 
     largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
@@ -203,7 +202,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 class ConsoleObserver(RunObserver):
-    """Shows nothing. A context manager for output that is drawn before the first step and cleared at the end."""
+    """Base class of console observers, and an observer without output. The context manager restores the terminal."""
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +213,7 @@ class ConsoleObserver(RunObserver):
         self.close()
 
     def close(self) -> None:
-        """Restore the terminal. Safe to call twice."""
+        """Restore the terminal. Idempotent."""
 
     def show_plan(self, plan: Plan) -> None:
         """Print a plan."""
@@ -222,7 +221,7 @@ class ConsoleObserver(RunObserver):
 
 
 class PlanObserver(RunObserver):
-    """Shows the plan of a run that begins, once its checks have passed, and one line of a run that continues."""
+    """Shows the plan of a new run after its checks have passed, or one line for a continued run."""
 
     def __init__(self, console: ConsoleObserver) -> None:
         self._console = console
@@ -233,9 +232,8 @@ class PlanObserver(RunObserver):
         """Set the plan to show.
 
         Args:
-            plan: the run's.
-            config: its file, for a command line.
-            note: more to know at the start, or "".
+            config: quoted path of the config file, for a command line.
+            note: additional message at the start, or "".
         """
         self._plan, self._config, self._note = plan, config, note
 
@@ -246,18 +244,18 @@ class PlanObserver(RunObserver):
             self._console.show_plan(self._plan)
         else:
             sizes = format_tiers(_used(self._plan.totals), self._plan.budgets)
-            self._console.on_message(f"plan   as `megatrain-tier plan {self._config}` shows: {sizes}")
+            self._console.on_message(f"plan   {sizes}; `megatrain-tier plan {self._config}` shows details")
         if self._note:
             self._console.on_message(self._note)
 
 
 def _used(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that are not 0."""
+    """Return the nonzero sizes."""
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
 
 class PlainObserver(ConsoleObserver):
-    """One line per ``logging_steps`` steps, without control characters."""
+    """Prints one line per ``logging_steps`` steps, without control characters."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
         self._logging_steps = logging_steps
@@ -296,7 +294,7 @@ class PlainObserver(ConsoleObserver):
 
 
 class JsonObserver(ConsoleObserver):
-    """One JSON object per line on stdout."""
+    """Prints one JSON object per line on stdout."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
         self._logging_steps = logging_steps
@@ -323,15 +321,14 @@ class JsonObserver(ConsoleObserver):
 
 
 class LiveView:
-    """A few lines at the end of a terminal, redrawn a few times a second; messages scroll above them.
+    """A few lines at the end of a terminal, redrawn several times a second; messages scroll above them.
 
-    Only a thread of this object writes: neither drawing nor a stopped terminal (Ctrl-S, a dead connection) blocks the
-    caller.
+    Only a thread of this object writes, so that neither drawing nor a stopped terminal (Ctrl-S, a dead connection)
+    blocks the caller.
 
     Args:
-        console: writes to the terminal.
-        picture: returns the lines; called by the thread.
-        is_lost: whether the terminal is gone; then only messages are written, as lines.
+        picture: returns the lines to draw; called by the thread.
+        is_lost: returns whether the terminal is gone; then messages are printed as lines and nothing is drawn.
     """
 
     def __init__(
@@ -345,15 +342,15 @@ class LiveView:
         self._thread.start()
 
     def say(self, text: str | Text) -> None:
-        """Print a message above the view: text is wrapped, a ``Text`` is laid out already."""
+        """Print a message above the view. A string is wrapped; a ``Text`` is printed unchanged."""
         self._messages.append(text)
         self._news.set()
 
     def close(self, *, stays: bool = True) -> None:
-        """Draw a last time and restore the terminal. Safe to call twice; gives up on a stopped terminal.
+        """Draw one last time and restore the terminal. Idempotent; stops waiting for a stopped terminal.
 
         Args:
-            stays: whether the last picture stays.
+            stays: whether the last picture stays visible.
         """
         self._stays = stays
         self._over = True
@@ -367,10 +364,10 @@ class LiveView:
         while True:
             self._news.wait(_REFRESH_S)
             self._news.clear()
-            is_over = self._over  # read before the messages are taken, so that those sent before close are printed
+            is_over = self._over  # Read it before taking messages, so that all messages before ``close`` are printed.
             if is_drawn and self._is_lost():
                 is_drawn = False
-                self._console.file = io.StringIO()  # the sequences that restore a terminal must not go to the log
+                self._console.file = io.StringIO()  # Keep the sequences that restore a terminal out of the log.
                 live.stop()
             while self._messages:
                 text = self._messages.popleft()
@@ -390,12 +387,12 @@ class LiveView:
 
 
 class LiveObserver(PlainObserver):
-    """A view of a few lines, redrawn while a step is computed; messages scroll above it.
+    """Shows a live view of a few lines; messages scroll above it.
 
     Args:
         logging_steps: number of steps between two updates of the figures.
-        console: default: stdout.
-        is_lost: whether the terminal is gone; then lines are printed.
+        console: terminal; default: stdout.
+        is_lost: returns whether the terminal is gone; then lines are printed.
     """
 
     def __init__(
@@ -421,7 +418,7 @@ class LiveObserver(PlainObserver):
         if self._view is None:
             super().show_plan(plan)
             return
-        mine = self._console  # which the view's thread writes to
+        mine = self._console  # The view's thread writes to it, so render the plan with another console.
         other = Console(
             file=io.StringIO(), width=mine.width, force_terminal=mine.is_terminal, color_system="standard",
             no_color=mine.no_color, highlight=False,
@@ -452,7 +449,7 @@ class LiveObserver(PlainObserver):
         self._activity.is_watched = False
         view, self._view = self._view, None
         if view is not None:
-            self._activity.begin("")  # the last picture shows finished work
+            self._activity.begin("")  # Clear the activity, so that the last picture shows finished work.
             view.close(stays=self._shown is not None)
 
     def _open(self) -> None:
@@ -481,12 +478,12 @@ def make_observer(
     activity: Activity | None = None,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> ConsoleObserver:
-    """Return the observer for ``logging.progress``; "auto" is a live view on a terminal, else lines.
+    """Return the observer for ``logging.progress``. "auto" is a live view on a terminal, and lines otherwise.
 
     Args:
-        console: default: stdout.
-        activity: shown by the live view.
-        is_lost: whether the terminal is gone.
+        console: console to print on; default: stdout.
+        activity: current activity that the live view shows.
+        is_lost: returns whether the terminal is gone.
     """
     console = console or Console(highlight=False)
     if progress == "none":
@@ -499,7 +496,7 @@ def make_observer(
 
 
 def is_shown(metrics: StepMetrics, logging_steps: int) -> bool:
-    """Return whether a step is shown: the first, the last, and every ``logging_steps``-th."""
+    """Return whether a step is shown: the first, the last, and every ``logging_steps``-th step."""
     return metrics.step % logging_steps == 0 or metrics.step in (1, metrics.max_steps)
 
 
@@ -513,9 +510,9 @@ def live_view(
     """Return the view of a run: figures of its last step, and bars for the run, its activity and each tier.
 
     Args:
-        metrics: of the last step, or None before the first.
+        metrics: metrics of the last step, or None before the first step.
         moment: current activity.
-        evaluations: set -> its last evaluation.
+        evaluations: last evaluation of each set, by name.
         width: columns, at least 60.
     """
     bars = Table.grid(padding=(0, 2, 0, 0))
@@ -523,7 +520,7 @@ def live_view(
     used = _used(metrics.tier_used_bytes) if metrics is not None else {}
     names = ["run", "now", *saving, *used]
     room = width - max(len(name) for name in names) - 2 * 2
-    # Independent of the texts, so that the length of the bars stays constant.
+    # The width does not depend on the texts, so that the length of the bars stays constant.
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
     bar = room - texts
     lines: list[RenderableType] = []
@@ -567,7 +564,7 @@ def live_view(
 
 
 def describe_moment(moment: Moment) -> str:
-    """Return the current activity: "backward layers.3, micro-batch 2/4  1.2 s"."""
+    """Describe the current activity, such as "backward layers.3, micro-batch 2/4  1.2 s"."""
     unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_NAME:]
     what = " ".join(part for part in (moment.phase, unit) if part)
     if moment.doing != "step":
@@ -582,7 +579,7 @@ def describe_moment(moment: Moment) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """Return a duration, with decimals below a minute."""
+    """Format a duration, with decimals below a minute."""
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
 
 
@@ -591,7 +588,7 @@ def _bar(done: float, total: float, width: int) -> RenderableType:
 
 
 def _cut(text: str, width: int) -> Text:
-    """Return text that is shortened before the duration at its end."""
+    """Shorten a text to ``width`` columns, but keep the duration at its end."""
     if len(text) > width:
         head, mark, tail = text.rpartition("  ")
         text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
@@ -599,18 +596,18 @@ def _cut(text: str, width: int) -> Text:
 
 
 def _loss_lines(summary: RunSummary) -> list[str]:
-    """Return the first and the last loss, as means: the loss of one step depends on its rows."""
+    """Return a line with the first and the last loss. Means over several steps are less noisy than single losses."""
     count = summary.num_averaged
     if summary.mean_losses is not None and count > 1:
         first, last = summary.mean_losses
-        return [f"loss   {first:z.4f} -> {last:z.4f}, means of the first and the last {count} steps"]
+        return [f"loss   {first:z.4f} -> {last:z.4f} (means of the first and last {count} steps)"]
     if summary.first_loss is not None and summary.last_loss is not None:
-        return [f"loss   {summary.first_loss:z.4f} -> {summary.last_loss:z.4f}, in the first and the last step"]
+        return [f"loss   {summary.first_loss:z.4f} -> {summary.last_loss:z.4f} (first and last step)"]
     return []
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """Return the lines at the end of a run."""
+    """Return the lines that are printed at the end of a run."""
     rate = summary.num_real_tokens / summary.seconds if summary.seconds > 0 else 0.0
     verdict = "stopped" if summary.interrupted else "done"
     steps = f"{summary.num_steps} step{'s' if summary.num_steps != 1 else ''}"
@@ -624,7 +621,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
         for name, each in summary.evaluations.items()
     ]
     if summary.num_processes > 1:
-        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote are of the first one")
+        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote show the first process")
     if summary.tier_peak_bytes:
         peaks, limits = _used(summary.tier_peak_bytes), summary.tier_capacity_bytes
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
@@ -643,7 +640,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 def _judges_texts(folder: Path) -> bool:
-    """Return whether an export is a model of classes or rewards, without words."""
+    """Return whether an export is a classifier or a reward model, which generates no text."""
     try:
         names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
     except (OSError, ValueError, AttributeError):

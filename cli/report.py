@@ -1,4 +1,4 @@
-"""``megatrain-tier report``: plan, measurements and the seconds of a step."""
+"""``megatrain-tier report``: compare plan and measurements, and show where the time went."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .options import json_option, records_of
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="OUT",
-    help="Write one self-contained page.",
+    help="Write a self-contained HTML page to OUT.",
 )
 @json_option
 def command(run: Path, page: Path | None, as_json: bool) -> int:
     """Compare plan and measurements of a run, and show where the time went.
 
-    RUN is the output_dir of a run: finished, running or dead.
+    RUN is the output_dir of a finished, active or dead run.
     """
     with records_of(run):
         return _report(run, page, as_json=as_json)

@@ -1,4 +1,4 @@
-"""``megatrain-tier run``: train, in one process or in several ("ranks")."""
+"""``megatrain-tier run``: train in one process or in several processes (ranks)."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
     "--max-steps",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Short for --set training.max_steps=N. The learning rate then runs through its whole schedule in N steps.",
+    help="Short for --set training.max_steps=N. The learning rate completes its whole schedule in these N steps.",
 )
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Short for --set distributed.processes=N: the run's processes on this machine, one for each GPU. Not with "
+    help="Short for --set distributed.processes=N: number of processes on this machine, one for each GPU. Omit it with "
     "torchrun or srun, which start the processes themselves.",
 )
 @click.option(
     "--resume",
     metavar="auto|no|PATH",
-    help="Continue the checkpoints in output_dir (auto, the default), refuse to (no), or start from the checkpoints "
-    "of another run's folder (PATH). Short for --set checkpoint.resume_from_checkpoint=...",
+    help="auto (default): continue from the checkpoints in output_dir. no: fail if there are any. PATH: start from the "
+    "checkpoints of another run. Short for --set checkpoint.resume_from_checkpoint=...",
 )
 @click.option(
     "--allow-config-change",
     is_flag=True,
-    help="Continue a checkpoint although the config or the data now gives other results.",
+    help="Continue a checkpoint even if a change of the config or the data alters the results.",
 )
 @json_option
 def command(
@@ -78,9 +78,9 @@ def command(
 ) -> int:
     """Train, and write a Hugging Face folder at the end.
 
-    Continues the newest checkpoint in output_dir. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) saves after the present
-    step and ends with exit code 75; the same command continues. If its terminal closes or its pipe breaks, the output
-    continues in output_dir/run.log.
+    Continues from the newest checkpoint in output_dir. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) makes the run save
+    after the current step and end with exit code 75; the same command continues. If the terminal closes or the pipe
+    breaks, output continues in output_dir/run.log.
     """
     if max_steps is not None:
         overrides = (*overrides, f"training.max_steps={max_steps}")
@@ -91,7 +91,7 @@ def command(
     words = [str(config), *(word for file in extra_files for word in ("-c", str(file)))]
     words += [word for override in overrides for word in ("--set", override)]
     words += ["--allow-config-change"] * allow_config_change + ["--json"] * as_json
-    # Not at the top: --help imports nothing of megatrain.
+    # Import here, because --help must not import megatrain.
     from megatrain.ranks.group import RankGroup
 
     group = RankGroup.of_environment()
@@ -144,7 +144,7 @@ def _run(
         shown = PlanObserver(console)
 
         class Starting(RunObserver):
-            """Called when training starts: from here on, output_dir belongs to the run."""
+            """Sets the log file when training starts, because the run owns output_dir from then on."""
 
             def on_start(self, info: RunInfo) -> None:
                 log = info.output_dir / LOG_NAME
@@ -204,7 +204,7 @@ def _run(
 
 
 def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
-    """Print a plan. Return the error that a run would raise before its first step."""
+    """Print a plan, and return the exit code of the error that a run would raise before its first step."""
     from megatrain.plan.shortfall import DoesNotFitError
     from megatrain.plan.tiers import check_drives, check_folders
     from megatrain.training.open_run import inspect_weights
@@ -228,7 +228,7 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
 
 
 def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
-    """Return the plan of one of several processes, or None if the config asks for one process. Start none."""
+    """Return the plan of one of several processes without starting them, or None if the config has one process."""
     if loaded.config.distributed.processes == 1:
         return None
     from megatrain.training.prepare import plan_one_rank
@@ -250,28 +250,28 @@ def _exit_code_of(ending: BaseException | RunSummary) -> int:
 
 
 def _describe_interrupted(output_dir: Path) -> str:
-    """Return a text about the last checkpoint of a run that ended at once."""
+    """Describe the last checkpoint of a run that was interrupted without saving."""
     from megatrain.run.folder import committed_step
 
     saved = committed_step(output_dir)
     if saved is None:
         return "interrupted; nothing saved"
-    return f"interrupted; saved before, at step {saved}: run the same command again to continue from there"
+    return f"interrupted; last saved at step {saved}: run the same command again to continue from there"
 
 
 def _describe_schedule(name: str, max_steps: int) -> str:
-    """Return a text about --max-steps: the learning rate differs from the first N steps of the whole run."""
+    """Return a note that with --max-steps the learning rate differs from the first N steps of the whole run."""
     return (
-        f"note: the learning rate goes through its whole schedule ({name}) in these {max_steps} steps: they are not "
-        "the first ones of a longer run"
+        f"note: the learning rate completes its whole schedule ({name}) in these {max_steps} steps, so they differ "
+        "from the first steps of a longer run"
     )
 
 
-# -- several processes ---------------------------------------------------------------------------------------------
+# -- several processes -----------------------------------------------------------------------------------------------
 
 
 def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> int:
-    """Run in several processes on this machine. Return the exit code of the run."""
+    """Run in several processes on this machine, and return the exit code of the run."""
     from megatrain.ranks.launch import launch
 
     assert __package__ is not None
@@ -305,7 +305,7 @@ def _run_as_rank(
     *,
     as_json: bool,
 ) -> NoReturn:
-    """Run as one of several processes, which end together."""
+    """Run as one of several processes, which all end together."""
     try:
         with (
             RunOutput() as output,

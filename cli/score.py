@@ -1,4 +1,4 @@
-"""``megatrain-tier score``: log-probabilities, likely tokens or embeddings of a data set."""
+"""``megatrain-tier score``: write log-probabilities, likely tokens or embeddings of data."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def command(
 ) -> int:
     """Write log-probabilities, likely tokens or embeddings of data.
 
-    Reads [[data.train]] and trains nothing. Streams the weights from the model's folder, each once per pass. A pass has
-    the rows of a training step ([training]). [score] selects the contents of output_dir/scores. The same command
-    continues earlier scores.
+    Reads [[data.train]] and trains nothing. Streams each weight from the model's folder once per pass. A pass has as
+    many rows as a training step ([training]). [score] selects the contents of output_dir/scores. The same command
+    continues an earlier scoring.
 
-    Ctrl-C or SIGTERM ends it after the present pass, with exit code 75. Only rows of an unfinished pass are scored
-    again.
+    Ctrl-C or SIGTERM ends the command after the current pass, with exit code 75. Only the rows of an unfinished pass
+    are scored again.
     """
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
@@ -50,7 +50,7 @@ def command(
             spinner.say("reading the model and planning")
 
             class Lines(RunObserver):
-                """Prints messages on stderr. Prints the plan of new scores, and one line for continued scores."""
+                """Prints messages on stderr, and the plan of a new scoring or one line for a continued one."""
 
                 def on_message(self, text: str) -> None:
                     click.echo(text, err=True)
@@ -59,7 +59,7 @@ def command(
                     if step is None and not as_json:
                         print_plan(scorer.plan)
                     elif not as_json:
-                        self.on_message(f"plan   as `megatrain-tier score {shlex.quote(str(config))} --dry-run` shows")
+                        self.on_message(f"plan   `megatrain-tier score {shlex.quote(str(config))} --dry-run` shows it")
 
             scorer = Scorer(loaded.config, observer=Lines())
     plan = scorer.plan
@@ -76,7 +76,7 @@ def command(
         summary = scorer.run()
     except KeyboardInterrupt:
         raise RunFailedError(
-            "interrupted; the passes that were done are kept: run the same command again to continue", EXIT_FAILED
+            "interrupted; finished passes are saved: run the same command again to continue", EXIT_FAILED
         ) from None
     _print(summary, as_json=as_json)
     if summary.interrupted:

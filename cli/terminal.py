@@ -1,4 +1,4 @@
-"""The terminal of a command: a line that moves while nothing else is shown, and output that outlives the terminal."""
+"""Terminal output of a command: a spinner, safe output of untrusted text, and output that survives the terminal."""
 
 from __future__ import annotations
 
@@ -37,39 +37,38 @@ __all__ = [
     "wrap_words",
 ]
 
-#: Marks the context of a command that is the only one of its process.
+#: Marks the context of a command that is the only one in its process.
 OWN_PROCESS = object()
-#: Braille dots, as in most spinners; the second is for terminals with ASCII only.
+#: Frames of the spinner: Braille dots, or ASCII for terminals without Unicode.
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
 _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
-#: Fewest columns of continued lines that are worth an indent.
+#: Minimum columns of continued lines; below this, the indent is reduced.
 _LEAST_WRAPPED = 20
-_SILENT_S = 1.0  # of a command whose stderr is no terminal
-_SHOWN_FROM_S = 2.0  # before that, seconds would only flicker
+_SILENT_S = 1.0  # time before the first line if stderr is not a terminal
+_SHOWN_FROM_S = 2.0  # Shorter times would only flicker.
 #: Errors of a write to a closed terminal or a broken pipe.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
-#: Sequences that move the cursor, at the start of writes by our lines and rich's live views; texts follow.
+#: Cursor sequences at the start of writes by the spinner and rich's live views.
 _OWN_START = re.compile(r"(?:\r|\n|\x1b\[(?:\?25[lh]|[0-9]*A|2?K))*")
-#: Colours, links and other sequences that only change the look.
+#: Harmless sequences: colors, links, cursor visibility, line breaks.
 _HARMLESS = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\r\n|[\n\t]|\x1b\]8;[^\x00-\x1f\x7f]*\x1b\\")
-#: C0 and C1 controls, DEL, and the signs that turn the direction in which a line is read.
+#: Characters that terminals execute: C0 and C1 controls, DEL, and characters that change the text direction.
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 def given_columns() -> int:
-    """Return the columns that ``COLUMNS`` asks for, or 0."""
+    """Return the value of ``COLUMNS``, or 0 if it is not a number."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdigit() else 0
 
 
 def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
-    """Return the lines of a text, each wrapped between words.
+    """Wrap each line of a text between words, and return the lines.
 
     Args:
-        text: May have several lines.
-        indent: Columns before a continued line; 2 if fewer than `_LEAST_WRAPPED` would be left.
+        indent: Columns before a continued line; 2 if fewer than `_LEAST_WRAPPED` columns would be left.
     """
     is_narrow = width - indent < _LEAST_WRAPPED
     below = " " * (min(indent, 2) if is_narrow else indent)
@@ -87,11 +86,11 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
 class Spinner:
     """A line on stderr with the current activity and its seconds. A context manager that clears the line.
 
-    Entering draws the line; nothing heavy is imported for it. The cursor stays visible: a killed process leaves nothing
-    to restore. If stderr is no terminal, each activity after the first second of the command prints one line.
+    It imports nothing heavy. The cursor stays visible, so a killed process leaves nothing to restore. If stderr is not
+    a terminal, each activity after the first second of the command prints one line.
 
     Args:
-        is_shown: whether to draw or print at all.
+        is_shown: whether to draw or print anything.
     """
 
     def __init__(self, text: str, *, is_shown: bool = True) -> None:
@@ -122,7 +121,7 @@ class Spinner:
         self.stop()
 
     def say(self, text: str) -> None:
-        """Show another activity; its seconds start at 0."""
+        """Show another activity and count its seconds from 0."""
         self._text, self._start_s = text, time.monotonic()
         if self._thread is not None:
             self._draw()
@@ -131,14 +130,14 @@ class Spinner:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Clear the line inside the context, to print something."""
+        """Clear the line during the ``with`` block, so that the caller can print."""
         with self._drawing:
             if self._thread is not None:
                 self._write(_CLEAR)
             yield
 
     def stop(self) -> None:
-        """Clear the line for good. Safe to call twice."""
+        """Clear the line permanently. Idempotent."""
         self._first_line.cancel()
         self._is_plain = False
         thread, self._thread = self._thread, None
@@ -149,7 +148,7 @@ class Spinner:
         self._write(_CLEAR)
 
     def _print(self) -> None:
-        """Print the activity, once."""
+        """Print the activity if it was not printed yet."""
         with self._drawing:
             if self._is_plain and self._text != self._printed:
                 self._printed = self._text
@@ -164,7 +163,7 @@ class Spinner:
         frame = self._frames[int(now_s / _INTERVAL_S) % len(self._frames)]
         passed_s = now_s - self._start_s
         seconds = f"  {passed_s:.0f} s" if passed_s >= _SHOWN_FROM_S else ""
-        # A line longer than the terminal wraps, and clearing would leave its first part.
+        # Shorten the line to the terminal's width, because clearing a wrapped line would leave its first part.
         width = shutil.get_terminal_size().columns - 1
         with self._drawing:
             self._write(f"{_CLEAR}{frame} {self._text}{seconds}"[: width + len(_CLEAR)])
@@ -173,12 +172,12 @@ class Spinner:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is gone; RunOutput handles that
+        except (OSError, ValueError):  # The terminal is gone, which RunOutput handles.
             self._over.set()
 
 
 def frames_for(encoding: str | None) -> str:
-    """Return the frames that an encoding can show."""
+    """Return the frames that an encoding supports."""
     try:
         FRAMES[0].encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -187,10 +186,10 @@ def frames_for(encoding: str | None) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text for a screen: control characters in names, rows and messages are shown, not obeyed.
+    """Escape control characters in names, rows and messages, so that the terminal does not execute them.
 
-    A file name or a foreign row can hold sequences that clear the screen, rename its window, type, or hide text.
-    Colours stay, and so do this program's sequences at the start of a write.
+    An untrusted file name or row can contain sequences that clear the screen, rename the window, type, or hide text.
+    Colors stay, and this program's sequences at the start of a write.
     """
     if not _OBEYED.search(text):
         return text
@@ -210,22 +209,18 @@ def shown(text: str) -> str:
 
 
 class Screen:
-    """A text stream that writes what ``shown`` returns; everything else is passed to the stream.
-
-    Args:
-        stream: the process's stream, or a test's.
-    """
+    """A text stream that escapes control characters with ``shown`` and delegates all other methods to a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text; return its length. Other types are refused as the stream refuses them."""
+        """Write a text and return its length. For other types, the stream raises its error."""
         self._stream.write(shown(text) if isinstance(text, str) else text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write texts one after the other."""
+        """Write several texts."""
         for line in lines:
             self.write(line)
 
@@ -235,7 +230,7 @@ class Screen:
 
 @contextmanager
 def screens() -> Iterator[None]:
-    """Put ``Screen`` in front of ``sys.stdout`` and ``sys.stderr`` inside the context."""
+    """Wrap ``sys.stdout`` and ``sys.stderr`` in ``Screen`` during the ``with`` block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tuple(map(Screen, before)))
     try:
@@ -245,30 +240,30 @@ def screens() -> Iterator[None]:
 
 
 def _is_own_process() -> bool:
-    """Return whether this process runs one command and nothing else."""
+    """Return whether this process runs only one command."""
     context = click.get_current_context(silent=True)
     return context is not None and context.find_root().obj is OWN_PROCESS
 
 
 def leave_out_torch() -> None:
-    """Make transformers work without torch, which takes seconds to import, if this process runs one command only.
+    """Make transformers work without torch, whose import takes seconds, if this process runs only one command.
 
-    Tokenizers and chat templates need no torch, but transformers imports it wherever it is installed.
+    Tokenizers and chat templates do not need torch, but transformers imports it if it is installed.
     """
     if (
         click.get_current_context().find_root().obj is OWN_PROCESS
         and not {"torch", "transformers"} & sys.modules.keys()
     ):
-        sys.modules["torch"] = cast("ModuleType", None)  # an import raises ImportError
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that models are not available
+        sys.modules["torch"] = cast("ModuleType", None)  # Importing torch then raises ImportError.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Suppress the warning that torch is missing.
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable the garbage collector inside the context.
+    """Disable the garbage collector during the ``with`` block.
 
-    Imports and plans make a million objects that stay; scanning them again and again took a tenth of a start's time.
-    In a process of one command, later collections also leave them out.
+    Imports and plans create a million permanent objects, and scanning them repeatedly took a tenth of the startup time.
+    In a process with only one command, later collections also skip these objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -282,14 +277,14 @@ def without_collector() -> Iterator[None]:
 
 
 class RunOutput:
-    """Replaces ``sys.stdout`` and ``sys.stderr`` while the context is open, if they are files.
+    """Replaces ``sys.stdout`` and ``sys.stderr`` during the ``with`` block, if they are files.
 
-    Once a write finds its terminal closed or its pipe broken, this and all later output goes into a log file. The
-    descriptors themselves are redirected, so that the output of libraries also goes there. No error is raised. Output
-    that is lost before the log file is known is kept until then.
+    If a write fails because the terminal is closed or the pipe is broken, this output and all later output goes to a
+    log file, without an error. The file descriptors are redirected, so that output of libraries also goes there. Output
+    before the log file is known is kept until then.
 
     Attributes:
-        is_lost: whether a terminal or pipe is gone, for good.
+        is_lost: whether a terminal or pipe is gone permanently.
     """
 
     def __init__(self) -> None:
@@ -317,23 +312,19 @@ class RunOutput:
         for stream in self._streams:
             stream.flush()
         if any(stream.is_gone for stream in self._streams):
-            self.lose()  # the last message of the command must not fail
+            self.lose()  # Redirect now, so that the last message of the command does not fail.
         assert self._before is not None
         sys.stdout, sys.stderr = self._before
 
     def goes_to(self, log: Path) -> None:
-        """Set the log file. Nothing is written there unless a terminal is lost."""
+        """Set the log file, which is written only after a terminal was lost."""
         with self._lock:
             self._log = log
             if self.is_lost:
                 self._turn()
 
     def lose(self, text: str = "") -> None:
-        """Redirect the streams that are gone to the log file.
-
-        Args:
-            text: the text that could not be written.
-        """
+        """Redirect lost streams to the log file, starting with ``text``, which could not be written."""
         with self._lock:
             self.is_lost = True
             if plain := _CONTROL.sub("", text):
@@ -341,7 +332,7 @@ class RunOutput:
             self._turn()
 
     def _turn(self) -> None:
-        """Redirect descriptors to the log file, or to /dev/null if it is not known yet or cannot be opened."""
+        """Redirect descriptors to the log file, or to /dev/null if the log file is unknown or cannot be opened."""
         try:
             path = os.devnull if self._log is None else self._log
             log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -362,7 +353,7 @@ class RunOutput:
             os.close(log)
 
     def write(self, stream: _Stream, text: str) -> None:
-        """Write to the descriptor of a stream, or to the log file once that is gone."""
+        """Write to the descriptor of a stream, or to the log file if the descriptor is gone."""
         data = memoryview(text.encode(stream.encoding, errors="replace"))
         with self._lock:
             if stream.is_turned and self._log is None:
@@ -375,11 +366,11 @@ class RunOutput:
                     if error.errno in _GONE and not stream.is_turned:
                         stream.is_gone_by_error = True
                         self.lose(bytes(data).decode(stream.encoding, errors="replace"))
-                    return  # a full drive under a log must not end a run
+                    return  # A full drive of the log must not end a run.
 
 
 class _Stream(io.TextIOBase):
-    """A text stream of ``RunOutput``. Written line by line, or at ``flush``."""
+    """A text stream of ``RunOutput``, which writes after each line or at ``flush``."""
 
     def __init__(self, stream: TextIO, output: RunOutput) -> None:
         self._fd = stream.fileno()
@@ -389,7 +380,7 @@ class _Stream(io.TextIOBase):
         self._waiting: list[str] = []
         self._adding = (
             threading.Lock()
-        )  # not held while writing: a stopped terminal (Ctrl-S) must block no other thread
+        )  # Not held during writes, because a stopped terminal (Ctrl-S) must not block other threads.
         self.is_turned = self.is_gone_by_error = False
 
     @property
@@ -398,7 +389,7 @@ class _Stream(io.TextIOBase):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the other end is closed."""
+        """Whether the terminal or the reader of the pipe is gone."""
         if self.is_turned:
             return False
         if self.is_gone_by_error:
@@ -417,7 +408,7 @@ class _Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):  # click probes with bytes for a binary stream
+        if not isinstance(text, str):  # click writes bytes to find out whether a stream is binary.
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         with self._adding:
             self._waiting.append(shown(text))

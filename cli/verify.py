@@ -22,19 +22,23 @@ _TIERS = ("ram", "nvme")
 @click.command("verify")
 @click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[CONFIG]")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of CONFIG. May be repeated."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key of CONFIG. May be repeated."
 )
 @click.option(
-    "--tiers", default="ram,nvme", show_default=True, metavar="TIERS", help="Tiers of the state: ram, or ram,nvme."
+    "--tiers",
+    default="ram,nvme",
+    show_default=True,
+    metavar="TIERS",
+    help="Tiers of the training state: ram, or ram,nvme.",
 )
 @json_option
 def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json: bool) -> int:
     """Compare tiered training with plain AdamW on this machine.
 
     Trains a scaled-down copy of CONFIG's model (without CONFIG: a small Llama) for 4 steps, first with transformers and
-    torch alone, then tiered. Compares losses, gradient norms, every gradient and every weight. A second tiered run
-    keeps everything on the drives of CONFIG, stops in the middle and resumes. It must give the same bits. Removes all
-    files at the end. Exit code 5: something differs.
+    torch alone, then tiered. Compares losses, gradient norms, all gradients and all weights. A second tiered run keeps
+    all blocks on the drives of CONFIG, stops midway and resumes; its results must be bit-identical. Removes all files
+    at the end. Exit code 5 means that a value differs.
     """
     chosen = _parse_tiers(tiers)
     loaded = None if config is None else load(config, (), overrides)
@@ -60,12 +64,12 @@ def _parse_tiers(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in _TIERS]
     if unknown or not names:
-        raise RunFailedError(f"--tiers {text}: write ram, nvme or ram,nvme", EXIT_CONFIG)
+        raise RunFailedError(f"--tiers {text}: use ram, nvme or ram,nvme", EXIT_CONFIG)
     return names
 
 
 def _scratch() -> Path:
-    """Return a writable folder: the current one, else the one for temporary files."""
+    """Return the current folder if it is writable, otherwise the folder for temporary files."""
     here = Path.cwd()
     return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -91,7 +95,7 @@ def _print(verdict: Verdict) -> None:
             console.print(Text(f"differs: {check.what}: {problem}", style="red"), soft_wrap=True)
     for note in verdict.notes:
         console.print(Text(note, style="dim"), soft_wrap=True)
-    words = "equal: tiered training is plain training on this machine." if verdict.holds else "not equal."
+    words = "equal: tiered training equals plain training on this machine." if verdict.holds else "not equal."
     console.print(
         Text(f"{words}  {verdict.seconds:.0f} s", style="green" if verdict.holds else "bold red"), soft_wrap=True
     )

@@ -22,7 +22,7 @@ class Event:
     Attributes:
         kind: ``fetch``, ``write_back``, ``evict``, ``stall`` or ``commit``.
         tier: name of the destination tier.
-        start_s, end_s: seconds of ``time.perf_counter``.
+        start_s: start in seconds of ``time.perf_counter``.
         detail: path of the link for movements, cause for stalls.
     """
 

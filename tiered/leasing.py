@@ -378,7 +378,7 @@ class Leasing:
         """Wait once for the cause that keeps the newest bytes of ``block`` from its home.
 
         Raises:
-            CapacityError, LeaseError: waiting could never help.
+            CapacityError: waiting could never help. Also ``LeaseError``.
             TransferError: a write-back failed.
         """
         self._check_can_ever([(block, block.home, "r")], waiting)

@@ -49,7 +49,7 @@ def test_all_is_well(run: SavedRun) -> None:
     ]  # fmt: skip
     assert {line.split()[0] for line in lines[:-1]} == {"ok"}
     assert "all 20 tensors exist" in lines[1]
-    assert lines[-1] == "no problem found"
+    assert lines[-1] == "no problems found"
 
 
 def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:

@@ -56,9 +56,8 @@ def test_verify(run: SavedRun) -> None:
     assert result.exit_code == 1
     assert "step 4 (generation 2): sound\nstep 6 (generation 3): 1 problem\n" in result.stdout
     assert str(chunk) in result.stdout and "a run continues from step 4\n" in result.stdout
-    assert (
-        f"1 of 3 checkpoints cannot be used. A run passes over it; remove it with megatrain-tier ckpt rm {run.out}"
-        in (result.stderr)
+    assert f"1 of 3 checkpoints cannot be used. A run skips it; remove it with megatrain-tier ckpt rm {run.out}" in (
+        result.stderr
     )
     (one,) = json.loads(run.call("ckpt", "verify", run.out, "--step", 6, "--json").stdout)["checkpoints"]
     assert one["step"] == 6 and len(one["problems"]) == 1
@@ -77,7 +76,7 @@ def test_rm(run: SavedRun) -> None:
     assert last.exit_code == 1 and "the only one" in last.stderr and "--all" in last.stderr and generations(run) == [2]
     result = run.call("ckpt", "rm", run.out, "--all", "--yes")
     assert (result.exit_code, result.stdout, generations(run)) == (0, "removed step 4 (generation 2)\n", [])
-    assert run.call("ckpt", "ls", run.out).stdout == "no checkpoint: all were removed\n"
+    assert run.call("ckpt", "ls", run.out).stdout == "no checkpoints: all were removed\n"
     assert run.call("ckpt", "rm", run.out, "--all", "--yes").stdout == f"no checkpoint in '{run.out}'\n"
 
 
@@ -116,10 +115,10 @@ def test_removal_is_refused_during_a_run(run: SavedRun) -> None:
 
 def test_usage(run: SavedRun, tmp_path: Path) -> None:
     for words, code, message in (
-        (["rm", run.out], 2, "say which: --step N, --generation N or --all"),
-        (["rm", run.out, "--all", "--step", 2], 2, "say which: --step N, --generation N or --all"),
+        (["rm", run.out], 2, "choose one option: --step N, --generation N or --all"),
+        (["rm", run.out, "--all", "--step", 2], 2, "choose one option: --step N, --generation N or --all"),
         (["rm", run.out, "--step", 3, "--yes"], 1, "Saved steps: 2, 4, 6"),
-        (["rm", run.out, "--generation", 7, "--yes"], 1, "There are: 1, 2, 3"),
+        (["rm", run.out, "--generation", 7, "--yes"], 1, "Existing generations: 1, 2, 3"),
         (["verify", run.out, "--step", 3], 1, "Saved steps: 2, 4, 6"),
         (["ls", tmp_path], 1, "holds no checkpoint. Give the output_dir of a run that saved"),
         (["ls", tmp_path / "nowhere"], 2, "does not exist"),

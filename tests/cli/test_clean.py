@@ -112,7 +112,7 @@ def test_foreign_files_are_kept(tmp_path: Path, run: Run) -> None:
     (tmp_path / "a/live/elsewhere").symlink_to(tmp_path / "outside")
     result = run(tmp_path, "--yes")
     assert result.exit_code == 0, result.output
-    assert "4 foreign files stay" in result.stdout and str(tmp_path / "b") not in result.stdout
+    assert "4 files of other programs stay" in result.stdout and str(tmp_path / "b") not in result.stdout
     for name in [*foreign, "outside/0"]:
         assert (tmp_path / name).read_text() == "precious"
     assert not list((tmp_path / "a/live").rglob("c/0"))
@@ -131,8 +131,8 @@ def test_orphaned_generations_are_removed_on_request(tmp_path: Path, run: Run) -
     snap = tmp_path / "drive/snap"
     assert run(tmp_path, "--yes").exit_code == 0 and len(list(snap.glob("0*"))) == 2, "only on request"
     listed = run(tmp_path, "--generations", "forgotten")
-    assert listed.exit_code == 2 and "forgetful' does not name it" in listed.stdout, listed.output
-    assert "gone' is gone: stays without --generations all" in listed.stdout
+    assert listed.exit_code == 2 and "forgetful' does not list it" in listed.stdout, listed.output
+    assert "gone' is missing: kept without --generations all" in listed.stdout
     before = allocated(tmp_path)
     report = json.loads(run(tmp_path, "--generations", "forgotten", "--yes", "--json").stdout)
     removed = {Path(each["path"]).parent.parent.name: each["removed"] for each in report["generations"]}
@@ -203,7 +203,7 @@ def test_json_output_never_prompts(tmp_path: Path, run: Run) -> None:
 def test_empty_folder_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run()
-    assert result.exit_code == 0 and "no folder of a [[tiers.nvme]] in the current folder" in result.stdout
+    assert result.exit_code == 0 and "no folders of [[tiers.nvme]] in the current folder" in result.stdout
     missing = run(tmp_path / "nowhere")
     assert missing.exit_code == 2 and "does not exist" in missing.stderr
 

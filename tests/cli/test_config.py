@@ -72,7 +72,7 @@ def test_diff(config: Path, tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [
         "alters results",
         "  optimizer.learning_rate: 2e-05 -> 3e-05",
-        "alters results if it is other data or another model",
+        "alters results if the data or the model differs",
         f'  data.train.0.path: "{tmp_path}/one.jsonl" -> "{tmp_path}/two.jsonl"',
         "does not alter results",
         '  tiers.ram.size: "auto" -> "2GiB"',

@@ -111,7 +111,7 @@ def test_stop_without_checkpoints(run: SavedRun, start: Start) -> None:
     rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "event" not in row] == list(range(1, values["step"] + 1)) != []
     assert "interrupted; nothing saved" in process.communicate()[1]
-    assert "nothing was saved; run it again to start over" in run.call("status", run.out).stdout
+    assert "nothing was saved; run it again to start from the beginning" in run.call("status", run.out).stdout
 
 
 def test_a_killed_run(run: SavedRun, start: Start) -> None:
@@ -143,7 +143,7 @@ def test_starting_run_gets_no_signal(run: SavedRun) -> None:
             assert result.exit_code == 1 and "still starting" in result.stderr
             write_status(opened.path, RunStatus("exporting", step=9, max_steps=9))
             result = run.call("save", run.out)
-            assert result.exit_code == 1 and "it saves no more" in result.stderr
+            assert result.exit_code == 1 and "it will not save again" in result.stderr
     finally:
         signal.signal(signal.SIGUSR1, previous)
 

@@ -105,7 +105,7 @@ def test_a_final_model_without_checkpoints_is_named_as_whole(run: SavedRun, tmp_
     final = run.out / "final"
     result = run.call("export", final, tmp_path / "model")
     assert result.exit_code == 1, result.output
-    copy = f"'{final}' is the whole model of step 4 already: cp -r {final} {tmp_path / 'model'}"
+    copy = f"'{final}' is already the exported model of step 4: cp -r {final} {tmp_path / 'model'}"
     assert copy in " ".join(result.output.split()), result.output
 
 
@@ -120,7 +120,7 @@ def test_usage(run: SavedRun, tmp_path: Path) -> None:
         ([run.out, out, "--step", 3], 1, "no checkpoint of step 3. Saved steps: 2, 4"),
         ([run.out, out, "--dtype", "int8"], 2, "'int8' is not one of"),
         ([run.out, out, "--max-shard-size", "5"], 2, '--max-shard-size: 5 has no unit. Write "5GiB" or "5GB"'),
-        ([run.out, out, "--max-shard-size", "0GB"], 2, "0 bytes hold nothing"),
+        ([run.out, out, "--max-shard-size", "0GB"], 2, "must be at least 1 byte"),
         ([run.out, out, "--model", tmp_path / "nowhere"], 2, "is not a folder"),
         ([run.out, tmp_path / "mine"], 2, "is not empty"),
         ([run.out, out, "--ema"], 1, "no average of the weights"),

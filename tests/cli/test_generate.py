@@ -97,7 +97,7 @@ def test_a_conversation_outlives_a_refused_turn_on_a_terminal(
     assert piped.exit_code == 2 and "prompt 1: too long" in piped.stderr
     monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
     shown = converse(with_template, "Hi\nWhy?\nSo?\n")
-    assert shown.exit_code == 0 and "error: prompt 1: too long; the conversation is as before" in shown.stderr
+    assert shown.exit_code == 0 and "error: prompt 1: too long; the conversation is unchanged" in shown.stderr
     first = generated(with_template, "<user>Hi\n<assistant>")
     assert generated(with_template, f"<user>Hi\n<assistant>{first}\n<user>So?\n<assistant>") in shown.stdout
 

@@ -73,7 +73,7 @@ def test_import_lists_the_values_to_fill_in(tmp_path: Path) -> None:
         ("x: 1", (), "unknown tool"),
         ("base_model: a\nrl: grpo\n", (), "GRPO is not supported"),
         (TEXT, ("--from", "nemo"), "'nemo' is not one of"),
-        (TEXT, ("-o", "nowhere/ours.toml"), "there is no such folder"),
+        (TEXT, ("-o", "nowhere/ours.toml"), "this folder does not exist"),
     ],
 )
 def test_refused(
@@ -178,7 +178,7 @@ def test_unknown_number_of_processes_is_reported(tmp_path: Path, monkeypatch: py
         ("train.py", "Give the command line that starts it: megatrain-tier import -- python train.py"),
         ("empty.sh", "no command in this script starts a training"),
         ("acc.yaml", "import -- accelerate launch"),
-        ("empty.sh --form trl", 'only one FILE is read; "--form" is too much'),
+        ("empty.sh --form trl", 'import reads only one FILE; unexpected argument "--form"'),
     ],
 )
 def test_command_lines_that_are_refused(

@@ -53,7 +53,7 @@ def test_check_shows_the_locations_of_drives(run: SavedRun) -> None:
         assert all(part in each["text"] for part in (name, here.kind, here.source, here.mount_point, "free"))
     assert "are on one drive" in drives[2]["text"]
     text = run.call("check", path).stdout
-    assert text.splitlines()[-1] == "no problem found, 1 warning"
+    assert text.splitlines()[-1] == "no problems found, 1 warning"
 
 
 @pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is not a tmpfs here")

@@ -163,7 +163,7 @@ def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Pat
         line.startswith("saved  checkpoint at step 2: 3.00 MiB (1.00 MiB written, 2.00 MiB linked)") for line in lines
     )
     assert "done   2 steps in 1.00 s of training   200 tok/s   200 tokens, 100 trained" in lines
-    assert "loss   1.2500 -> 1.0000, in the first and the last step" in lines
+    assert "loss   1.2500 -> 1.0000 (first and last step)" in lines
     assert "\x1b" not in result.output
 
 
@@ -258,7 +258,7 @@ def test_interrupted_start_names_the_earlier_checkpoint(
     write_manifest(tmp_path / "out/checkpoints", Manifest(1, (), {"step": 40}))
     result = call("run", config)
     assert result.exit_code == 1
-    assert "interrupted; saved before, at step 40: run the same command again" in result.stderr
+    assert "interrupted; last saved at step 40: run the same command again" in result.stderr
 
 
 def test_resume_options(call: Callable[..., Result], config: Path, trainer: dict[str, Any], tmp_path: Path) -> None:
@@ -292,9 +292,9 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
         (["xyzzy"], "No such command 'xyzzy'"),
         (
             ["chat", "out"],
-            "There is no command 'chat' any more. `megatrain-tier generate FOLDER --interactive` talks to",
+            "The command 'chat' was removed. `megatrain-tier generate FOLDER --interactive` talks to",
         ),
-        (["run", "x.toml", "--lr", "3"], "No such option: --lr. It is a key of the config: --set learning_rate=VALUE"),
+        (["run", "x.toml", "--lr", "3"], "No such option: --lr. To set this config key, use --set learning_rate=VALUE"),
         (["run", "x.toml", "--procesess", "3"], "Did you mean '--processes'?"),
         (["run"], "Missing argument 'CONFIG'"),
         (["run", "x.toml", "--max-steps", "0"], "0 is not in the range x>=1"),
@@ -307,7 +307,7 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
             ["plan", "x.toml", "--what-if", "ram=64GiB"],
             "`plan` no longer has --what-if. Plan once more with other values",
         ),
-        (["trace", "out"], "There is no command 'trace' any more. Open RUN/trace.json at https://ui.perfetto.dev"),
+        (["trace", "out"], "The command 'trace' was removed. Open RUN/trace.json at https://ui.perfetto.dev"),
         (["report", ".", "--compare", "."], "`report` no longer has --compare. Call `report --json` for each run"),
         (["run", "x.toml", "--detach"], "`run` no longer has --detach. Start it in tmux, as `nohup megatrain-tier run"),
         (["plan", "no-such.toml"], "1 problem in no-such.toml\n  there is no such file"),

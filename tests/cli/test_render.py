@@ -61,7 +61,7 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     assert "hello [bold]x[/bold]" in lines
     assert lines[-6:] == [
         "done   10 steps in 5.00 s of training   200 tok/s   1,000 tokens, 500 trained",
-        "loss   2.0000 -> 1.0000, in the first and the last step",
+        "loss   2.0000 -> 1.0000 (first and last step)",
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
         "moved  ram->nvme 1.00 GiB (posix-direct)",
         "model  out/final",
@@ -190,14 +190,14 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
     summary = dataclasses.replace(SUMMARY, mean_losses=(2.125, 1.0625), num_averaged=10)
-    assert "loss   2.1250 -> 1.0625, means of the first and the last 10 steps" in cli_module("render").summary_lines(
+    assert "loss   2.1250 -> 1.0625 (means of the first and last 10 steps)" in cli_module("render").summary_lines(
         summary
     )
 
 
 def test_summary_labels_single_rank_figures(cli_module: CliModule) -> None:
     lines = cli_module("render").summary_lines(dataclasses.replace(SUMMARY, num_processes=2))
-    assert "ranks  2 processes; peak, moved and wrote are of the first one" in lines
+    assert "ranks  2 processes; peak, moved and wrote show the first process" in lines
     assert not any(line.startswith("ranks") for line in cli_module("render").summary_lines(SUMMARY))
 
 

@@ -117,7 +117,7 @@ def test_finished_run_explains_how_to_train_further(trained: SavedRun, tmp_path:
     assert (run.out / "status.json").read_bytes() == before, "it was done before"
     on = run.run(*words, "--max-steps", "6", "--allow-config-change")
     assert on.exit_code == 0, on.output
-    assert "plan   as `megatrain-tier plan" in on.stdout and "total MiB" not in on.stdout
+    assert "; `megatrain-tier plan" in on.stdout and "total MiB" not in on.stdout
     assert "(100.0% trained)" not in on.stdout, "the first start printed the figures of the data"
     checked = run.call("check", run.folder / "run.toml", "--skip-weights", *words, "--set", "max_steps=6")
     assert "cache_dir" not in checked.output, "check's internal changes are not the user's"

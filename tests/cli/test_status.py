@@ -103,7 +103,9 @@ def test_silent_live_run_is_reported(tmp_path: Path, call: Callable[..., Result]
         values["updated_at"] = (datetime.now(UTC) - timedelta(seconds=90)).isoformat(timespec="seconds")
         (folder.path / "status.json").write_text(json.dumps(values))
         lines = call(tmp_path / "out").stdout.splitlines()
-    assert lines[2].startswith("  silent   nothing written for 1 min, which it does every second, 2 s a step is usual.")
+    assert lines[2].startswith(
+        "  silent   no status for 1 min, although the run writes one every second; a step usually takes 2 s."
+    )
 
 
 def test_start_of_a_finished_run_keeps_the_status(tmp_path: Path) -> None:
@@ -144,7 +146,11 @@ def test_status_shows_the_checkpoint_of_a_live_run(tmp_path: Path, call: Callabl
     ("status", "saved_step", "line"),
     [
         (STATUS, 400, "not running; last seen at step 412, 3 min ago; run it again to continue from step 400"),
-        (STATUS, None, "not running; last seen at step 412, 3 min ago; nothing was saved; run it again to start over"),
+        (
+            STATUS,
+            None,
+            "not running; last seen at step 412, 3 min ago; nothing was saved; run it again to start from the beginning",
+        ),
         (
             replace(STATUS, state="stopped"),
             412,
@@ -234,7 +240,7 @@ def test_all_runs_below_a_folder(tmp_path: Path, call: Callable[..., Result], mo
 
 def test_empty_folder_is_reported(tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (call().exit_code, call().stdout) == (0, "no run in the current folder or below\n")
+    assert (call().exit_code, call().stdout) == (0, "no runs in the current folder or below\n")
     assert json.loads(call("--json").stdout) == {"runs": []}
     result = call(tmp_path)
     assert result.exit_code == 2 and f"no run in '{tmp_path}' or below" in result.stderr

@@ -57,7 +57,7 @@ def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
 def test_max_steps_is_another_schedule(run: SavedRun, words: tuple[str | int, ...], is_said: bool) -> None:
     result = run.call("run", run.write_config(), "--dry-run", *words)
     assert result.exit_code == 0, result.output
-    assert ("note: the learning rate goes through its whole schedule" in result.stderr) == is_said
+    assert ("note: the learning rate completes its whole schedule" in result.stderr) == is_said
     assert not Path(run.out).exists()
 
 

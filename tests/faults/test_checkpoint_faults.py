@@ -258,7 +258,7 @@ def test_stop_without_space_reports_the_last_checkpoint(
     result = work.run(**KEEP_ALL)
     assert result.exit_code == 1, result.output
     assert "step 3 cannot be saved, so the steps after 2 are lost: no room for a checkpoint" in result.stdout
-    assert "interrupted; saved before, at step 2: run the same command again to continue from there" in result.stderr
+    assert "interrupted; last saved at step 2: run the same command again to continue from there" in result.stderr
     assert json.loads((work.folder / "out/status.json").read_text())["state"] == "stopped"
     assert work.steps() == [1, 2]
     monkeypatch.undo()

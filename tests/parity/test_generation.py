@@ -179,7 +179,7 @@ def test_command(tiny_model: Path, tmp_path: Path) -> None:
     assert all(row["token_ids"] == tokens[: len(row["token_ids"])] for row, tokens in zip(said, expected, strict=True))
     rows.write_text('{"text": "no prompt"}\n')
     wrong = runner.invoke(command_group(), [*words, "--prompts", str(rows)])
-    assert wrong.exit_code == 4 and 'line 1: there is no text under "prompt"' in wrong.output
+    assert wrong.exit_code == 4 and 'line 1: the row has no text under "prompt"' in wrong.output
     nothing = runner.invoke(command_group(), words)
     assert nothing.exit_code == 2 and "there are no prompts" in nothing.output
     assert runner.invoke(command_group(), [*words, "-p", "a", "-o", "said.csv"]).exit_code == 2

@@ -303,8 +303,8 @@ def test_plan_is_shown_when_scoring_starts(teacher: Path, tmp_path: Path) -> Non
         return result
 
     first, again = call(), call()
-    assert "fits." in first.stdout and "plan   as" not in first.output
-    assert "fits." not in again.output and "plan   as" not in again.output and "nothing to do" in again.stderr
+    assert "fits." in first.stdout and "plan   `" not in first.output
+    assert "fits." not in again.output and "plan   `" not in again.output and "nothing to do" in again.stderr
     max((tmp_path / "out/scores/parquet").iterdir()).unlink()
     rest = call()
     assert "fits." not in rest.output and "score.toml --dry-run` shows" in rest.stderr, rest.output

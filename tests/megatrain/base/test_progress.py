@@ -139,7 +139,7 @@ def test_warm_up_from_zero_is_reported(run: SavedRun) -> None:
     assert words in result.stdout
     rates = [line.split(" | lr ")[1].split(" | ")[0] for line in result.stdout.splitlines() if " | lr " in line]
     assert rates == ["0 (warm-up 1/2)", "5.0e-04 (warm-up 2/2)", "1.0e-03", "7.5e-04", "5.0e-04", "2.5e-04"]
-    assert "means of the first and the last 3 steps" in result.stdout
+    assert "means of the first and last 3 steps" in result.stdout
     assert " | eta 0 s" in result.stdout
     result = run.run(out="constant", steps=2)
     assert "warm-up" not in result.stdout

@@ -216,7 +216,7 @@ def test_run_with_a_lost_drive_resumes_from_the_copy(lost: SavedRun) -> None:
     found = usable_checkpoint(lost.out)
     assert found is not None and (found.step, found.is_copy) == (4, True)
     status = lost.call("status", lost.out).stdout
-    assert "copies   step 4, whole in output_dir" in status and "steps 2, 4 are gone" in status
+    assert "copies   step 4, complete in output_dir" in status and "steps 2, 4 are gone" in status
     result = lost.run(checkpoint='save_copy = "last"', **ON_DRIVE)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("are gone") == 1 and "steps 2, 4 are gone" in result.stdout
@@ -414,7 +414,7 @@ def test_drive_folder_describes_its_contents(run: SavedRun) -> None:
         assert part in text, text
     assert f"stay in '{drive}' (now 0 B): deleting that folder destroys them" in result.stdout
     shown = " ".join(run.call("status", run.out).stdout.split())
-    assert f"{format_size(nbytes)} of its checkpoints are in {drive}" in shown
+    assert f"{format_size(nbytes)} of the checkpoints are in {drive}" in shown
     check = run.call("check", run.write_config(**ON_DRIVE))
     assert check.exit_code == 0 and " ".join(check.stdout.split()).count(f"stay in '{drive}'") == 1, check.output
 

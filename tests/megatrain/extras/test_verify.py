@@ -123,7 +123,7 @@ def test_the_command(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, 
     result = call("--tiers", "ram")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("llama, 0.2") and lines[-1].startswith("equal: tiered training is plain training")
+    assert lines[0].startswith("llama, 0.2") and lines[-1].startswith("equal: tiered training equals plain training")
     assert "\x1b" not in result.output and not list(tmp_path.iterdir())
     monkeypatch.setattr(module, "LOSS_TOLERANCE", -1.0)
     result = call("--tiers", "ram", "--json")

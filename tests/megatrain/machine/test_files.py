@@ -103,7 +103,7 @@ def test_an_unknown_name_lists_the_machines(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "Traceback" not in done.output
     assert 'Did you mean "h200-1.5tb"?' in done.output and all(name in done.output for name in WANTED)
     both = call("plan", config_at(tmp_path), "--machine", "gh200", "--measure")
-    assert both.exit_code == 2 and "use one of them" in both.output
+    assert both.exit_code == 2 and "use only one option" in both.output
 
 
 def call(*words: object) -> Any:
