@@ -149,7 +149,8 @@ def test_status_shows_the_checkpoint_of_a_live_run(tmp_path: Path, call: Callabl
         (
             STATUS,
             None,
-            "not running; last seen at step 412, 3 min ago; nothing was saved; run it again to start from the beginning",
+            "not running; last seen at step 412, 3 min ago; nothing was saved; "
+            "run it again to start from the beginning",
         ),
         (
             replace(STATUS, state="stopped"),
