@@ -27,7 +27,7 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 def hardware() -> dict[str, Any]:
     """Return the processor, CPUs this process may use, threads of torch, RAM in bytes, and the GPU or null."""
-    from megatrain.machine.machine import cpu_name  # not at the top: workers that measure memory import this file
+    from megatrain.machine.profiles import cpu_name  # not at the top: workers that measure memory import this file
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

@@ -86,7 +86,7 @@ def _absolute(path: Path) -> Path:
 def _paths_of(config_file: Path | None) -> list[Path]:
     """Return the folders of a config's drives or their nearest existing parents; without drives, a writable folder."""
     if config_file is not None:
-        from megatrain.machine.machine import existing_parent
+        from megatrain.machine.file_systems import existing_parent
 
         found = [existing_parent(table.path) for table in load(config_file, (), ()).config.tiers.nvme]
         if found:
@@ -96,7 +96,7 @@ def _paths_of(config_file: Path | None) -> list[Path]:
 
 
 def _store(examination: Examination) -> tuple[Path | None, str | None]:
-    from megatrain.machine.machine import profile_path, store_profile
+    from megatrain.machine.profiles import profile_path, store_profile
 
     try:
         return store_profile(examination.profile), None

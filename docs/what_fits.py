@@ -40,7 +40,7 @@ from megatrain.machine.files import (  # noqa: E402
     find_machine,
     read_machine,
 )
-from megatrain.machine.machine import PlannedMachine  # noqa: E402
+from megatrain.machine.target import PlannedMachine  # noqa: E402
 from megatrain.plan.costs import DeviceCosts  # noqa: E402
 from megatrain.plan.estimate import work_of_phases  # noqa: E402
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402

@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 
 from megatrain.embed.partition import UnitPart, partition  # noqa: E402
 from megatrain.machine.files import find_machine  # noqa: E402
-from megatrain.machine.machine import PlannedMachine  # noqa: E402
+from megatrain.machine.target import PlannedMachine  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 
 MACHINES = ("laptop-32gb", "rtx4090-128gb", "rtx-pro-6000-256gb", "h200-1.5tb")

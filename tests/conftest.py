@@ -34,7 +34,7 @@ import hypothesis
 import pytest
 import torch
 
-from megatrain.machine.machine import file_system_of
+from megatrain.machine.file_systems import file_system_of
 
 if TYPE_CHECKING:
     from processes.saved_run import SavedRun

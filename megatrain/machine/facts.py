@@ -9,16 +9,14 @@ from pathlib import Path
 import psutil
 
 from megatrain.base.facts import Drive, MachineFacts
+from megatrain.machine.file_systems import FileSystem, disk_usage, file_system_of
 from megatrain.machine.machine import (
-    FileSystem,
-    TierSpecs,
-    disk_usage,
-    file_system_of,
     gpu_capacity_bytes,
     ram_capacity_bytes,
     resolve_device,
     total_ram_bytes,
 )
+from megatrain.machine.target import TierSpecs
 from tiered.units import GiB
 
 #: Folder on a drive for training state and the checkpoints made from it.

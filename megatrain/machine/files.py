@@ -18,14 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatrain.base.sizes import parse_rate
-from megatrain.machine.machine import (
-    DriveProfile,
-    GpuProfile,
-    MachineProfile,
-    PlannedDrive,
-    PlannedMachine,
-    is_one_memory,
-)
+from megatrain.machine.machine import is_one_memory
+from megatrain.machine.profiles import DriveProfile, GpuProfile, MachineProfile
+from megatrain.machine.target import PlannedDrive, PlannedMachine
 from tiered.units import GB, GiB, parse_size
 
 __all__ = ["Figure", "MachineFile", "MachineFileError", "find_machine", "machine_names", "machine_toml", "read_machine"]

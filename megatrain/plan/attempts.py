@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megatrain.base.layout import UnitLayout
     from megatrain.engine.program import VisitTrace
-    from megatrain.machine.machine import LoadedProfile
+    from megatrain.machine.profiles import LoadedProfile
     from megatrain.models.graph import ModelGraph
     from megatrain.plan.plan import RunSpec, TracedModel
 

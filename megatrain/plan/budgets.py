@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatrain.engine.program import StepProgram
-    from megatrain.machine.machine import MachineProfile, TierSpecs
+    from megatrain.machine.profiles import MachineProfile
+    from megatrain.machine.target import TierSpecs
     from megatrain.plan.plan import RunSpec
 
 #: Name of the read-only tier over the model's folder.

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 from megatrain.converters.adapters import adapters_of
 from megatrain.engine.program import DURABLE_KINDS, layouts_of_unit
 from megatrain.engine.work import NO_WORK, Work
-from megatrain.machine.machine import (
-    STALE_DAYS,
-    DriveProfile,
-    LoadedProfile,
-    MachineProfile,
-    age_days,
-    drive_keys,
-    file_system_of,
-)
+from megatrain.machine.file_systems import file_system_of
+from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
+from megatrain.machine.target import drive_keys
 from megatrain.models.export import export_dtype
 from megatrain.models.folder import weight_file_bytes
 from megatrain.optim.average import WeightAverage

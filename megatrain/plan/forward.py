@@ -24,7 +24,7 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.workspace import step_workspace_bytes
 from megatrain.machine import machine
-from megatrain.machine.machine import profile_of
+from megatrain.machine.target import profile_of
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer

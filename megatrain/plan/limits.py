@@ -15,15 +15,15 @@ import psutil
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size
-from megatrain.machine import machine
-from megatrain.machine.machine import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.machine import file_systems, machine
+from megatrain.machine.file_systems import FileSystem, disk_of, file_system_of, missing_mount
 from tiered.units import GiB, MiB, format_size
 
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.machine.machine import PlannedMachine, TierSpecs
     from megatrain.machine.table import NvmeTierConfig
+    from megatrain.machine.target import PlannedMachine, TierSpecs
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 
@@ -90,7 +90,7 @@ def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
     """Look up the file system of each NVMe path, without creating or writing anything."""
     found = []
     for number, drive in enumerate(drives):
-        disk = machine.disk_usage(drive.path)
+        disk = file_systems.disk_usage(drive.path)
         found.append(DrivePath(f"tiers.nvme.{number}", drive, file_system_of(drive.path), disk.free, disk.total))
     return found
 
@@ -213,7 +213,7 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     together: dict[int, list[DrivePath]] = {}
     for path in paths:
         if path.size_bytes and path.total_bytes:  # /proc and the like report 0 bytes and allow no folders
-            together.setdefault(machine.file_system_number(path.spec.path), []).append(path)
+            together.setdefault(file_systems.file_system_number(path.spec.path), []).append(path)
     for group in together.values():
         first = group[0]
         wanted = sum(path.size_bytes for path in group)

@@ -19,7 +19,8 @@ from megatrain.base.timeline import TimedOp, Timeline
 from megatrain.engine.freed_memory import freed_memory_kept
 from megatrain.engine.step import StepEngine
 from megatrain.engine.workspace import computing_bytes, step_workspace_bytes
-from megatrain.machine.machine import available_ram_bytes, load_profile
+from megatrain.machine.machine import available_ram_bytes
+from megatrain.machine.profiles import load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step

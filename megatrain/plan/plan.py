@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatrain.engine.encoding import Encoding
     from megatrain.engine.objective import Objective
     from megatrain.engine.table import RecomputeChoice
-    from megatrain.machine.machine import TierSpecs
+    from megatrain.machine.target import TierSpecs
     from megatrain.models.in_place import FrozenBlock
     from megatrain.models.table import ExportConfig
     from megatrain.optim.table import OptimizerConfig

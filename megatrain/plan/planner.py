@@ -12,7 +12,7 @@ from megatrain.base.errors import ConfigError, Problem
 from megatrain.converters.experts import has_experts_to_cut
 from megatrain.engine.program import DURABLE_KINDS, Recompute, StepProgram, Tick
 from megatrain.machine import machine
-from megatrain.machine.machine import profile_of
+from megatrain.machine.target import profile_of
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
@@ -31,7 +31,7 @@ from megatrain.ranks.lanes import micro_batches_of_rank
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from megatrain.machine.machine import LoadedProfile, MachineProfile
+    from megatrain.machine.profiles import LoadedProfile, MachineProfile
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.plan import RunSpec
 

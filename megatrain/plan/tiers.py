@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatrain.base.drive_readme import write_readme
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.program import DURABLE_KINDS, weight_key
-from megatrain.machine.machine import disk_usage, file_system_number, own_drive_bytes
+from megatrain.machine.file_systems import disk_usage, file_system_number, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.budgets import FOLDER

@@ -12,14 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatrain.machine.machine import (
-    DriveProfile,
-    GpuProfile,
-    LoadedProfile,
-    MachineProfile,
-    file_system_of,
-    profile_of,
-)
+from megatrain.machine.file_systems import file_system_of
+from megatrain.machine.profiles import DriveProfile, GpuProfile, LoadedProfile, MachineProfile
+from megatrain.machine.target import profile_of
 from megatrain.plan.budgets import tier_budgets
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.collectives import RanksDifferError

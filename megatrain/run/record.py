@@ -86,7 +86,9 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 
 def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
     """Return the machine of the run: processor, RAM, GPU, and its drives."""
-    from megatrain.machine.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
+    from megatrain.machine.file_systems import file_system_of
+    from megatrain.machine.machine import total_ram_bytes
+    from megatrain.machine.profiles import cpu_name, load_profile
 
     profile = load_profile().machine
     places = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.table.nvme}}

@@ -41,7 +41,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.data.stream import changed_sources, open_dataset
-from megatrain.machine import machine
+from megatrain.machine import file_systems, machine
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.export import ExportError, check_target
 from megatrain.models.folder import ModelFolder, read_config, some
@@ -643,14 +643,14 @@ class _WholeCheck:
 
     def _disk(self) -> Iterator[CheckResult]:
         folder = self._config.output_dir
-        parent = machine.existing_parent(folder)
+        parent = file_systems.existing_parent(folder)
         if not _can_hold_files(parent):
             text = f"output_dir: cannot write in {parent}. Write another folder"
             yield CheckResult("disk", "problem", text, "config")
         check_target(folder / FINAL_NAME)
         is_usable = _can_hold_files(parent)
         for number, table in enumerate(self._config.tiers.nvme):
-            parent = machine.existing_parent(table.path)
+            parent = file_systems.existing_parent(table.path)
             if not _can_hold_files(parent):
                 text = f"tiers.nvme.{number}.path: cannot write in {parent}, for {table.path}. Write another folder"
                 yield CheckResult("disk", "problem", text, "config")

@@ -26,8 +26,8 @@ from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice
 from megatrain.machine import machine
-from megatrain.machine.machine import PlannedMachine, TierSpecs
 from megatrain.machine.table import TiersConfig
+from megatrain.machine.target import PlannedMachine, TierSpecs, stripe_rates
 from megatrain.models.hub import locate
 from megatrain.plan.budgets import FOLDER, tier_names
 from megatrain.plan.placement import PlacementSpec
@@ -179,7 +179,7 @@ def _tiers(
 ) -> TierSpecs:
     paths = [drive.path for drive in table.nvme]
     given = [drive.rate for drive in table.nvme if drive.rate is not None]
-    rates = machine.stripe_rates(paths, given, planned)
+    rates = stripe_rates(paths, given, planned)
     return TierSpecs(
         table,
         rates=tuple(rates),

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from megatrain.extras.doctor import examine, layers
 from megatrain.extras.doctor.drives import DriveEffort, TierProbe
-from megatrain.machine.machine import load_profile, profile_path
+from megatrain.machine.profiles import load_profile, profile_path
 from tiered import MiB
 
 Call = Callable[..., Result]

@@ -16,7 +16,7 @@ from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import starter_toml
 from megatrain.extras.translate import translate
 from megatrain.machine import facts
-from megatrain.machine.machine import FileSystem
+from megatrain.machine.file_systems import FileSystem
 from megatrain.models.folder import model_facts
 from megatrain.tasks.table import TASK_FACTS
 from oracles.rows_in_memory import read_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.machine.machine import file_system_of
+from megatrain.machine.file_systems import file_system_of
 from processes.saved_run import NVME, SavedRun, make_run
 
 SHM = Path("/dev/shm")

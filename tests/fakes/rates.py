@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from megatrain.machine import machine
-from megatrain.machine.machine import DriveProfile, MachineProfile
+from megatrain.machine import file_systems, profiles
+from megatrain.machine.profiles import DriveProfile, MachineProfile
 
 NOW = datetime.now(UTC)
 
@@ -36,7 +36,7 @@ def make_machine(folder: Path, **changes: object) -> MachineProfile:
     return MachineProfile.model_validate(
         {
             "host": platform.node(),
-            "cpu": machine.cpu_name(),
+            "cpu": profiles.cpu_name(),
             "ram_bytes": psutil.virtual_memory().total,
             "measured_at": NOW,
             "is_quick": False,
@@ -44,7 +44,7 @@ def make_machine(folder: Path, **changes: object) -> MachineProfile:
             "ram_update_bytes_per_s": 1e10,
             "adamw_params_per_s": {"float32": 1e8, "bfloat16": 1e8},
             "matmul_flops_per_s": {"cpu/float32": 1e11},
-            "drives": {machine.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
+            "drives": {file_systems.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
         }
         | changes
     )

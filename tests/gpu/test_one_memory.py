@@ -16,7 +16,7 @@ from fakes.twins import Twins
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.base.errors import ConfigError
 from megatrain.config import load_config
-from megatrain.machine import machine
+from megatrain.machine import machine, target
 from megatrain.machine.files import find_machine
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
@@ -121,7 +121,7 @@ def test_shared_memory_ranks_match_discrete_gpu_losses(tiny_model: Path, tmp_pat
     assert one == two
 
 
-def specs_of(folder: Path, tiers: str = "") -> machine.TierSpecs:
+def specs_of(folder: Path, tiers: str = "") -> target.TierSpecs:
     (folder / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\ndevice = "cuda"\n[model]\nmodel_name_or_path = "model"\n'
         f'[[data.train]]\npath = "text.txt"\n{tiers}'

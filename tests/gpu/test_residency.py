@@ -9,7 +9,7 @@ import pytest
 
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config.load import load_config
-from megatrain.machine.machine import GpuProfile, LoadedProfile, MachineProfile
+from megatrain.machine.profiles import GpuProfile, LoadedProfile, MachineProfile
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.plan.show import messages

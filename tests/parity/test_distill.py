@@ -21,7 +21,7 @@ from megatrain.data.rows_report import DataError
 from megatrain.engine.objective import Objective
 from megatrain.engine.vocabulary import vocabulary_ranges
 from megatrain.extras.scoring import Scorer
-from megatrain.machine.machine import LoadedProfile
+from megatrain.machine.profiles import LoadedProfile
 from megatrain.plan import attempts
 from megatrain.plan.budgets import teacher_bytes
 from megatrain.plan.estimate import estimate_step

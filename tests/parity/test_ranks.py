@@ -25,7 +25,8 @@ from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.machine.machine import file_system_of, load_profile, store_profile
+from megatrain.machine.file_systems import file_system_of
+from megatrain.machine.profiles import load_profile, store_profile
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.planner import check_ranks
 from megatrain.plan.shortfall import DoesNotFitError

@@ -10,7 +10,7 @@ from pathlib import Path
 from wrong_inputs.mutate_config import CODE as CONFIG
 from wrong_inputs.workplace import CONFIG_NAME, Spoil, Workplace, WrongInput
 
-from megatrain.machine.machine import file_system_of
+from megatrain.machine.file_systems import file_system_of
 
 DOES_NOT_FIT = 3
 BOTH = ("check", "run")

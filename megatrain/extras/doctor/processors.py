@@ -42,7 +42,7 @@ class ProcessorResult:
     """Bytes and parameters per second, the best of several runs; all with ``num_threads`` threads.
 
     Attributes:
-        ram_update: as in `megatrain.machine.machine.MachineProfile`.
+        ram_update: as in `megatrain.machine.profiles.MachineProfile`.
         adamw_params: dtype of the weights -> parameters per second.
     """
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from megatrain.base.errors import ConfigError
 from megatrain.config import load_config
-from megatrain.machine import machine
+from megatrain.machine import machine, profiles, target
 from megatrain.machine.files import MachineFileError, find_machine, machine_names, read_machine
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
@@ -35,8 +35,10 @@ def _nothing_is_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*args: object, **kwargs: object) -> Any:
         raise AssertionError("this machine was asked")
 
-    for name in ("available_ram_bytes", "total_ram_bytes", "gpu_memory_bytes", "load_profile", "file_system_of"):
+    for name in ("available_ram_bytes", "total_ram_bytes", "gpu_memory_bytes"):
         monkeypatch.setattr(machine, name, asked)
+    for module, name in ((target, "load_profile"), (target, "file_system_of"), (profiles, "file_system_of")):
+        monkeypatch.setattr(module, name, asked)
 
 
 def config_at(folder: Path, *, drives: int = 0, more: str = "") -> Path:
@@ -183,7 +185,7 @@ def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatc
     done = call("doctor", drive, "--quick", "--save-profile", file)
     assert done.exit_code == 0, done.output
     assert f"plan CONFIG --machine {file}" in done.output
-    found, profile = find_machine(str(file)), machine.load_profile().machine
+    found, profile = find_machine(str(file)), profiles.load_profile().machine
     assert profile is not None and found.num_published == found.num_estimated == 0
     assert "measured there by doctor" in found.origin
     assert found.profile.adamw_params_per_s == pytest.approx(profile.adamw_params_per_s, rel=0.02, abs=1e4)

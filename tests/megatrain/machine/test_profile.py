@@ -11,8 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatrain.machine import machine
-from megatrain.machine.machine import DriveProfile, MachineProfile, load_profile, profile_path, store_profile
+from megatrain.machine import file_systems, machine, profiles, target
+from megatrain.machine.profiles import (
+    DriveProfile,
+    MachineProfile,
+    load_profile,
+    profile_path,
+    store_profile,
+)
 from tiered.units import GiB
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -27,7 +33,7 @@ def drive(path: str = "/somewhere", **rates: float) -> DriveProfile:
 def make_machine(**changes: object) -> MachineProfile:
     values: dict[str, object] = {
         "host": platform.node(),
-        "cpu": machine.cpu_name(),
+        "cpu": profiles.cpu_name(),
         "ram_bytes": psutil.virtual_memory().total,
         "measured_at": NOW,
         "is_quick": False,
@@ -153,10 +159,10 @@ def test_a_failed_store_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_drive_of_a_path(tmp_path: Path) -> None:
-    here = machine.file_system_of(tmp_path)
+    here = file_systems.file_system_of(tmp_path)
     number = tmp_path.stat().st_dev
     assert here.device == f"{os.major(number)}:{os.minor(number)}"
-    assert here == machine.file_system_of(tmp_path / "not" / "made" / "yet")
+    assert here == file_systems.file_system_of(tmp_path / "not" / "made" / "yet")
     known = make_machine(drives={here.key: drive(str(tmp_path))})
     assert known.drive_of(tmp_path / "later") == drive(str(tmp_path))
     assert make_machine().drive_of(tmp_path) is None
@@ -173,21 +179,21 @@ def test_mounts_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
         "23 21 8:3 / /elsewhere rw - btrfs /dev/other rw\n"
         "a line of another kind\n"
     )
-    found = machine.file_system_of(folder, mounts)
+    found = file_systems.file_system_of(folder, mounts)
     assert (found.kind, found.source, found.mount_point) == ("xfs", "/dev/my disk", str(folder.resolve()))
-    assert machine.file_system_of(tmp_path, mounts).kind == "ext4"
-    assert machine.file_system_of(tmp_path, tmp_path / "none").kind == "unknown"
+    assert file_systems.file_system_of(tmp_path, mounts).kind == "ext4"
+    assert file_systems.file_system_of(tmp_path, tmp_path / "none").kind == "unknown"
 
 
 def test_age() -> None:
-    assert machine.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
-    assert machine.age_days(datetime.now(UTC) + timedelta(days=1)) == 0
+    assert profiles.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
+    assert profiles.age_days(datetime.now(UTC) + timedelta(days=1)) == 0
 
 
-def planned_machine(num_drives: int) -> machine.PlannedMachine:
-    drives = [machine.PlannedDrive(f"drive {number}", f"Drive {number}", 10**12) for number in range(num_drives)]
+def planned_machine(num_drives: int) -> target.PlannedMachine:
+    drives = [target.PlannedDrive(f"drive {number}", f"Drive {number}", 10**12) for number in range(num_drives)]
     rates = {each.key: drive(mixed_bytes_per_s=(number + 1) * 1e9) for number, each in enumerate(drives)}
-    return machine.PlannedMachine(
+    return target.PlannedMachine(
         name="planned",
         title="A planned machine",
         note="",
@@ -205,16 +211,16 @@ def planned_machine(num_drives: int) -> machine.PlannedMachine:
 
 def test_stripe_rates_are_the_given_ones_or_one_for_a_single_drive() -> None:
     paths = [Path("/a"), Path("/b")]
-    assert machine.stripe_rates(paths, [3.0, 1.0], planned_machine(2)) == [3.0, 1.0]
-    assert machine.stripe_rates(paths[:1], [], planned_machine(2)) == [1.0]
-    assert machine.stripe_rates([], []) == []
+    assert target.stripe_rates(paths, [3.0, 1.0], planned_machine(2)) == [3.0, 1.0]
+    assert target.stripe_rates(paths[:1], [], planned_machine(2)) == [1.0]
+    assert target.stripe_rates([], []) == []
 
 
 def test_stripe_rates_of_a_planned_machine_are_its_mixed_rates_in_order() -> None:
     paths = [Path("/a"), Path("/b"), Path("/c")]
-    assert machine.stripe_rates(paths[:2], [], planned_machine(3)) == [1e9, 2e9]
-    assert machine.stripe_rates(paths, [], planned_machine(3)) == [1e9, 2e9, 3e9]
-    assert machine.stripe_rates(paths, [], planned_machine(2)) == [1.0, 1.0, 1.0]  # one drive has no rate
+    assert target.stripe_rates(paths[:2], [], planned_machine(3)) == [1e9, 2e9]
+    assert target.stripe_rates(paths, [], planned_machine(3)) == [1e9, 2e9, 3e9]
+    assert target.stripe_rates(paths, [], planned_machine(2)) == [1.0, 1.0, 1.0]  # one drive has no rate
 
 
 def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
@@ -222,11 +228,11 @@ def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     paths = [tmp_path / "a", tmp_path / "b"]
-    assert machine.stripe_rates(paths, []) == [1.0, 1.0]
+    assert target.stripe_rates(paths, []) == [1.0, 1.0]
     store_profile(make_machine())
-    assert machine.stripe_rates(paths, []) == [1.0, 1.0]
-    store_profile(make_machine(drives={machine.file_system_of(tmp_path).key: drive(mixed_bytes_per_s=5e9)}))
-    assert machine.stripe_rates(paths, []) == [5e9, 5e9]
+    assert target.stripe_rates(paths, []) == [1.0, 1.0]
+    store_profile(make_machine(drives={file_systems.file_system_of(tmp_path).key: drive(mixed_bytes_per_s=5e9)}))
+    assert target.stripe_rates(paths, []) == [5e9, 5e9]
 
 
 @pytest.mark.parametrize(

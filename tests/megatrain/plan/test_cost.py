@@ -16,13 +16,8 @@ from fakes.rates import NOW, drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.engine.program import KEEP_NOTHING, VisitTrace
-from megatrain.machine import machine
-from megatrain.machine.machine import (
-    GpuProfile,
-    LoadedProfile,
-    measured_drive_rates,
-    store_profile,
-)
+from megatrain.machine import file_systems, profiles, target
+from megatrain.machine.profiles import GpuProfile, LoadedProfile, measured_drive_rates, store_profile
 from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
@@ -514,7 +509,7 @@ def test_old_measurements_are_reported(plan: Plan, tmp_path: Path) -> None:
     old = estimate(plan, tmp_path, measured_at=NOW - timedelta(days=31))
     assert "31 days ago" in old.notes[-1] and "measure again" in old.notes[-1]
     assert old.step_s is not None
-    key = machine.file_system_of(tmp_path).key
+    key = file_systems.file_system_of(tmp_path).key
     old_drive = drive(1e9, 1e9, 1e9, measured_at=NOW - timedelta(days=40))
     assert "40 days ago" in estimate(plan, tmp_path, drives={key: old_drive}).notes[-1]
 
@@ -570,11 +565,12 @@ def test_the_slowest_of_several_drives_counts(plan: Plan, tmp_path: Path, monkey
 def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every folder as a separate drive with the folder's name."""
 
-    def file_system(path: Path) -> machine.FileSystem:
-        return machine.FileSystem("0:0", "ext4", os.path.basename(path), "/")
+    def file_system(path: Path) -> file_systems.FileSystem:
+        return file_systems.FileSystem("0:0", "ext4", os.path.basename(path), "/")
 
-    monkeypatch.setattr(machine.FileSystem, "key", property(lambda self: self.source))
-    monkeypatch.setattr(machine, "file_system_of", file_system)
+    monkeypatch.setattr(file_systems.FileSystem, "key", property(lambda self: self.source))
+    for module in (target, profiles):
+        monkeypatch.setattr(module, "file_system_of", file_system)
 
 
 def rates_of(config: RunConfig) -> tuple[float, ...]:

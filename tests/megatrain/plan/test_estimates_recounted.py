@@ -16,8 +16,9 @@ import pytest
 from fakes.rates import drive, make_machine
 from megatrain.config import load_config
 from megatrain.engine.tape import Tape, compile_step
-from megatrain.machine import machine
-from megatrain.machine.machine import DriveProfile, FileSystem, LoadedProfile, MachineProfile
+from megatrain.machine import file_systems
+from megatrain.machine.file_systems import FileSystem
+from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import Occasion, Plan, StepShape
 from megatrain.plan.planner import plan_run
@@ -88,13 +89,13 @@ class Machine:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
         self.drives = {"a": drive(2e9, 1e9, 1.5e9), "b": drive(4e9, 3e9, 3.5e9), "m": drive(8e9, 8e9, 8e9)}
-        real = machine.file_system_of
+        real = file_systems.file_system_of
 
         def named(path: Path) -> FileSystem:
             return replace(real(root), source=self.of(path))
 
         monkeypatch.setattr(FileSystem, "key", property(lambda system: system.source))
-        for module in ("megatrain.machine.machine", "megatrain.plan.estimate"):
+        for module in ("megatrain.machine.target", "megatrain.machine.profiles", "megatrain.plan.estimate"):
             monkeypatch.setattr(f"{module}.file_system_of", named)
 
     def of(self, path: Path) -> str:

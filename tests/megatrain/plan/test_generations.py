@@ -10,7 +10,7 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.engine.program import DURABLE_KINDS
-from megatrain.machine.machine import own_drive_bytes
+from megatrain.machine.file_systems import own_drive_bytes
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError

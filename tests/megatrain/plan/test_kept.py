@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.engine.program import Recompute
-from megatrain.machine.machine import LoadedProfile, MachineProfile, cpu_name
+from megatrain.machine.profiles import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
 from megatrain.plan.plan import Plan, StepShape

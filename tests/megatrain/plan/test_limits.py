@@ -13,7 +13,8 @@ import torch
 
 from megatrain.config import ConfigError, load_config
 from megatrain.machine import machine
-from megatrain.machine.machine import FileSystem, TierSpecs, disk_of, file_system_of, missing_mount
+from megatrain.machine.file_systems import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.machine.target import TierSpecs
 from megatrain.plan import limits
 from megatrain.plan.limits import BeyondMachineError, Objection, drive_paths, find_objections, refuse
 from megatrain.training.resolve import resolve_tiers

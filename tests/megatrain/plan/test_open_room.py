@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from megatrain.config import load_config
-from megatrain.machine.machine import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
+from megatrain.machine.file_systems import file_system_of
+from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, with_open_room

@@ -6,7 +6,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from fakes.rates import NOW, drive, make_machine
-from megatrain.machine.machine import MachineProfile, file_system_of
+from megatrain.machine.file_systems import file_system_of
+from megatrain.machine.profiles import MachineProfile
 from megatrain.plan.together import RankRates, slowest_rates
 
 GPU = {"name": "a", "memory_bytes": 1, "h2d_bytes_per_s": 3e10, "d2h_bytes_per_s": 2e10, "peer_bytes_per_s": 1e11}

@@ -18,7 +18,7 @@ from megatrain.extras.doctor.findings import (
     system_findings,
 )
 from megatrain.extras.doctor.processors import GdsResult, GpuResult, check_gds
-from megatrain.machine.machine import FileSystem
+from megatrain.machine.file_systems import FileSystem
 from tiered import GB, GiB, MiB
 
 FACTS = SystemFacts(

@@ -1,0 +1,157 @@
+"""File systems of this machine: their kind, their disk, and their space."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tiered.ext import mount_of, read_owner, read_store_id, reusable_bytes, snapshot_folders, statuses_below, unescape
+
+#: Location of a file system's bytes: a drive, RAM, another machine, a FUSE program, or a container's layers.
+Nature = Literal["drive", "memory", "network", "program", "layers"]
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
+_NETWORK = (
+    "nfs", "cifs", "smb", "9p", "drvfs", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs", "gluster", "ocfs2",
+    "gfs2", "fuse.sshfs", "fuse.gluster", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+)  # fmt: skip
+#: WSL mounts of a Windows drive: ``C:\\`` over 9p or virtiofs, ``C:`` as drvfs.
+_WINDOWS_DRIVE = re.compile(r"[A-Za-z]:(\\.*)?")
+_WINDOWS_CAUTION = (
+    "is a drive of Windows, and every read and write passes through Windows: many times slower than the disk of WSL, "
+    "and O_DIRECT, locks and links may not work. A folder in the home directory of Linux is on the disk of WSL"
+)
+_CAUTIONS: Mapping[Nature, str] = {
+    "drive": "",
+    "memory": "is RAM, not a drive: blocks there use RAM outside all configured limits",
+    "network": "is not on a drive of this machine: others share its speed, and locks may not hold",
+    "program": "goes through a program (FUSE): slow, and perhaps not on a drive of this machine",
+    "layers": "is the layers of a container: slow, and its files are lost with the container",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """File system of a path. ``device`` is ``major:minor``, ``source`` the mounted device, ``kind`` e.g. ``ext4``."""
+
+    device: str
+    kind: str
+    source: str
+    mount_point: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.source}, mounted at {self.mount_point}"
+
+    @property
+    def nature(self) -> Nature:
+        """Return the location of its bytes, derived from its kind."""
+        if self.kind in _IN_MEMORY:
+            return "memory"
+        if self.kind.startswith(_LAYERS):
+            return "layers"
+        if self.kind.startswith(_NETWORK):
+            return "network"
+        return "program" if self.kind.startswith("fuse") else "drive"
+
+    @property
+    def caution(self) -> str:
+        """Return a warning about this file system, as a clause that begins with the kind, or "" for a drive."""
+        if self.nature == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
+            return f"{self.kind} {_WINDOWS_CAUTION}"
+        return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
+
+    @property
+    def key(self) -> str:
+        """Return the identifier of this file system on the machine."""
+        return f"{self.device} {self.source}"
+
+
+def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> FileSystem:
+    """Return the file system that holds ``path``, or its nearest existing parent folder."""
+    real = Path(os.path.realpath(existing_parent(path)))
+    number = real.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    mount = mount_of(real, mounts)
+    return FileSystem(device, mount.kind, mount.source, mount.point)
+
+
+def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
+    """Return the folder above ``path`` that /etc/fstab mounts a drive on but that is not mounted, else None."""
+    try:
+        lines = table.read_bytes().decode(errors="surrogateescape").split("\n")
+    except OSError:
+        return None
+    fields = [re.split("[ \t]+", line.strip(" \t")) for line in lines if not line.lstrip().startswith("#")]
+    points = [os.path.realpath(unescape(each[1])) for each in fields if len(each) > 1 and each[1].startswith("/")]
+    real = Path(os.path.realpath(path))
+    above = [point for point in points if point != "/" and real.is_relative_to(point)]
+    if not above:
+        return None
+    expected = max(above, key=len)
+    return None if Path(file_system_of(path).mount_point).is_relative_to(expected) else expected
+
+
+def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
+    """Return the disk that holds a file system, e.g. ``nvme0n1`` for its first partition; else its key."""
+    number = file_system.device
+    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs: an anonymous device number
+        with contextlib.suppress(OSError):
+            device = os.stat(file_system.source).st_rdev
+            number = f"{os.major(device)}:{os.minor(device)}"
+    folder = (root / number).resolve()
+    if not folder.is_dir():
+        return file_system.key
+    return folder.parent.name if (folder / "partition").exists() else folder.name
+
+
+def file_system_number(path: Path) -> int:
+    """Return the device number of a path's file system."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # another process may remove the folder in between
+            return existing_parent(path).stat().st_dev
+
+
+class DiskUsage(NamedTuple):
+    """Total and free bytes of a file system."""
+
+    total: int
+    free: int
+
+
+def disk_usage(path: Path) -> DiskUsage:
+    """Return total and free bytes of the file system that holds a path, or would hold it."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # as above
+            usage = shutil.disk_usage(existing_parent(path))
+            return DiskUsage(usage.total, usage.free)
+
+
+def own_drive_bytes(path: Path, checkpoints: Path) -> int:
+    """Return the bytes on an NVMe path that a run can use: its checkpoints, and files of dead runs.
+
+    Args:
+        checkpoints: Directory of the run's generations. Other runs' checkpoints on the path do not count.
+    """
+    store_id = read_store_id(checkpoints)
+    owned = reusable_bytes(path)
+    seen = {status.st_ino for status in statuses_below(path / "live")}
+    for _, folder in snapshot_folders([path]):
+        owner = read_owner(folder)
+        for status in statuses_below(folder) if owner is not None and owner.id == store_id else ():
+            owned += status.st_size if status.st_ino not in seen else 0
+            seen.add(status.st_ino)
+    return owned
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path, or its nearest existing parent folder."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,244 @@
+"""Measured rates of machines, and the file that stores them: ``doctor`` writes it, and plans read it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatrain.machine.file_systems import file_system_of
+from tiered.units import GiB
+
+#: Older figures are still used, but reported as old.
+STALE_DAYS = 30
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+#: Rates that earlier versions stored and that no plan reads.
+_ENDED_RATES = frozenset(
+    f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")
+)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ended_rates(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in _ENDED_RATES}
+
+
+class DriveProfile(_Record):
+    """Rates that the tier reached on one file system, in bytes per second.
+
+    Attributes:
+        path: Measured path.
+        is_direct: Whether O_DIRECT was used.
+        mixed_bytes_per_s: Total rate of simultaneous reads and writes.
+        sustained_write_bytes_per_s: Rate at the end of a long write, or None if not measured.
+        computing_s_per_byte: Compute slowdown per moved byte, or None if not measured.
+        seconds_per_copy: Time of the step's thread per moved block, or None if not measured.
+    """
+
+    path: str
+    filesystem: str
+    measured_at: AwareDatetime
+    is_quick: bool
+    is_direct: bool
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
+    mixed_bytes_per_s: Rate
+    sustained_write_bytes_per_s: Rate | None = None
+    computing_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seconds_per_copy: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class GpuProfile(_Record):
+    """Measured rates of one CUDA device and between it and page-locked RAM, in bytes per second.
+
+    Attributes:
+        update_bytes_per_s: Two reads and a write per element in its memory, or None if not measured.
+        peer_bytes_per_s: Each direction while all GPUs of a host gather or exchange, or None if unknown.
+        network_bytes_per_s: Each direction between hosts, per GPU while all of them use it, or None if unknown.
+    """
+
+    name: str
+    memory_bytes: int
+    h2d_bytes_per_s: Rate
+    d2h_bytes_per_s: Rate
+    update_bytes_per_s: Rate | None = None
+    peer_bytes_per_s: Rate | None = None
+    network_bytes_per_s: Rate | None = None
+
+
+class MachineProfile(_Record):
+    """All measurements of one machine.
+
+    Attributes:
+        num_threads: Number of compute threads.
+        ram_update_bytes_per_s: Two reads and a write per element, in place, with one addition.
+        adamw_params_per_s: Dtype of the weights -> parameters that the AdamW kernel updates per second.
+        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matrix products: as in layers of a step on a CPU, of large
+            ones on a GPU.
+        attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting the work of a causal kernel. Empty if
+            not measured.
+        elementwise_bytes_per_s: Same keys -> bytes/s of other layer operators, reads and writes. Empty if not measured.
+        launches_per_s: Operator calls per second of a CPU thread, with a step's Python code. None if not measured.
+        drives: Device of a file system -> its rates.
+    """
+
+    host: str
+    cpu: str
+    ram_bytes: int
+    measured_at: AwareDatetime
+    is_quick: bool
+    num_threads: int
+    ram_update_bytes_per_s: Rate
+    adamw_params_per_s: dict[str, Rate]
+    matmul_flops_per_s: dict[str, Rate]
+    attention_flops_per_s: dict[str, Rate] = Field(default_factory=dict)
+    elementwise_bytes_per_s: dict[str, Rate] = Field(default_factory=dict)
+    launches_per_s: Rate | None = None
+    gpu: GpuProfile | None = None
+    drives: dict[str, DriveProfile] = Field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Return the identifier of this machine."""
+        return _key_of(self.host, self.cpu, self.ram_bytes)
+
+    def drive_of(self, path: Path) -> DriveProfile | None:
+        """Return the rates of the drive that holds ``path``, or will hold it, or None if not measured."""
+        return self.drives.get(file_system_of(path).key)
+
+
+class _ProfileFile(_Record):
+    format: Literal["megatrain-tier profile"] = "megatrain-tier profile"
+    version: Literal[1] = 1
+    machines: dict[str, MachineProfile] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedProfile:
+    """The profile of a machine, or None.
+
+    Attributes:
+        note: Why an existing file of profiles gives no rates, or None.
+        origin: A line on their source, or "" if doctor measured them on this machine.
+        ranks: Lines on the ranks that determine these rates. Empty if all ranks have equal rates.
+    """
+
+    machine: MachineProfile | None
+    note: str | None = None
+    origin: str = ""
+    ranks: tuple[str, ...] = ()
+
+
+def profile_path() -> Path:
+    """Return the file of profiles: ``$XDG_CACHE_HOME/megatrain-tier/profile.json``."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache"
+    return folder / "megatrain-tier" / "profile.json"
+
+
+def load_profile(path: Path | None = None) -> LoadedProfile:
+    """Return the profile of this machine. Never raises: the note names an unusable file."""
+    path = profile_path() if path is None else path
+    try:
+        machines = _read(path).machines
+    except FileNotFoundError:
+        return LoadedProfile(None)
+    except (OSError, ValueError) as error:
+        return LoadedProfile(None, f"{path} is not used: {_reason(error)}. `megatrain-tier doctor` writes a new one")
+    machine = machines.get(machine_key())
+    if machine is None and machines:
+        return LoadedProfile(None, f"{path} has no figures of this machine, only of {', '.join(sorted(machines))}")
+    return LoadedProfile(machine)
+
+
+def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
+    """Write the profile of one machine atomically; return the file.
+
+    The file keeps figures of other machines, and figures of this machine's drives that were not measured now.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = profile_path() if path is None else path
+    try:
+        machines = dict(_read(path).machines)
+    except (OSError, ValueError):
+        machines = {}
+    before = machines.get(machine.key)
+    if before is not None:
+        machine = machine.model_copy(update={"drives": {**before.drives, **machine.drives}})
+    machines[machine.key] = machine
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(_ProfileFile(machines=machines).model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
+    """Return the mixed rate of each path's drive, in bytes per second, or None unless all were measured."""
+    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
+    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
+    return rates if rates and len(rates) == len(paths) else None
+
+
+def age_days(measured_at: datetime) -> float:
+    """Return the age of a measurement in days; 0 for a time in the future."""
+    return max(0.0, (datetime.now(UTC) - measured_at).total_seconds() / 86400)
+
+
+def machine_key() -> str:
+    """Return the identifier of this machine: host name, processor and RAM."""
+    return _key_of(platform.node(), cpu_name(), psutil.virtual_memory().total)
+
+
+def cpu_name() -> str:
+    """Return the processor's name from the kernel."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n"):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> _ProfileFile:
+    return _ProfileFile.model_validate_json(path.read_bytes())
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or "it cannot be read"
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{place}: {first['msg']}" if place else str(first["msg"])
+    return str(error)
+
+
+def _key_of(host: str, cpu: str, ram_bytes: int) -> str:
+    return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels report sizes that differ by some MiB
