@@ -166,12 +166,12 @@ class _Pattern:
     Attributes:
         is_causal: Whether no token attends to later tokens.
         window: Number of tokens that each token attends to, including itself.
-        borders: Index of each token's document in its row, [rows, S].
+        boundaries: Index of each token's document in its row, [rows, S].
     """
 
     is_causal: bool = False
     window: int | None = None
-    borders: Tensor | None = None
+    boundaries: Tensor | None = None
 
 
 def _pattern_of(function: Any) -> _Pattern | None:
@@ -196,10 +196,10 @@ def _intersection(functions: tuple[Any, ...]) -> _Pattern | None:
     if len(known) < len(patterns):
         return None
     windows = [pattern.window for pattern in known if pattern.window is not None]
-    borders = [pattern.borders for pattern in known if pattern.borders is not None]
-    if len(borders) > 1:
+    boundaries = [pattern.boundaries for pattern in known if pattern.boundaries is not None]
+    if len(boundaries) > 1:
         return None
-    return _Pattern(any(p.is_causal for p in known), min(windows, default=None), borders[0] if borders else None)
+    return _Pattern(any(p.is_causal for p in known), min(windows, default=None), boundaries[0] if boundaries else None)
 
 
 #: Functions of transformers that compose masks. `_LATER` exists only in newer releases.
@@ -227,8 +227,8 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
     def overlay(window: int) -> Any:
         return _with_pattern(own_overlay(window), _Pattern(window=window))
 
-    def packed(borders: Tensor) -> Any:
-        return _with_pattern(own_packed(borders), _Pattern(borders=borders))
+    def packed(boundaries: Tensor) -> Any:
+        return _with_pattern(own_packed(boundaries), _Pattern(boundaries=boundaries))
 
     def remapped(function: Any, positions: Tensor) -> Any:
         return _with_pattern(own_remapped(function, positions), _pattern_of(function))
@@ -319,9 +319,9 @@ def _documents_of(given: Mapping[str, Any]) -> Documents | None:
     if length != given["kv_length"] or length < 2 or _is_shifted(given["q_offset"]) or _is_shifted(given["kv_offset"]):
         return None
     window = pattern.window if pattern.window is not None and pattern.window < length else None
-    if padding is not None and pattern.borders is not None:
+    if padding is not None and pattern.boundaries is not None:
         return None
-    marks = padding if pattern.borders is None else pattern.borders
+    marks = padding if pattern.boundaries is None else pattern.boundaries
     lengths, may_be_parts = (length,) * num_rows, False
     # Plan for documents as long as their rows, which need the most memory.
     if isinstance(marks, FakeTensor):

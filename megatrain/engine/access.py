@@ -86,7 +86,7 @@ class StoreAccess:
 
     @property
     def squared_norms(self) -> Mapping[str, float | torch.Tensor]:
-        """Layout -> squared norm of its gradient. The function that ``agree`` returns turns the values into floats."""
+        """Layout -> squared norm of its gradient; a float after the results are collected."""
         return self._gradients.squared_norms
 
     @property
@@ -178,11 +178,11 @@ class StoreAccess:
             self._sharding.before_update(self._updates.layout_of(op))
         self._updates.run(op, self._pending)
 
-    def agree(
+    def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Return a function that returns the results of the step over all ranks; see ``ShardingHooks.agree``."""
-        return self._sharding.agree(layouts, terms, figures)
+        """Start to collect the results of the step over all ranks; see ``ShardingHooks.collect_results``."""
+        return self._sharding.collect_results(layouts, terms, figures)
 
     # -- weights and gradients ---------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class StoreAccess:
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Lease the copy made by `put_activation`, in its shape. The contents are dead after the visit that put it."""
+        """Lease the copy made by `put_activation`, in its shape. It is dead after its own visit's backward."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._execution.lease([key]) as tensors:

@@ -135,7 +135,7 @@ class AttentionCall:
 
     @property
     def work(self) -> Work:
-        """Work of the call. If the kernel knows that its mask is causal, it skips half of all pairs."""
+        """Work of the call. A kernel with a causal mask skips half of all pairs."""
         flops = self.num_flops
         return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 

@@ -54,7 +54,7 @@ def stands_for_gpu(tensor: Tensor) -> bool:
 
 @contextmanager
 def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
-    """Let fake CPU tensors represent tensors of a GPU with Triton, within the context. The machine needs neither.
+    """Let fake CPU tensors represent tensors of a GPU with Triton within the context, even on a machine without both.
 
     Otherwise a plan would count the CPU replacements for these kernels, for products that add to fp32, and for
     attention over documents. The setting is process-wide, because each greenlet of a trace has a separate context.

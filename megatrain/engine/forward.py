@@ -227,7 +227,7 @@ class LayerRunner:
 
         Empty if the head has other trainable weights, because their gradients would be summed in a different order.
         """
-        if self._plan is None or not self._head_columns or not self._plan.borders:
+        if self._plan is None or not self._head_columns or not self._plan.boundaries:
             return frozenset()
         trained = {name for unit in self._plan.units for name in self.bounds[unit.index].trainable}
         return frozenset(trained) if trained == {self._plan.cut_weight} else frozenset()
@@ -567,7 +567,7 @@ SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
 
 
 class _TrunkReached(BaseException):
-    """Signal that aborts a forward at the cut before the head. Not an `Exception`, so model code ignores it."""
+    """Signal that aborts a forward at the cut before the head. Model code cannot catch it as an `Exception`."""
 
     def __init__(self, output: Any) -> None:
         self.output = output

@@ -186,7 +186,7 @@ class GenerationRunner:
                     if forward.call is None:
                         continue
                     bound.rows.call_index, call_index = call_index, call_index + 1
-                    with cache.inside(visit, room), forward.modes.applied():
+                    with cache.loaded(visit, room), forward.modes.applied():
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)
                         forward.random_state = self._random.get()
@@ -271,7 +271,7 @@ class _KeptCache:
         return {visit: last.start + aligned(last.shape.numel() * last.dtype.itemsize) for visit, last in found.items()}
 
     @contextmanager
-    def inside(self, visit: int, room: Tensor | None) -> Iterator[None]:
+    def loaded(self, visit: int, room: Tensor | None) -> Iterator[None]:
         """Load the visit's tensors from ``room`` into the cache. On exit, store its current tensors in ``room``."""
         for each in self._of_visit.get(visit, ()):
             assert room is not None, visit

@@ -85,9 +85,9 @@ class StepGradients:
     def complete(self, name: str, visit: int) -> None:
         """Record the norm of a layout's gradient, if this use site completes it and its parts were added."""
         if visit == self.uses[name][0] and name in self._norms:
-            self.settle(name, self._norms.pop(name).total(), self.filled(name))
+            self.record_complete(name, self._norms.pop(name).total(), self.filled(name))
 
-    def settle(self, name: str, squared: float | torch.Tensor, filled: set[str]) -> None:
+    def record_complete(self, name: str, squared: float | torch.Tensor, filled: set[str]) -> None:
         """Record the norm of a layout's complete gradient, and the parameters that have a gradient."""
         self.with_gradient[name] = filled
         self.squared_norms[name] = squared

@@ -40,7 +40,7 @@ class HeadPlan:
         vocab_size: Number of columns of the logits.
         cut_weight: Owner's name of the weight that computes the logits; None if logits must be whole.
         logit_nbytes: Bytes that the graph from the last product to the loss saves per logit.
-        borders: First row of each part of the cut weight, except the first part.
+        boundaries: First row of each part of the cut weight, except the first part.
         is_product: Whether the logits are just the product of the trunk's output and the cut weight. If so, parts of
             the logits are computed without a run of the model's forward for every piece and part.
     """
@@ -50,12 +50,12 @@ class HeadPlan:
     vocab_size: int
     cut_weight: str | None = None
     logit_nbytes: int = 4
-    borders: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
     is_product: bool = False
 
     def ranges(self, columns: int) -> list[tuple[int, int]]:
         """Return the columns of each part of the vocabulary. Each part is within one block of the weight's gradient."""
-        return vocabulary_ranges(self.vocab_size, columns, self.borders)
+        return vocabulary_ranges(self.vocab_size, columns, self.boundaries)
 
     @property
     def default_columns(self) -> int:
@@ -97,19 +97,19 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
         return None
     units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
     cut_weight = _cut_weight(graph, candidates, probe)
-    borders = () if cut_weight is None else _borders(graph, cut_weight)
+    boundaries = () if cut_weight is None else _boundaries(graph, cut_weight)
     return HeadPlan(
         probe.trunks[0],
         units,
         shape[-1],
         cut_weight,
         probe.logit_nbytes,
-        borders,
+        boundaries,
         cut_weight is not None and probe.is_product,
     )
 
 
-def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+def _boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
     """Return the first row of each part of a weight after the first part, if the weight is alone in its layout."""
     for layout in graph.layouts.values():
         if len(layout.entries) == 1 and layout.entries[0].name == name:

@@ -77,7 +77,7 @@ class MicroBatches:
         for (number, key), tensor in host.items():
             batches[number][key] = placed[number, key]
             if self.mirror is not None:
-                self.mirror.know(placed[number, key], tensor)
+                self.mirror.register(placed[number, key], tensor)
         rows = {number: (placed[number, 0, "positions"], placed[number, 0, "labels"]) for number in labelled}
         read = {number: {name: placed[number, 1, name] for name in read_by_loss.get(number, {})} for number in labelled}
         return batches, rows, read
@@ -229,7 +229,7 @@ class HostMirror(TorchFunctionMode):
         self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
         self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # device copies of index lists
 
-    def know(self, tensor: Tensor, host: Tensor) -> None:
+    def register(self, tensor: Tensor, host: Tensor) -> None:
         """Mirror a device tensor by a host tensor with the same contents, which must not change afterwards."""
         if not _is_exact(tensor):
             return
@@ -288,7 +288,7 @@ class HostMirror(TorchFunctionMode):
         key = device, tuple(numbers)
         if key not in self._lists:
             self._lists[key] = torch.tensor(numbers, device=device)
-        self.know(self._lists[key], torch.tensor(numbers))
+        self.register(self._lists[key], torch.tensor(numbers))
         return self._lists[key]
 
     def _host_of(self, value: Any) -> Any:

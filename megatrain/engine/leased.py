@@ -82,7 +82,7 @@ class ShardingHooks:
     def before_update(self, layout: UnitLayout) -> None:
         """Share a layout's norm and parameters with a gradient among ranks, before its update in the backward."""
 
-    def agree(
+    def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
         """Queue the transfer of a step's results, over all ranks, to the host.
@@ -111,7 +111,7 @@ class OneProcess(ShardingHooks):
         """Free the memory of decoded weights for the updates."""
         self.weights.free()
 
-    def agree(
+    def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
         """Queue the transfer of a step's results to the host. Reading them needs one sync; see ``ShardingHooks``."""

@@ -393,7 +393,7 @@ class StepProgram:
     occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the element ranges of a layout's parts, which its blocks of state and gradients hold or shard."""
+        """Return the element ranges of a layout's parts: each has one block, or one shard per rank, of each state."""
         return self.cuts.parts.get(layout.name) or (range(layout.num_elements),)
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
@@ -596,7 +596,7 @@ class BlockAccess(WeightAccess, Protocol):
         """Record that an activation is the tensor at ``place``, an earlier (visit, index), and shares its block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation, bit-identical to what its visit put. Its contents are dead after that visit's lease."""
+        """Lease an activation, bit-identical to the tensor that was put, which is dead after its own visit's lease."""
 
     def results_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
         """Lease the block of saved results, uint8 [N]. The forward writes it, and the backward reads it once.
@@ -648,7 +648,7 @@ class GradientSink(Protocol):
         raise AssertionError(f"{name} has no parts")
 
     def add(self, name: str, gradient: Tensor, /) -> None:
-        """Accumulate one micro-batch's gradient (compute dtype, parameter's shape). A step's first one overwrites."""
+        """Accumulate one micro-batch's gradient (compute dtype, parameter's shape). The first of a step overwrites."""
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0, /) -> None:
         """Accumulate the product of two matrices in the rows of a gradient from ``first_row`` on.
@@ -976,7 +976,7 @@ class ProgramBuilder:
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
 
     def _exchanged(self, gradients: Group) -> Iterator[Group]:
-        """Yield each accumulator of a use site. The first site's accumulator comes with those to be added to it."""
+        """Yield each accumulator of a use site. At the first site, also yield the other sites' accumulators to add."""
         others: dict[str, Group] = {}
         for name, uses in self._uses.items():
             keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
@@ -1046,7 +1046,7 @@ class ProgramBuilder:
 
     @staticmethod
     def _spent(passing: Iterable[Group]) -> frozenset[str]:
-        """Return the keys that are dead after their read: activations, and gradients added to other gradients."""
+        """Return the keys with contents that are dead after the read: activations and added gradients."""
         return frozenset(key for group in passing for key, mode in group if mode == "r")
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:

@@ -70,7 +70,7 @@ class Ranks(ShardingHooks):
     @property
     def window_bytes(self) -> int:
         """Peak total bytes of full copies, sums and received data."""
-        return self.window.most_bytes
+        return self.window.peak_bytes
 
     def start_step(self) -> None:
         """Drop the state of a previous step that may have failed."""
@@ -111,16 +111,16 @@ class Ranks(ShardingHooks):
 
     def before_update(self, layout: UnitLayout) -> None:
         """Combine a layer's norm and parameters with a gradient over all ranks."""
-        self._collect_results([layout], (), ())
+        self._collect_now([layout], (), ())
 
-    def agree(
+    def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
         """Exchange and read the results of all ranks immediately; see ``ShardingHooks``."""
-        found = self._collect_results(layouts, terms, figures)
+        found = self._collect_now(layouts, terms, figures)
         return lambda: found
 
-    def _collect_results(
+    def _collect_now(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> tuple[list[float], list[tuple[str, float, int]]]:
         """Share the results of complete gradients among ranks, so that they cover all lanes.
@@ -154,7 +154,7 @@ class Ranks(ShardingHooks):
                     squares.append(of_rank[positions[rank] : positions[rank] + count])
                     positions[rank] += count
             of_all = set[str]().union(*(names[layout.name] for *_, names in records))
-            self._step_gradients.settle(layout.name, add_in_order(torch.cat(squares)), of_all)
+            self._step_gradients.record_complete(layout.name, add_in_order(torch.cat(squares)), of_all)
         all_terms: list[float] = []
         all_figures: list[tuple[str, float, int]] = []
         for count, described, of_rank, _ in records:
@@ -184,18 +184,18 @@ class RankWindow:
     Attributes:
         device: Device of the leased shards, known after the first gather.
         side: Stream of collectives that run concurrently with the layers on a GPU; otherwise None.
-        held_bytes: Current total bytes of full copies, sums and received data.
+        live_bytes: Current total bytes of full copies, sums and received data.
     """
 
     def __init__(self, program: StepProgram) -> None:
         self._gathers_ahead = program.sharding.gathers_ahead > 0
         self.device = torch.device("cpu")
         self.side: Any = None
-        self.held_bytes = self.most_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
 
     def start_step(self) -> None:
         """Reset the counter and let the streams wait for each other: a failed step may have left work queued."""
-        self.held_bytes = 0
+        self.live_bytes = 0
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
             torch.cuda.current_stream().wait_stream(self.side)
@@ -206,10 +206,10 @@ class RankWindow:
         if device.type == "cuda" and self._gathers_ahead and self.side is None:
             self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def note(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
         """Count allocated bytes. Pass a negative number for freed bytes."""
-        self.held_bytes += nbytes
-        self.most_bytes = max(self.most_bytes, self.held_bytes)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def wait_for_model(self) -> None:
         """Let collectives wait on the device for the work that the model has queued."""
@@ -357,7 +357,7 @@ class FullCopies:
                     own = [shards[key] for key in program.weight_keys(layout)]
                     dtype = program.gathered_dtype(program.weight_keys(layout)[0])
                     copy = torch.empty(program.full_elements(layout), dtype=dtype, device=self._window.device)
-                    self._window.note(copy.nbytes)
+                    self._window.count(copy.nbytes)
                     full.tensors[layout.name] = copy
                     full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
             if self._window.side is not None:
@@ -390,7 +390,7 @@ class FullCopies:
         if waiting:
             full = waiting.popleft()
             self._window.wait_for_model()  # because the next gather reuses the memory
-            self._window.note(-sum(each.nbytes for each in full.tensors.values()))
+            self._window.count(-sum(each.nbytes for each in full.tensors.values()))
 
     @contextmanager
     def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
@@ -435,11 +435,11 @@ class FullCopies:
             self._window.find_device(shards[key].device)
             length = len(self._program.sharding.shards.gathered(part))
             copy = torch.empty(length, dtype=self._program.gathered_dtype(key), device=self._window.device)
-            self._window.note(copy.nbytes)
+            self._window.count(copy.nbytes)
             self._gather_part(copy, shards[key])
         yield copy
         self._window.wait_for_model()  # because the next gather reuses the memory
-        self._window.note(-copy.nbytes)
+        self._window.count(-copy.nbytes)
 
 
 class ExchangedGradients:
@@ -486,7 +486,7 @@ class ExchangedGradients:
         """Drop the sums that earlier exchanges sent."""
         for leaving in self._sending:
             torch.cuda.current_stream().wait_event(leaving.event)  # because the next sums reuse the memory
-            self._window.note(-sum(each.nbytes for each in leaving.sums))
+            self._window.count(-sum(each.nbytes for each in leaving.sums))
         self._sending.clear()
 
     @contextmanager
@@ -501,7 +501,7 @@ class ExchangedGradients:
                 )
                 for layout in layouts
             }
-            self._window.note(sum(each.nbytes for each in memory.values()))
+            self._window.count(sum(each.nbytes for each in memory.values()))
             made.append(memory)
             targets: dict[str, Tensor | InPieces] = {}
             for layout in layouts:
@@ -516,7 +516,7 @@ class ExchangedGradients:
         while len(made) < len(left):  # lanes without a micro-batch
             room()
         for memory in made[len(left) :]:
-            self._window.note(-sum(each.nbytes for each in memory.values()))
+            self._window.count(-sum(each.nbytes for each in memory.values()))
         for layout in layouts:
             use = self._gradients.use_of(layout.name, visit)
             self._sums[layout.name, use] = [memory[layout.name] for memory in made[: len(left)]]
@@ -541,7 +541,7 @@ class ExchangedGradients:
                 if part == len(parts) - 1:
                     sent += self._sums.pop((name, use))
                     if self._window.side is None:
-                        self._window.note(-sum(each.nbytes for each in sent))
+                        self._window.count(-sum(each.nbytes for each in sent))
                         sent.clear()
             if self._window.side is not None:
                 self._sending.append(_SentSums(sent, self._window.event()))
@@ -576,7 +576,7 @@ class ExchangedGradients:
         of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
         length = sums[0].numel() // lanes.size
         received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
-        self._window.note(received.nbytes)
+        self._window.count(received.nbytes)
         found: dict[Subtree, Tensor] = {}
         start = 0
         for number in range(max(map(len, of_ranks))):
@@ -588,7 +588,7 @@ class ExchangedGradients:
             rows = iter(received[start:stop].view(-1, length))
             found.update((nodes[number], next(rows)) for nodes in of_ranks if number < len(nodes))
             start = stop
-        self._window.note(-received.nbytes)
+        self._window.count(-received.nbytes)
         return total(0, lanes.count, found, Tensor.add_)
 
     @contextmanager
@@ -611,14 +611,14 @@ class ExchangedGradients:
         part = self._program.parts_of(layout)[number]
         shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shards.gathered(part))
         memory = torch.zeros(shape, dtype=torch.float32, device=self._window.device)
-        self._window.note(memory.nbytes)
+        self._window.count(memory.nbytes)
         yield [each[: len(part)] for each in memory]
         before()
         others = range(1, len(self._gradients.uses[name])) if use == 0 else ()
         keys = [key, *(self._program.gradient_keys(layout, other)[number] for other in others)]
         with self._window.within_tick(), self._execution.lease(keys) as tensors:
             self._exchange_part(keys, tensors, list(memory))
-        self._window.note(-memory.nbytes)
+        self._window.count(-memory.nbytes)
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -629,11 +629,11 @@ class ExchangedGradients:
             nonlocal made
             memory = torch.empty_like(like)
             made += memory.nbytes
-            self._window.note(memory.nbytes)
+            self._window.count(memory.nbytes)
             return memory
 
         yield make
-        self._window.note(-made)
+        self._window.count(-made)
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Tensor:

@@ -270,7 +270,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_stored(item: Any, device: torch.device) -> bool:
-    """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are not."""
+    """Return whether a result is stored in the block, unlike numbers, empty tensors and host tensors."""
     return isinstance(item, Tensor) and item.numel() > 0 and item.device == device
 
 

@@ -85,10 +85,10 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
             rooms.append(_AliasedBlock(lifetime))
         else:
             room.add(lifetime)
-    alike: dict[tuple[tuple[int, str], ...], int] = {}
+    first_numbers: dict[tuple[tuple[int, str], ...], int] = {}
     blocks: dict[str, BlockPlan] = {}
     for number, room in enumerate(rooms):
-        block = room.block(number, alike.setdefault(room.pattern, number))
+        block = room.block(number, first_numbers.setdefault(room.pattern, number))
         blocks.update((lifetime.gradient.key, block) for lifetime in room.lifetimes)
     moved = {key: block for key, block in blocks.items() if block.key != key}
     return replace(

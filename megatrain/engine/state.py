@@ -18,7 +18,7 @@ __all__ = ["RandomStates", "ThreadModes", "micro_batch_seed", "without_saved_ten
 
 
 def micro_batch_seed(seed: int, micro_batch: int) -> int:
-    """Return the seed of one micro-batch's random stream, which depends only on this pair of numbers."""
+    """Return the seed of one micro-batch's random stream. Every pair of arguments has a different seed."""
     mixed = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
     mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
     return (mixed ^ (mixed >> 29)) % 2**63

@@ -205,7 +205,7 @@ class StepEngine:
         """Queue the transfer of loss, norms and figures to the host. Return the function that waits for them."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
-        return self._access.agree(layouts, queued.terms, own)
+        return self._access.collect_results(layouts, queued.terms, own)
 
     def _read(
         self, queued: QueuedLoss, arriving: Callable[[], tuple[list[float], list[tuple[str, float, int]]]]

@@ -75,7 +75,7 @@ class Unneeded:
 
 NOTHING_UNNEEDED = Unneeded()
 
-#: Function from the weight's owner's name and the call of an operator to the result of the call.
+#: Function that computes the result of an operator call, given the name of the weight's owner and the call.
 Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 

@@ -285,7 +285,7 @@ class UpdateOps:
         return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
 
     def _run_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
-        """Start an update that needs no additional memory.
+        """Start an update on the background thread.
 
         This method leases the blocks, at the position of the update in the tape, so that only the update can fetch or
         change them. The update ends the leases itself, so that the weights can immediately be copied to the device.

@@ -26,17 +26,17 @@ __all__ = [
 ]
 
 
-def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()) -> list[tuple[int, int]]:
+def vocabulary_ranges(vocab_size: int, columns: int, boundaries: Sequence[int] = ()) -> list[tuple[int, int]]:
     """Return the fewest parts of a vocabulary, `(start, stop)`, that have at most ``columns`` columns each.
 
-    Parts between two borders have equal sizes.
+    Parts between two boundaries have equal sizes.
 
     Args:
         columns: Maximum columns of a part.
-        borders: Columns at which a part must begin, because a block of the weight begins there.
+        boundaries: Columns at which a part must begin, because a block of the weight begins there.
     """
     found: list[tuple[int, int]] = []
-    for first, last in zip((0, *borders), (*borders, vocab_size), strict=True):
+    for first, last in zip((0, *boundaries), (*boundaries, vocab_size), strict=True):
         num_parts = -(-(last - first) // columns)
         size = -(-(last - first) // num_parts)
         found += [(start, min(start + size, last)) for start in range(first, last, size)]

@@ -77,7 +77,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
-    def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
+    def add_launch(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
         """Count work outside of torch operators.
 
         Args:
@@ -100,13 +100,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = before
 
-    def know(self, tensor: Tensor, value: Tensor) -> None:
+    def set_values(self, tensor: Tensor, value: Tensor) -> None:
         """Give a fake tensor the values of a real host tensor. Values computed from it are then also known."""
         with _disable_current_modes():
             self._values[tensor] = value.clone()
 
     @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
+    def within_unit(self, name: str) -> Iterator[None]:
         """Record guesses within the context under the name of a unit."""
         before, self.where = self.where, name
         try:

@@ -55,7 +55,7 @@ class Gradient:
     dtype: torch.dtype
     device: torch.device
 
-    def made(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Return a new tensor with this shape, dtype and device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
@@ -120,11 +120,11 @@ class RepeatedLayers:
         tree_map((args, kwargs), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         for index, tensor in enumerate(inputs):
             record.name(tensor, "argument", index)
-        record.note("begins with", tuple(inputs), {}, None)
+        record.add("begins with", tuple(inputs), {}, None)
         num_guesses = counts.num_guesses
-        with _recording(counts, record.note):
+        with _recording(counts, record.add):
             result = run(*args, **kwargs)
-        record.note("ends with", (), {}, result)
+        record.add("ends with", (), {}, result)
         if counts.num_guesses == num_guesses and record.is_complete:
             classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
             did = (classes, tuple(record.entries), _autograd_graph(result))
@@ -140,7 +140,7 @@ class RepeatedLayers:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 arriving.name(gradient, "gradient", index)
-        arriving.note("arriving", tuple(gradients), {}, None)
+        arriving.add("arriving", tuple(gradients), {}, None)
         return forward, tuple(arriving.entries)
 
     def earlier(self, key: Hashable) -> CountedBackward | None:
@@ -212,7 +212,7 @@ class _CallRecord:
             self._names[key] = (*self._names.get(key, ()), (kind, which))
             self._starts.setdefault(key, int(tensor.storage_offset()))
 
-    def note(self, what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def add(self, what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record an operator, its arguments and its result."""
         if not self.is_complete:
             return

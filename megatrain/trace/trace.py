@@ -87,7 +87,7 @@ def trace_visits(
             # Count pixels (outside of the pause), because they are live during the whole step.
             for name, value in (example or {}).items():
                 batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
-                tracer.counts.know(batch[name], value)
+                tracer.counts.set_values(batch[name], value)
             with tracer.counts.paused():
                 # Trace only a few pieces of the head. All pieces are equal, so the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
@@ -190,7 +190,7 @@ def _counted_run(
     """Count the work of kernels within the context, explain failures of the model, and close the tracer on exit."""
     with (
         _lists_are_read(),
-        kernels_counted(tracer.counts.book),
+        kernels_counted(tracer.counts.add_launch),
         nullcontext() if padded else rows_are_documents(),
         _failures_explained(model, inputs),
     ):

@@ -170,7 +170,7 @@ class Tracer:
 
         def guess(*args: Any, **kwargs: Any) -> Any:
             work = self.counts.work
-            with self.counts.inside(bound.unit.name), self._recording_look_ups(bound):
+            with self.counts.within_unit(bound.unit.name), self._recording_look_ups(bound):
                 try:
                     return forward(*args, **kwargs)
                 except (UnsupportedModelError, CountingError):
@@ -282,7 +282,7 @@ class Tracer:
             owners = dict(zip(earlier.owners, (owner for _, owner, _ in visit.bound.unit.params), strict=True))
             weights = frozenset(owners[owner] for owner in unneeded.weights)
             self._unneeded[number] = replace(unneeded, weights=weights)
-        return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
+        return [None if gradient is None else gradient.allocate() for gradient in earlier.gradients]
 
     def _record_graph(self, value: Any, saved: Collection[int | None]) -> None:
         """Record the size of a recompute's graph, from the live storages created since the backward of the visit began.

@@ -70,14 +70,14 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
     """Runs with uncut layouts but the same vocabulary parts as cut ones, because these parts affect the bits."""
 
-    def borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+    def boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
         alone = [layout for layout in graph.layouts.values() if [entry.name for entry in layout.entries] == [name]]
         (layout,) = (replace(each, parts=layouts._parts(each, PART_ALIGNMENT_ELEMENTS)) for each in alone)
         return layout.first_rows[1:]
 
     runs: dict[str, TieredRun] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_plan, "_borders", borders)
+        patch.setattr(head_plan, "_boundaries", boundaries)
         for name, options in RUNS.items():
             folder = tmp_path_factory.mktemp("whole")
             runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)

@@ -61,8 +61,8 @@ NOT_ANSWERED["changed through a view"] = changed_through_a_view
 def looked(look: Look) -> tuple[Any, HostMirror]:
     mirror = HostMirror()
     positions, mask = POSITIONS.clone(), MASK.clone()
-    mirror.know(positions, POSITIONS)
-    mirror.know(mask, MASK)
+    mirror.register(positions, POSITIONS)
+    mirror.register(mask, MASK)
     with mirror:
         return look(positions, mask), mirror
 
@@ -92,7 +92,7 @@ def test_uncertain_values_are_read_from_the_device(name: str) -> None:
 
 def test_an_input_that_was_changed_is_not_known_any_more() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
-    mirror.know(positions, POSITIONS)
+    mirror.register(positions, POSITIONS)
     positions.add_(1)
     with mirror:
         assert positions.max().item() == 5
@@ -103,7 +103,7 @@ def test_a_list_goes_to_the_device_once() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
     indices = []
     for _ in range(2):  # passes
-        mirror.know(positions, POSITIONS)
+        mirror.register(positions, POSITIONS)
         with mirror:
             assert 4 in positions[:, [-1, 0]]
         indices += mirror._lists.values()
@@ -113,7 +113,7 @@ def test_a_list_goes_to_the_device_once() -> None:
 
 def test_mirror_errors_match_torch() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
-    mirror.know(positions, POSITIONS)
+    mirror.register(positions, POSITIONS)
     with mirror, pytest.raises(RuntimeError, match="ambiguous"):
         bool(positions)
 
@@ -121,7 +121,7 @@ def test_mirror_errors_match_torch() -> None:
 def test_mirror_keeps_no_tensors() -> None:
     mirror, host = HostMirror(), POSITIONS.clone()
     device = host.clone()
-    mirror.know(device, host)
+    mirror.register(device, host)
     with mirror:
         result = device + 1
         assert result.max().item() == 5

@@ -44,10 +44,10 @@ def test_exchange_memory_matches_the_plan(
         window, added = sharding.window, sharding.gradients._added
 
         def measured(sums: Sequence[Tensor]) -> Tensor:
-            before, most, window.most_bytes = window.held_bytes, window.most_bytes, 0
+            before, most, window.peak_bytes = window.live_bytes, window.peak_bytes, 0
             found = added(sums)
-            held_at_once.add((window.most_bytes - before) * world.size // (4 * sums[0].numel()))
-            window.most_bytes = max(most, window.most_bytes)
+            held_at_once.add((window.peak_bytes - before) * world.size // (4 * sums[0].numel()))
+            window.peak_bytes = max(most, window.peak_bytes)
             return found
 
         monkeypatch.setattr(sharding.gradients, "_added", measured)
