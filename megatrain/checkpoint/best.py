@@ -97,7 +97,7 @@ class BestSpec:
         for name, each in evaluations.items():
             figures = {"loss": each.loss, "perplexity": each.perplexity, **each.preferences}
             known |= {f"{name}_{figure}": value for figure, value in figures.items()}
-            known = {**figures, **known}  # metrics of the first set are not replaced
+            known = {**figures, **known}  # names without a set keep the metrics of the first set
         if metric not in known:
             raise self._unknown(", ".join(sorted(known)))
         return known[metric]

@@ -133,7 +133,7 @@ def verify_checkpoints(
     """
     checkpoints = [each for each in list_checkpoints(run) if step is None or each.step == step]
     if not checkpoints:
-        find_checkpoint(run, step)  # raises an error that lists the available steps
+        find_checkpoint(run, step)  # this call raises an error that lists the available steps
     for each in checkpoints:
         problems = [each.problem] if each.problem is not None else _problems(each, on_block)
         if not problems or is_listed(each):
@@ -219,7 +219,7 @@ def _is_same(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _problems(checkpoint: Checkpoint, on_block: Callable[[int, str], None] | None) -> list[str]:
-    from megatrain.checkpoint.reader import CheckpointReader  # imports torch, which listing does not need
+    from megatrain.checkpoint.reader import CheckpointReader  # imported late, because it imports torch
 
     def report(record: BlockRecord) -> None:
         if on_block is not None:

@@ -133,7 +133,7 @@ class CheckpointCopier:
         job, self._job = self._job, None
         moved, problem = self._writer.finish(job.checkpoint, job.figures, job.error)
         if self._copies is not None and moved is not None:
-            with contextlib.suppress(OSError):  # the next copy prunes again
+            with contextlib.suppress(OSError):  # if old copies cannot be removed, the next copy tries again
                 self._copies.keep_only(self._writer.folder.generations(self._writer.folder.known))
         self._report(job, moved, problem)
         if self._next is not None:
@@ -214,7 +214,7 @@ class CheckpointCopier:
         job.thread.start()
 
     def _run(self, job: _CopyJob) -> None:
-        """Run on the thread of one copy."""
+        """Make one copy. This method runs on the thread of the copy."""
         start_s = time.perf_counter()
         try:
             job.figures = self._copy(job)

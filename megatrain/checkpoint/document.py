@@ -299,7 +299,7 @@ def folder_notices(folder: Path) -> list[str]:
     The folder is then a copy of a live run, or the run crashed before it wrote the document.
     """
     notices = []
-    with contextlib.suppress(NewerFormatError):  # the reader of the generations reports it
+    with contextlib.suppress(NewerFormatError):  # ``read_checkpoints`` reports this error
         if list_generations(folder) and (problem := top_problem(folder)) is not None:
             notices.append(f"{problem}. The checkpoints themselves decide: the newest whole one is continued")
     with contextlib.suppress(GenerationError):
@@ -501,6 +501,6 @@ def _named(checkpoints: Sequence[Checkpoint]) -> set[tuple[str, int]]:
 
 
 def _remove_generation(directory: Path, generation: int) -> None:
-    from tiered import remove_generation  # imports torch, which ``status`` must not
+    from tiered import remove_generation  # imported late, because it imports torch and ``status`` must not
 
     remove_generation(directory, generation)

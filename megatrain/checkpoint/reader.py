@@ -62,7 +62,7 @@ class CheckpointReader:
         if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
             raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
         if len(self._readers) == 1 and self._shard_bytes(key) == spec.nbytes:
-            self._readers[0].read(key, out)  # avoids a copy
+            self._readers[0].read(key, out)  # reading into ``out`` avoids a copy
             return
         memory = out.reshape(-1).view(torch.uint8)
         for start in range(0, spec.nbytes, self.piece_bytes):

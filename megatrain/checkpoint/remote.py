@@ -250,7 +250,8 @@ class RemoteFolder:
                 "continue that run, an empty output_dir"
             )
         document = json.dumps({"format": REMOTE_FORMAT, "run": run})
-        self._write(RUN_NAME, document.encode())  # even if it exists, so that missing permissions are found at once
+        # Write the document even if it exists, so that missing permissions are found at once.
+        self._write(RUN_NAME, document.encode())
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, document, durable=True)
 
@@ -359,7 +360,7 @@ class RemoteFolder:
             upload.check()
             digest.update(part)
         if digest.hexdigest() != expected:
-            del upload.sums[name]  # the next try sends it again
+            del upload.sums[name]  # without this entry, the next try sends the object again
             raise DamagedError(f"{self._title}: '{prefix}{name}' was altered: SHA-256 {digest.hexdigest()}")
         upload.compared.add(name)
 
@@ -400,7 +401,8 @@ class RemoteFolder:
         for name in sorted(self._folders()):
             if name not in stay and whole and int(name[:8]) < whole[0].number:
                 with self._errors_explained(f"'{name}' cannot be removed"):
-                    with contextlib.suppress(FileNotFoundError):  # first, so that a partly removed copy is ignored
+                    # Remove the document first, so that readers ignore a partly removed copy.
+                    with contextlib.suppress(FileNotFoundError):
                         self._files.rm_file(f"{self._root}/{name}/{CHECKPOINT_NAME}")
                     with contextlib.suppress(FileNotFoundError):
                         self._files.rm(f"{self._root}/{name}", recursive=True)

@@ -112,7 +112,7 @@ class RemoteCopier:
         late = [each for each in own if each.problem is None and order_key(each) > newest]
         return newest[0], max((each.number for each in there), default=0), set(map(identity, there)), late
 
-    # -- called by the loop ------------------------------------------------------------------------------------------
+    # -- methods for the training thread -----------------------------------------------------------------------
 
     def offer(self, checkpoint: Checkpoint) -> None:
         """Queue a checkpoint for copying, unless the URL already has it."""
@@ -232,7 +232,7 @@ class RemoteCopier:
         job.thread.start()
 
     def _run(self, job: _Job, delay_s: float) -> None:
-        """Run on the thread of one try."""
+        """Send the parts of this rank, or commit the copy. This method runs on the thread of one try."""
         try:
             if self._cancelled.wait(delay_s):
                 return

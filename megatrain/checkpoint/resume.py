@@ -47,7 +47,7 @@ WHAT_DECIDES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
-_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # a checkpoint holds the state in this format and cannot convert it
+_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # keys that determine the format of blocks, which no run converts
 
 
 class ConfigChangedError(Exception):

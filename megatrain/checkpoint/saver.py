@@ -65,7 +65,7 @@ class Saver:
         self._steps_per_epoch = steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
-        self._in_flight: tuple[Commit, RunState, float] | None = None  # with the seconds that training stalled
+        self._in_flight: tuple[Commit, RunState, float] | None = None  # the float is the seconds of stall so far
 
     @property
     def saved_step(self) -> int | None:

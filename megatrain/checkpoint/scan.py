@@ -115,7 +115,7 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
     for name in (CHECKPOINTS_NAME, COPIES_NAME):
         there = scan(root / name, drives, reads_state=False, on_damage=lambda error: None)
         if there and there[0].is_foreign:
-            there = []  # a run would refuse all of them
+            there = []  # a run would raise an error instead of using an older checkpoint
         found.append([each for each in there if each.problem is None or each.lost])
     return merge_by_save(*found)
 

@@ -114,7 +114,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def copy_every(self) -> int | None:
-        """Saves per copy; None if no checkpoint or only the last one is copied."""
+        """Number of saves per copied checkpoint; None if no checkpoint or only the last one is copied."""
         if isinstance(self.save_copy, bool):
             return 1 if self.save_copy else None
         return self.save_copy if isinstance(self.save_copy, int) else None
@@ -136,7 +136,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def _most_kept(self) -> int:
-        return max(self.save_total_limit, MIN_GENERATIONS)  # a save keeps the previous one
+        return max(self.save_total_limit, MIN_GENERATIONS)  # a save never removes the previous one
 
     def without_saves(self) -> CheckpointConfig:
         """Return a copy of the table for a run that never saves."""

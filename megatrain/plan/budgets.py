@@ -58,7 +58,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
     capacity = machine.ram_capacity_bytes(tiers)
     if tiers.table.ram.size.is_auto and not run.world.is_single:
         capacity -= run.world.local_size * _RANK_BYTES
-    capacity = max(0, capacity) // run.world.local_size  # the config sizes RAM and drives for the whole host
+    capacity = max(0, capacity) // run.world.local_size  # sizes in the config are for the whole host
     budgets["ram"] = TierBudget(
         "ram",
         capacity,
@@ -72,7 +72,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         budgets["nvme"] = TierBudget(
             "nvme",
             capacity,
-            functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # blocks have few sizes
+            functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # most sizes repeat
             generations=run.checkpoint.table.num_generations,
             links=(*both_ways("ram", "nvme"), *(both_ways("gpu", "nvme") if is_direct else ())),
             is_addressable=False,
@@ -133,7 +133,7 @@ def with_residents(
         return budgets
     kinds = set(run.placement.residents)
     if not program.updates.in_compute_tier:
-        kinds.discard("optimizer")  # no update in GPU memory reads the state
+        kinds.discard("optimizer")  # updates outside GPU memory read the state
     gpu = profile.gpu if profile is not None else None
     rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))
@@ -155,7 +155,7 @@ def _master(program: StepProgram) -> str:
 
 def filling_bytes(program: StepProgram) -> int:
     """Return the RAM needed to load or save the weights of the largest layout, with their fp32 master."""
-    most, elements = 0, Counter[str]()  # elements of whole layouts, because an export gathers all parts and shards
+    most, elements = 0, Counter[str]()  # elements by whole, because an export gathers all parts and shards
     for block in program.blocks.values():
         if block.kind == "weights":
             elements[block.whole] += block.num_elements * program.sharding.shards.size

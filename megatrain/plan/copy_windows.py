@@ -35,9 +35,9 @@ class CopyWindows:
     def __init__(self, copies: Sequence[TickCopies]) -> None:
         self._num_ticks = len(copies)
         in_group = Counter[int]()
-        kinds: dict[tuple[bool, int], int] = {}  # (passes, size) -> number
+        kinds: dict[tuple[bool, int], int] = {}  # (whether it passes, size) -> number of the kind
         last: dict[tuple[bool, str], int] = {}
-        uses: list[tuple[int, int, int]] = []  # tick, tick of the last use of the same copy, kind
+        uses: list[tuple[int, int, int]] = []  # (tick, tick of the copy's previous use, kind)
         keys: list[tuple[bool, str]] = []
         for number, of_tick in enumerate(copies):
             for passes, group in ((False, of_tick.held), *((True, group) for group in of_tick.passing)):

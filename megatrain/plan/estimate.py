@@ -87,7 +87,7 @@ _UNCOUNTED = (
 )
 _PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # bytes of master, m and v in the kernels that doctor times
-_ADAMW_TOUCHED = 28  # these kernels read the 12 bytes and an fp32 gradient, and write the 12 bytes
+_ADAMW_TOUCHED = 28  # these kernels read the 12 bytes and an fp32 gradient, and write back the 12 bytes
 _SUM_NBYTES = 8  # per gradient element and micro-batch: a matrix product reads and writes the fp32 sum
 
 
@@ -424,7 +424,9 @@ class _Costs:
         if self._plan.ticks is not None:
             return self._timed_s(updates=True)
         plan, is_split = self._plan, self._plan.graph.dtype.itemsize == 2
-        num_updated = plan.num_updated(on_gpu=False) * plan.run.world.local_size  # ranks share the host
+        num_updated = (
+            plan.num_updated(on_gpu=False) * plan.run.world.local_size
+        )  # all ranks of a host update concurrently
         rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
         if not num_updated:
             return 0.0
@@ -629,10 +631,10 @@ class RunLength:
 
 
 def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLength:
-    """Return the length and traffic of the whole run.
+    """Return the length and traffic of a whole run.
 
     Args:
-        num_steps: Steps as counted in the data; None for the number in the config.
+        num_steps: Number of steps according to the data, or None to use ``max_steps`` of the config.
         step_s: Seconds of a step; None if a rate was not measured.
     """
     if num_steps is None:

@@ -155,7 +155,7 @@ class GraphKeeper:
         above = ""
         for visit in reversed(visits) if num_layers else ():
             unit = self._graph.units[self.trace.visits[visit].unit]
-            if unit.is_layer or unit.layer not in ("", above):  # a layer may have several consecutive visits
+            if unit.is_layer or unit.layer not in ("", above):  # count consecutive visits of a layer once
                 num_layers -= 1
             if num_layers < 0:
                 return

@@ -162,7 +162,7 @@ def _own_ring(block: BlockPlan) -> _Ring:
 
 def _filled(ring: _Ring) -> HostSlab:
     slab = HostSlab(ring.slot_bytes)
-    if ring.kind == "weights" and ring.slot_bytes and ring.dtype.is_floating_point:  # packed bytes may stay zeros
+    if ring.kind == "weights" and ring.slot_bytes and ring.dtype.is_floating_point:  # packed bytes stay zeros
         slab.tensor.view(ring.dtype).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT)
     return slab
 
@@ -216,7 +216,8 @@ def measure_ticks(
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # a run's limit of freed memory
+        # Use the same limit of freed memory as a run, because a lower limit makes steps slower.
+        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES
         most_bytes += max(computing_bytes(trace, plan.program))
         with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
             for block in blocks.values():
@@ -248,7 +249,7 @@ def _measured(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> 
     num_few, num_many = 1, most
     if not steps.takes_any_number:
         num_few = most
-    steps.run(num_few)  # kernels are compiled and memory is touched here; the first step has no update
+    steps.run(num_few)  # this step compiles kernels, touches memory, and has no update
     one_s = steps.run(num_few).total_s
     if steps.takes_any_number and most > 1:
         two_s = steps.run(2).total_s
@@ -330,7 +331,8 @@ class _Steps:
         # With the compute tier set to RAM, a step computes the same, even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
         program = replace(plan.program, compute_tier="ram", updates=updates)
-        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # prefetching also costs time
+        # Set a schedule as in a run, because the prefetcher's work also takes time.
+        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))
         self._engine = StepEngine(
             store,
             replace(plan.for_steps, program=program, homes=homes, stays={}),

@@ -594,7 +594,7 @@ class _WorkingSets:
             self._changed[True].update((tick, (tick or len(self.by_tick)) - 1))
 
     def largest(self, *, ahead: bool) -> int:
-        """Return the bytes of the fullest tick, or with ``ahead`` of the fullest two consecutive ticks."""
+        """Return the bytes of the fullest tick, or if ``ahead`` is True, of the fullest pair of consecutive ticks."""
         heap, changed = self._heaps[ahead], self._changed[ahead]
         if len(heap) + len(changed) > 4 * len(self.by_tick):
             heap[:] = [(-self._bytes_from(tick, ahead=ahead), tick) for tick in range(len(self.by_tick))]

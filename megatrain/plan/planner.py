@@ -219,7 +219,7 @@ def check_ranks(run: RunSpec) -> None:
     """
     if run.world.is_single:
         return
-    if run.num_lanes < run.world.size:  # the other checks depend on it
+    if run.num_lanes < run.world.size:  # the other checks assume at least one lane per rank
         raise ConfigError("the config", [_too_few_lanes(run)])
     problems = list(_problems_of_ranks(run))
     if problems:
@@ -447,7 +447,7 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
 def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled | Shortfall:
     """Return homes that leave at least ``room`` bytes free, or more if the buffers for each size need more."""
     first = settled = solver.settle(room)
-    for _ in range(_NUM_TRIES):  # blocks that leave a tier may need copies of other sizes in it
+    for _ in range(_NUM_TRIES):  # each try moves blocks, which may then need buffers of other sizes
         if isinstance(settled, Shortfall) or not settled.missing_bytes:
             break
         room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}

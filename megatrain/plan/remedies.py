@@ -72,7 +72,7 @@ def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         changes.append("optimizer.max_grad_norm = 0")
     if not run.model.table.split_experts:  # clipping by layer excludes split experts
         changes.append('optimizer.clip_scope = "layer"')
-    if changes:  # both changes give the same blocks and the same need
+    if changes:  # both changes have the same need, so plan only one
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
         yield ", or ".join(changes), replace(run, optimizer=by_layer)
 

@@ -140,7 +140,7 @@ class ResidentChooser:
             if is_needed is None and cost >= 0:
                 return
             keys = self._keys_to_move(number, homes)
-            if not keys or self._cost_of(number, keys, homes) != cost:  # stale: its group moved and was queued again
+            if not keys or self._cost_of(number, keys, homes) != cost:  # the entry is stale
                 continue
             if try_move(keys):
                 self._follow(keys, homes)

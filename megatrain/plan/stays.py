@@ -121,7 +121,7 @@ class BufferBudget:
 
     def add(self, stay: Stay, num_ticks: int) -> bool:
         """Add a copy that stays if its buffer fits. Return whether it was added."""
-        used = {stay.start, stay.stop} - {*stay.held}  # ticks whose counts already include the copy
+        used = {stay.start, stay.stop} - {*stay.held}  # the counts of these ticks already include the copy
         windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)
         counts = self._counts.setdefault(stay.nbytes, [0] * num_ticks)
         before = self._most.get(stay.nbytes, 0)

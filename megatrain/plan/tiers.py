@@ -258,7 +258,7 @@ def check_drives(plan: Plan) -> None:
     """
     spec, world = plan.run.checkpoint, plan.run.world
     needs = _drive_needs(plan)
-    for path in spec.drives:  # all ranks of a host need the same bytes there
+    for path in spec.drives:  # every rank of a host needs this number of bytes
         needs[path] *= world.local_size
     owned = _owned_bytes(spec, world)
     drives: dict[int, list[Path]] = {}
@@ -281,7 +281,7 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
     }
     own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
     sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
-    owned[checkpoints] = sum(sizes.values())  # whole copies may be links to the same inodes
+    owned[checkpoints] = sum(sizes.values())  # counted by inode, because copies may be links to checkpoint files
     return owned
 
 

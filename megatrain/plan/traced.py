@@ -252,11 +252,11 @@ def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.table.train_from_scratch or not frozen:
         return {}
-    if not run.world.is_single:  # the folder has whole tensors, not shards
+    if not run.world.is_single:  # the folder has no shards
         return {}
     try:
         return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
-    except (ModelFolderError, OSError):  # a plan needs no weights; a run reports the problem
+    except (ModelFolderError, OSError):  # a plan needs no weights, and a run reports the error
         return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
 
 

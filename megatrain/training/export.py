@@ -127,7 +127,7 @@ class _CheckpointWeights:
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
         self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
         self._unit = ""
-        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # last block, its first byte and piece, by kind
+        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # kind -> (block, first byte, piece) of the last read
         with self._explained():
             self._reader = CheckpointReader(found)
         dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}

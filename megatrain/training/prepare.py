@@ -1,8 +1,8 @@
-"""Checks and preparation of a run before its first step, part by part, with findings for each part.
+"""Checks and preparation of a run before its first step, with findings about each part.
 
-``Preparation`` creates the parts of a planned run: storage, rows, evaluation sets and learning rates. A run ends at the
-first error. ``check_run`` checks every part regardless of the others, so that one call reports every mistake. It trains
-and writes nothing.
+``Preparation`` creates the parts of a planned run: weights, rows, evaluation sets and learning rates. A run ends at the
+first error. ``check_run`` checks every part even if other parts have errors, so that one call reports every mistake. It
+does not train and writes nothing.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class CheckResult:
 
     Attributes:
         subject: Part of the run.
-        severity: "ok", "note", "warning" (the run would start, but perhaps not do what the user wants) or "problem"
-            (the run would be refused, or end).
-        text: Facts, and the remedy of a problem.
+        severity: "ok", "note", "warning" (the run would start, but may not do what the user wants) or "problem" (the
+            run would not start, or would end with an error).
+        text: The facts, and a remedy if there is a problem.
         kind: Category of the problem, or None if there is no problem.
     """
 
@@ -130,19 +130,19 @@ class CheckResult:
 
     @classmethod
     def of_error(cls, subject: str, error: Exception) -> CheckResult:
-        """Return the finding behind an expected error."""
+        """Return the finding that reports an expected error."""
         kind = next(kind for errors, kind in _KIND_OF if isinstance(error, errors))
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         return cls(subject, "problem", text, kind)
 
     @property
     def line(self) -> str:
-        """The finding as a message of a run."""
+        """The finding as a message that a run prints."""
         return f"warning: {self.text}" if self.severity == "warning" else self.text
 
 
 def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
-    """Return a config that records the planner's choices for keys that the config leaves open."""
+    """Return the config with the planner's choices for all keys that the config leaves open."""
     fused = run.optimizer.muon_fused
     choices = {
         "training.gradient_lanes": run.num_lanes,
@@ -154,21 +154,21 @@ def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
 
 
 def plan_one_rank(config: RunConfig) -> Plan:
-    """Return the plan of a run; with several processes, the plan of the rank with the most tokens. Starts none."""
+    """Plan a run without starting processes. With several processes, plan for the rank with the most tokens."""
     run, size = with_kept_rules(resolve(config)), config.distributed.processes
     return plan_run(run if size == 1 else run.as_fullest_rank(size))
 
 
 class Preparation:
-    """The parts that a planned run needs before its first step. Each is made at its first use, and then kept.
+    """The parts that a planned run needs before its first step. Each part is created at its first use and cached.
 
     Methods check parts or yield findings about them. A run calls them in the order of this class, cheap checks first.
 
     Args:
         config: Config of the run, with the choices of the plan.
-        on_message: Called with messages for the user while a part is made.
-        gather: Returns the number of each process. A collective.
-        dataset: Rows to train on, if they have been read and checked already.
+        on_message: Called with messages for the user while a part is created.
+        gather: Collective that all-gathers one number per process.
+        dataset: Training rows, if they are already read and checked.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Preparation:
 
     @cached_property
     def evaluation_plans(self) -> Mapping[EvaluatedWeights, Plan]:
-        """Plans of evaluation passes, by the weights that they evaluate."""
+        """Plans of evaluation passes, by the weights to evaluate."""
         return plans_of_evaluations(self.evaluation, self.plan)
 
     @cached_property
@@ -198,34 +198,34 @@ class Preparation:
         return tokenizer_of(self.run.model)
 
     def limits(self) -> None:
-        """Refuse sizes and drives that this machine lacks, and impossible evaluation passes and exports."""
+        """Check that this machine has the configured sizes and drives, and that evaluations and the export can work."""
         refuse(self.plan.objections)
         assert self.evaluation_plans, "a pass that does not fit is refused here"
         if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
             adapters.check_merge(self.plan.graph)
 
     def folders(self) -> None:
-        """Refuse loggers that are not installed, and folders that are not writable. Leaves no files."""
+        """Check that all loggers are installed and all folders are writable, without leaving files."""
         check_loggers(self.logging)
         check_writable(self._config)
         check_target(self.run.output_dir / FINAL_NAME)
 
     @cached_property
     def weights(self) -> StartWeights:
-        """Weights to start from. The free space of the drives and their folders are checked first."""
+        """Initial weights. Before they are opened, the drives' folders and free space are checked."""
         check_drives(self.plan)
         check_folders(self.run.checkpoint)
         return open_weights(self.plan, self._on_message)
 
     @cached_property
     def dataset(self) -> TokenDataset:
-        """Rows to train on, tokenized or found in the cache."""
+        """Training rows, from the cache or newly tokenized."""
         dataset = open_dataset(self.run.data, self.tokenizer, self._on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
         return dataset
 
     def rows(self) -> Iterator[CheckResult]:
-        """Yield the report on the rows to train on, and a warning for each source that lost many of them.
+        """Yield the report on the training rows, and a warning for each source that lost many rows.
 
         Raises:
             DataError: More than ``data.max_dropped`` of a source is dropped or cut.
@@ -234,14 +234,14 @@ class Preparation:
         try:
             losses = check_losses(report, data.source_names, data.table.max_dropped)
         except DataError:
-            self._on_message(str(report))  # why rows were dropped
+            self._on_message(str(report))  # the report states why rows were dropped
             raise
         yield CheckResult("data", "ok", str(report))
         yield from (CheckResult("data", "warning", text) for text in losses)
 
     @cached_property
     def loader(self) -> BatchLoader:
-        """Batches of the run. ``RunStart.state`` seeks to the position of a checkpoint."""
+        """Batches of the run. ``RunStart.state`` moves it to the position of a checkpoint."""
         return make_loader(self.plan, self.dataset, self.tokenizer)
 
     @cached_property
@@ -273,32 +273,32 @@ class Preparation:
 
     @property
     def evaluation_sets(self) -> Sequence[EvaluationSet]:
-        """Rows to evaluate on."""
+        """Evaluation rows."""
         return self._evaluated[0]
 
     def evaluated_rows(self) -> Sequence[CheckResult]:
-        """Return the findings about the rows to evaluate on."""
+        """Return the findings about the evaluation rows."""
         return self._evaluated[1]
 
     @cached_property
     def samplers(self) -> Mapping[EvaluatedWeights, Sampler]:
-        """Generators of continuations for evaluated rows, by the weights that they use."""
+        """Samplers that continue evaluation rows, by the weights that they use."""
         return make_samplers(self.evaluation, self.evaluation_plans, self.evaluation_sets, self.tokenizer, self._gather)
 
     def check_evaluations(self) -> None:
-        """Refuse samples that do not fit, and a best evaluation by a metric that no evaluation has."""
+        """Check that samples fit into memory, and that an evaluation has the metric for the best evaluation."""
         assert self.samplers is not None, "samples that do not fit are refused here"
         self.best.check(self.evaluation.evaluations_of(each.name for each in self.evaluation_sets))
 
     def remarks(self) -> Iterator[CheckResult]:
-        """Yield choices of the plan that users rarely expect."""
+        """Yield notes on choices of the plan that users rarely expect."""
         if self.plan.traced.flash_note:
             yield CheckResult("plan", "note", self.plan.traced.flash_note)
         if self.plan.traced.packing_warning:
             yield CheckResult("plan", "warning", self.plan.traced.packing_warning)
 
     def warnings(self) -> Iterator[CheckResult]:
-        """Yield settings of the model and the learning rate that users rarely intend."""
+        """Yield warnings about settings of the model and the learning rate that users rarely intend."""
         run = self.run
         for text in (
             *model_warnings(run.model, run.batch.max_length, run.optimizer, self.plan.graph),
@@ -307,11 +307,11 @@ class Preparation:
             yield CheckResult("model", "warning", text)
 
     def start(self, config: RunConfig, on_message: Callable[[str], None], *, allows_changes: bool = False) -> RunStart:
-        """Return a finder of the checkpoint from which the run resumes.
+        """Create the search for the checkpoint from which the run resumes.
 
         Args:
             on_message: Called with messages for the user.
-            allows_changes: Whether a checkpoint is resumed even if config changes alter results.
+            allows_changes: Whether to resume a checkpoint even if config changes alter results.
         """
         return RunStart(
             self.plan,
@@ -326,11 +326,11 @@ class Preparation:
 
 
 def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> None:
-    """Refuse problems that can be found without the model, because planning a large model takes minutes.
+    """Raise errors that can be found without the model, because planning a large model takes minutes.
 
     Raises:
         DataError: A file of rows does not exist.
-        CheckpointError: The config names a missing checkpoint, or one exists and the config forbids it.
+        CheckpointError: The config names a missing checkpoint, or forbids resuming although a checkpoint exists.
         ConfigChangedError: The config would resume a checkpoint with different results.
     """
     # Shards of streams are listed when they are opened.
@@ -340,17 +340,17 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
     try:
         candidates = find_candidates(resolve_checkpoint(config), lambda text: None)
     except LostCheckpointsError:
-        return  # a finished run needs none
+        return  # a finished run needs no checkpoint, and an unfinished run raises this error later
     if not candidates or allow_config_change:
         return
     state = candidates[0].state
     before, now = config_from_toml(state.config_toml), config
-    # Keys that the config leaves to the model are compared once it is loaded.
+    # Keys that depend on the model are compared after the model is loaded.
     if "packing" not in config.data.model_fields_set:
         now = with_values(now, {"data.packing": before.data.packing})
     if config.model.revision is None:
         now = with_values(now, {"model.revision": before.model.revision})
-    # Only the model determines which parameters the globs match.
+    # The model determines which parameters the globs match, so they are compared later.
     now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
     changes = changes_from(state.config_toml, now)
     device = machine.resolve_device(config.device)
@@ -361,9 +361,9 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
         of_model["config_xxh3_64"] = checksum(model_config.read_bytes())
 
     def find_others() -> list[str]:
-        """Return the other differences that can be found without tokenizing rows."""
+        """Return further differences that can be found without tokenizing rows."""
         is_streamed = config.data.streaming
-        # Checksums of shards and of files cannot be compared.
+        # Streams have checksums of shards, which cannot be compared with checksums of files.
         sources = state.sources if before.data.streaming == is_streamed else ()
         compared = {
             f"data.train.{number}.path"
@@ -396,14 +396,14 @@ def check_run(
     *,
     reads_weights: bool = True,
 ) -> Iterator[CheckResult]:
-    """Yield the findings of all parts.
+    """Check all parts of a config, and yield the findings.
 
     Args:
         path: As for :func:`megatrain.config.load_config`.
         extra_files: As for :func:`megatrain.config.load_config`.
         overrides: As for :func:`megatrain.config.load_config`.
         on_progress: Called with the name of the next part.
-        reads_weights: Whether to read all weights of the model, to find NaN and infinite ones.
+        reads_weights: Whether to read all weights of the model to find NaN and infinite values.
     """
     try:
         loaded = load_config(path, extra_files, overrides)
@@ -423,11 +423,11 @@ def check_run(
 
 
 class _WholeCheck:
-    """Check of every part of one config, as far as its mistakes allow.
+    """Check of every part of one config that its mistakes allow to check.
 
     Args:
-        is_whole: Whether the config is complete. Otherwise mistakes were removed, and parts that depend on all of the
-            config are not checked.
+        is_whole: Whether the config is complete. If not, mistakes were removed from it, and parts that depend on the
+            complete config are not checked.
         reads_weights: As for :func:`check_run`.
     """
 
@@ -467,7 +467,7 @@ class _WholeCheck:
                 ("checkpoints", self._checkpoints),
             ]
         if self._reads_weights:
-            parts.append(("weights", self._weights))  # last: it takes the longest
+            parts.append(("weights", self._weights))  # reading weights takes longest, so it comes last
         for subject, part in parts:
             self._on_progress(subject)
             try:
@@ -556,7 +556,7 @@ class _WholeCheck:
                 yield CheckResult("data", "warning", text)
 
     def _each_source(self, error: DataError) -> Iterator[CheckResult]:
-        """Open each source alone, so that a mistake in one does not hide mistakes in the others."""
+        """Open each source separately, so that an error in one source does not hide errors in other sources."""
         assert self._tokenizer is not None
         sources = self._config.data.train
         if len(sources) == 1:
@@ -627,7 +627,7 @@ class _WholeCheck:
         prepared.check_evaluations()
 
     def _drives(self) -> Iterator[CheckResult]:
-        """Yield the location of each path of the NVMe tier, and configured resources that this machine lacks."""
+        """Yield the drive of each NVMe path, and the configured resources that this machine lacks."""
         tiers = resolve_tiers(self._config)
         for path in drive_paths(tiers.table.nvme):
             yield CheckResult("drive", "ok", str(path))
@@ -709,14 +709,14 @@ class _WholeCheck:
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
     def _start(self, on_message: Callable[[str], None]) -> RunStart | None:
-        """Return a finder that compares checkpoints with the user's config, or None without model or rows."""
+        """Create the search for checkpoints with the user's config, or return None without a model or rows."""
         if self._prepared is None or not self._is_cut:
             return None
         config = self._config.model_copy(update={"data": self._config.data.model_copy(update=self._own)})
         return self._prepared.start(with_commit(config, self._prepared.run.model.hub), on_message)
 
     def _weights(self) -> Iterator[CheckResult]:
-        """Read the weights that a run would load, and report all NaN and infinite ones; a run stops at the first."""
+        """Read the weights that a run would load, and report all NaN and infinite values. A run stops at the first."""
         if not self._weight_names:
             return
         folder = ModelFolder(resolve_model(self._config).folder)
@@ -744,7 +744,7 @@ def _each_problem(subject: str, error: ConfigError) -> Iterator[CheckResult]:
 
 
 def _can_hold_files(folder: Path) -> bool:
-    """Return whether a file can be created in a folder. Pseudo file systems of the kernel have a size of 0."""
+    """Return whether files can be created in a folder. The kernel's pseudo file systems have size 0."""
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return False
     return shutil.disk_usage(folder).total > 0

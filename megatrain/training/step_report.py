@@ -72,7 +72,7 @@ class StepMeter:
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
-        self._moved_outside = MovedByLink()  # traffic outside blocks, up to the last step
+        self._moved_outside = MovedByLink()  # total traffic outside blocks until the last step
         self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""A training run: load, train, evaluate, save, export."""
+"""Training runs: load, train, evaluate, save, export."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ __all__ = ["Trainer"]
 
 
 def _planned(run: RunSpec, group: RankGroup) -> Plan:
-    """Plan a run of this rank. A collective."""
+    """Plan the run for this rank. A collective."""
     return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
 
 
 class Trainer:
     """One run of one config. It allocates and writes nothing before ``train`` or ``open``.
 
-    ``train`` executes the run from its start, or from its newest checkpoint, to its end. Its parts serve callers that
-    control the steps::
+    ``train`` executes the run from its start, or from its newest checkpoint, to its end. Callers that control the steps
+    themselves use ``open``::
 
         with trainer.open() as opened:
             opened.load()
@@ -74,18 +74,18 @@ class Trainer:
 
     Args:
         observer: Receives every step, evaluation, checkpoint and message. None disables it.
-        plan: The plan of this config, if it exists already.
+        plan: Plan of this config, if it already exists.
         activity: Progress shared with a live view. Defaults to a private one.
         allow_config_change: Whether to resume a checkpoint even if config changes alter results.
         exit_code_of: Returns the exit code of the process after an error or a summary, for ``status.json``.
         group: The ranks of the run, or None for a single process.
 
     Attributes:
-        config: The given config, with the ``data.packing`` that the model supports, and the commit of a hub model.
-        plan: Homes of all blocks, and the traffic of each step.
-        run: The values from which the plan was made.
-        prepared: Weights, rows, evaluation sets and learning rates, each made at its first use.
-        opened: Store of the run, during ``train``.
+        config: The given config, with the planner's choices for open keys and the commit of a hub model.
+        plan: Plan with the homes of all blocks and the traffic of each step.
+        run: Resolved config from which the plan was made.
+        prepared: Weights, rows, evaluation sets and learning rates, each created at its first use.
+        opened: Open store of the run, during ``train``.
         state: Progress of the run, during ``train``.
 
     Raises:
@@ -124,21 +124,21 @@ class Trainer:
         self._exit_code_of = exit_code_of
         self._saver: Saver | None = None
 
-    # -- the run -------------------------------------------------------------------------------------------------
+    # -- the whole run -------------------------------------------------------------------------------------------------
 
     def train(self) -> RunSummary:
-        """Train from the start, or from the newest checkpoint, to the end. Write ``output_dir/final``.
+        """Train from the start, or from the newest checkpoint, to the end, and write ``output_dir/final``.
 
-        All predictable failures occur before the first step. Until then ``output_dir`` is untouched.
+        All predictable errors are raised before the first step, most of them before anything is written to ``output_dir``.
 
         Returns:
-            Summary of the run; ``interrupted`` if a signal ended it early.
+            Summary of the run, with ``interrupted`` set if a signal ended the run early.
 
         Raises:
             ScheduleError: The warm-up is longer than the run.
             DataError: The data cannot be used.
-            BeyondMachineError: This machine has less than the tiers' sizes.
-            ConfigError: ``output_dir`` cannot be written, or a drive's path is no drive.
+            BeyondMachineError: The tiers' sizes exceed this machine.
+            ConfigError: ``output_dir`` cannot be written, or the path of a drive is not on a drive.
             ExportError: Other files occupy the folder of the exported model.
             CheckpointError: A checkpoint cannot be used or written.
             ConfigChangedError: Config changes would alter the results of the checkpoint's run.
@@ -152,8 +152,8 @@ class Trainer:
         check_alike(self.plan, dict(config_lines(self.config)), self.group)
         lines = [each.line for each in self.prepare()]
         with self._in_folder():
-            self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
-            # Rank 0 searches and reports whether anything is left to do. A problem on rank 0 ends all ranks.
+            self.group.wait_for_all()  # ranks write nothing before rank 0 owns the folder
+            # Rank 0 searches for checkpoints and reports whether steps are left. An error on rank 0 ends all ranks.
             start = self.prepared.start(self.config, self.observer.on_message, allows_changes=self._allow_config_change)
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
             if summary is None:
@@ -170,7 +170,7 @@ class Trainer:
         return summary
 
     def _run(self) -> RunSummary:
-        """Train, evaluate, save, export: the loop."""
+        """Run the loop that trains, evaluates and saves, then export the model."""
         self._begin()
         before = self.opened.store.stats()
         with self.signals:
@@ -180,7 +180,7 @@ class Trainer:
                 self.train_step()
                 self.saver.poll()
                 if self.state.step < self.state.max_steps:
-                    self.evaluate()  # before the checkpoint, so that a run resumed from it has the evaluation already
+                    self.evaluate()  # the checkpoint must include this evaluation
                 self.save_if_due()
             self._end_steps()
             moved_outside = self._engine.moved_bytes
@@ -188,7 +188,7 @@ class Trainer:
             self.save_last()
             self.opened.store.wait_idle()
             moved = self.opened.store.stats() - before
-            moved_outside = added(moved_outside, self.evaluator.moved_bytes)  # traffic of evaluations between ranks
+            moved_outside = added(moved_outside, self.evaluator.moved_bytes)  # of evaluations
             summary = partial(self._summary, moved, added(link_bytes(moved), moved_outside))
             if self.consensus.stops:
                 self._finish_copies()
@@ -199,11 +199,11 @@ class Trainer:
                 folder = self.export()
                 self.copier.finish()
             except KeyboardInterrupt as stop:
-                # The other ranks must also know of it, because they wait for this one's next request.
+                # If only this rank knows of the stop, raise: the other ranks wait for its next request.
                 is_known_to_all = self.group.world.is_single or isinstance(stop, ExportStopped)
                 if self.saver.saved_step != self.state.step or not is_known_to_all:
                     raise
-                return summary(interrupted=True)  # the next start exports
+                return summary(interrupted=True)  # the next start exports the model
             return summary(export_dir=folder)
 
     @property
@@ -211,33 +211,33 @@ class Trainer:
         return self.state.step < self.state.max_steps and not self.prepared.best.is_over(Best.of_state(self.state.best))
 
     def is_paused(self) -> bool:
-        """Whether the run waits for a user to free space on a drive. Thread-safe."""
+        """Return whether the run waits until the user frees space on a drive. Thread-safe."""
         return self._saver is not None and (self._saver.is_waiting or self.opened.store.is_paused)
 
-    # -- before anything is written ------------------------------------------------------------------------------
+    # -- preparation, which writes nothing to output_dir -------------------------------------------------------
 
     def _preparation(self) -> Preparation:
-        """Return the parts that the run needs before its first step. None of them is made yet."""
+        """Return a new preparation, which creates its parts on demand."""
         return Preparation(
             self.plan, self.config, lambda text: self.observer.on_message(text), gather=self.group.gather
         )
 
     def prepare(self) -> Iterator[CheckResult]:
-        """Prepare everything for the first step, and yield the findings. A collective.
+        """Check and create all parts for the first step, and yield the findings. A collective.
 
         Raises:
-            Exception: The first error, as in ``train``.
+            Exception: The first error of a part; see ``train`` for the types.
         """
         self.prepared, group = self._preparation(), self.group
         prepared = self.prepared
         prepared.limits()
         if group.world.is_first:
             prepared.folders()
-        # A finished run needs neither weights nor free space, but only the data determines whether steps are left.
+        # A finished run needs neither weights nor free space, but whether steps are left is known only from the data.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
             assert prepared.weights, "unusable weights and full drives are refused here"
         self.activity.begin("reading the data")
-        # The first rank of a host tokenizes into the cache; the others find it there.
+        # The first rank of a host tokenizes rows into the cache, and the other ranks read them from the cache.
         yield from group.one_after_the_other(lambda: list(prepared.rows()))
         fingerprint = {"the fingerprint of the rows": prepared.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
@@ -248,13 +248,13 @@ class Trainer:
         yield from prepared.warnings()
 
     def make_loader(self, on_message: Callable[[str], None] | None = None) -> BatchLoader:
-        """Return the batches of the run from its first step. Reads and tokenizes the data, or finds it in the cache.
+        """Read the data from the cache or tokenize it, and return the batches of the run from its first step.
 
         Args:
             on_message: Called with the reports on rows. Defaults to the observer.
 
         Raises:
-            DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
+            DataError: The data cannot be used, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
         prepared = self._preparation()
         for each in prepared.rows():
@@ -263,7 +263,7 @@ class Trainer:
 
     @contextmanager
     def _in_folder(self) -> Iterator[None]:
-        """Lock ``output_dir`` on rank 0, and add its ``status.json`` to the observers."""
+        """Lock ``output_dir`` on rank 0, and write ``status.json`` there within the context."""
         if not self.group.world.is_first:
             yield
             return
@@ -291,7 +291,7 @@ class Trainer:
                 self.observer = given
 
     def _report_start(self, candidates: Sequence[Checkpoint], lines: Sequence[str]) -> None:
-        """Report the start and the findings about data. A resumed run with the same data has reported them before."""
+        """Report the start, and the findings about data unless an earlier start reported them for the same data."""
         continued = candidates[0].state if candidates else None
         if self.group.world.is_first:
             self.observer.on_ready(None if continued is None else continued.step)
@@ -306,10 +306,10 @@ class Trainer:
     # -- load ----------------------------------------------------------------------------------------------------
 
     def open(self, weights: StartWeights | None = None) -> AbstractContextManager[OpenRun]:
-        """Open the store of the run, without blocks; leaving closes it. Raises as ``open_run``.
+        """Open the store of the run, without blocks, and close it on exit. Raises the same errors as ``open_run``.
 
         Args:
-            weights: Weights already checked by ``open_weights``. If None, they are checked here.
+            weights: Result of ``open_weights``. If None, ``open_run`` calls it.
         """
         return open_run(
             self.plan,
@@ -321,7 +321,7 @@ class Trainer:
 
     @contextmanager
     def _resumed(self, start: RunStart, candidates: Sequence[Checkpoint]) -> Iterator[None]:
-        """Load weights, set the run to the step of its checkpoint, and create the savers, evaluators and loggers."""
+        """Load the weights and the state of the checkpoint, and create the saver, the evaluator and the loggers."""
         run, plan, on_message = self.run, self.plan, self.observer.on_message
         opened = self.opened
         checkpoint = opened.load(candidates)
@@ -329,18 +329,18 @@ class Trainer:
         drive_bytes = plan.checkpoint_bytes_on_drives
         for line in describe_drives(run.checkpoint, drive_bytes * run.world.local_size):
             on_message(line)
-        # Exited in reverse order, and before the store: loggers, then the copier, which reads checkpoints.
+        # The stack exits before the store closes: first the loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
             self.copier = stack.enter_context(make_copier(plan, self.group, on_message))
             saved = None
             if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
                 saved = checkpoint
-                self.copier.offer(saved)  # a kill may have cut its copy short
+                self.copier.offer(saved)  # its copy may be incomplete
             step = None if checkpoint is None else checkpoint.state.step
             if self.group.world.is_first:
                 write_resolved(self.config)
                 write_plan(plan, step)
-            # Before the loggers, because one of them removes later steps from the file.
+            # Read the evaluations before the loggers start, because one of them removes later steps from the file.
             evaluations = {}
             if step is not None and self.group.world.is_first:
                 evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
@@ -354,7 +354,7 @@ class Trainer:
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(
                 stops_after_step=run.checkpoint.table.save_on_signal,
-                # While the saver waits for space for a checkpoint, it polls for a stop, and may still save.
+                # The saver's own wait for space does not count, because the saver polls for a stop and may still save.
                 is_stuck=lambda: opened.store.is_paused,
                 activity=self.activity,
             )
@@ -398,7 +398,7 @@ class Trainer:
             yield
 
     def _prepare(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-        """Create what the task needs before the first step. Return the task's record for checkpoints."""
+        """Run the task's preparation for the first step, and return the task's record for checkpoints."""
         context = PrepareContext(
             self.plan,
             self.opened.store,
@@ -414,10 +414,10 @@ class Trainer:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _schedule_to_next_stop(self) -> None:
-        """Give the prefetcher only the steps up to the next evaluation or checkpoint.
+        """Schedule only the steps until the next evaluation or checkpoint for the prefetcher.
 
-        There, the pending update runs without the forward that follows it in a step. Blocks prefetched for that forward
-        would be evicted for the update or not, depending on timing.
+        An evaluation or checkpoint runs the pending update without the forward that follows it in a step. If blocks
+        were prefetched for that forward, timing would determine whether the update evicts them.
         """
         self.opened.schedule_steps(self.state.step, self._num_steps_to_next_stop)
 
@@ -428,10 +428,11 @@ class Trainer:
         return (evaluates if saves is None else min(evaluates, saves)) - step
 
     def _begin(self) -> None:
-        """Compile the kernels, and report the start."""
+        """Compile the kernels and report the start."""
         run, plan, state = self.run, self.plan, self.state
         self.activity.begin("compiling kernels of the optimizer")
-        self.group.one_after_the_other(plan.warm_up)  # compiled kernels are kept in a cache
+        # The first rank compiles the kernels, and the other ranks load them from the cache.
+        self.group.one_after_the_other(plan.warm_up)
         self._observers.on_start(
             RunInfo(run.name, self.config.task, str(plan.device), run.output_dir, state.max_steps, run.batch.num_tokens)
         )
@@ -487,7 +488,7 @@ class Trainer:
         self._observers.on_step(self._meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
 
     def _end_steps(self) -> None:
-        """Run the last update and write the timeline."""
+        """Run the update of the last step and write the timeline."""
         if self.consensus.is_hung_up:
             self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
         self.activity.begin("making the last update")
@@ -500,7 +501,7 @@ class Trainer:
     # -- evaluate, save, export ----------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate if it is due. The following steps start as after a checkpoint."""
+        """Evaluate if an evaluation is due. The next step then starts without a pending update."""
         if self.evaluator.is_due(self.state.step) and not self.consensus.stops:
             self.opened.finish_updates()
             self.evaluator.run(self.state.step)
@@ -508,13 +509,13 @@ class Trainer:
             self._compare()
 
     def _compare(self) -> None:
-        """Update the best evaluation with this step's, except before the first step, when no checkpoint exists."""
+        """Update the best evaluation after this step. Skip step 0, because it has no checkpoint."""
         step = self.state.step
         found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
         if not self.prepared.best.is_on or step == 0 or len(found) < len(self.evaluator.names):
             return
         value = self.prepared.best.value_of(found)
-        # Use rank 0's value: a perplexity may differ in its last bit on another kind of processor.
+        # Use rank 0's value, because a perplexity may differ in its last bit on another type of CPU.
         best = self.group.broadcast(self.prepared.best.after(Best.of_state(self.state.best), step, value))
         self.state = replace(self.state, best=best.to_state())
         if self.prepared.best.is_over(best):
@@ -526,7 +527,7 @@ class Trainer:
     def save_if_due(self) -> None:
         """Save if the config or a signal requests it after this step. Training continues during the write."""
         if self.consensus.stops:
-            return  # ``save_last`` saves
+            return  # ``save_last`` saves this step
         step, best = self.state.step, Best.of_state(self.state.best)
         is_best = self.prepared.best.is_kept and best is not None and best.step == step
         is_due = is_best or self.consensus.is_due(self.saver.is_due(step))
@@ -534,7 +535,7 @@ class Trainer:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self.state.saved_now())
-            # A stop may have arrived while the ranks waited for space. Then no step follows, as with one process.
+            # If a stop was requested while the ranks waited for space, run no further step, as a single process does.
             self.consensus.agree_to_stop()
 
     def save_last(self) -> None:
@@ -548,9 +549,9 @@ class Trainer:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Run the pending update and let a checkpoint begin inside. The steps that follow start without an update.
+        """Run the pending update, and begin a checkpoint within the context. The next step starts without an update.
 
-        They are scheduled afterwards. Otherwise prefetched copies could affect the checkpoint's reads.
+        The next steps are scheduled after the context, because prefetched copies could affect the checkpoint's reads.
         """
         self.opened.finish_updates()
         self.opened.store.set_schedule(None)
@@ -558,18 +559,18 @@ class Trainer:
         self._schedule_to_next_stop()
 
     def _finish_copies(self) -> None:
-        """Wait for the copies that are due. Another signal cancels them."""
+        """Wait for the copies that are due. Another stop signal cancels them."""
         try:
-            if self.group.world.is_single:  # other ranks would wait for this one's copies
+            if self.group.world.is_single:  # with several ranks, a cancelled copy would leave other ranks waiting
                 self.signals.steps_are_over()
             self.copier.finish()
         except KeyboardInterrupt:
             self._observers.on_message("the copy was given up: the next start of the run makes it")
 
     def export(self) -> Path:
-        """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
+        """Write the trained model as a Hugging Face folder, unit by unit. No step can follow."""
         self.activity.begin("exporting the model")
-        self.opened.end_steps()  # its memory serves the fp32 copy of the written unit
+        self.opened.end_steps()  # the export needs the memory of steps for fp32 copies
         export = FinalExport(
             self.plan, self.opened.weights, self.group, self.signals, self.activity, self._observers.on_message
         )

@@ -85,7 +85,7 @@ class RandomWeights:
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         names = [entry.parameter for entry in layout.entries]
-        if self._current is None or self._current[0] != names:  # parts of one module come in sequence
+        if self._current is None or self._current[0] != names:  # consecutive reads have the same module
             self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             place = out[entry.offset + first - start : entry.offset + last - start]
