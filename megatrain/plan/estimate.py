@@ -424,9 +424,7 @@ class _Costs:
         if self._plan.ticks is not None:
             return self._timed_s(updates=True)
         plan, is_split = self._plan, self._plan.graph.dtype.itemsize == 2
-        num_updated = (
-            plan.num_updated(on_gpu=False) * plan.run.world.local_size
-        )  # all ranks of a host update concurrently
+        num_updated = plan.num_updated(on_gpu=False) * plan.run.world.local_size  # of all ranks of this host
         rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
         if not num_updated:
             return 0.0

@@ -129,7 +129,7 @@ class Trainer:
     def train(self) -> RunSummary:
         """Train from the start, or from the newest checkpoint, to the end, and write ``output_dir/final``.
 
-        All predictable errors are raised before the first step, most of them before anything is written to ``output_dir``.
+        All predictable errors are raised before the first step, most of them before a write to ``output_dir``.
 
         Returns:
             Summary of the run, with ``interrupted`` set if a signal ended the run early.
@@ -188,7 +188,8 @@ class Trainer:
             self.save_last()
             self.opened.store.wait_idle()
             moved = self.opened.store.stats() - before
-            moved_outside = added(moved_outside, self.evaluator.moved_bytes)  # of evaluations
+            # Evaluations also move bytes between ranks.
+            moved_outside = added(moved_outside, self.evaluator.moved_bytes)
             summary = partial(self._summary, moved, added(link_bytes(moved), moved_outside))
             if self.consensus.stops:
                 self._finish_copies()
