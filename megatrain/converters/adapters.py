@@ -271,7 +271,7 @@ class Adapters(ModelConverter):
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
-    def of_weight(self, name: str) -> tuple[str, ...]:
+    def tensors_of_weight(self, name: str) -> tuple[str, ...]:
         """Return the names of the adapter tensors of a weight; empty if it has no adapter."""
         path = self._by_weight.get(name)
         if path is None:
@@ -285,7 +285,7 @@ class Adapters(ModelConverter):
         Args:
             name: Name of a weight with an adapter.
             weight: Weight without the adapter.
-            tensors: Tensors listed by ``of_weight``, by name.
+            tensors: Tensors listed by ``tensors_of_weight``, by name.
         """
         path = self._by_weight[name]
         layer = self._layers[path]
@@ -544,7 +544,7 @@ def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSour
 
     @contextmanager
     def merged(layout: UnitLayout) -> Iterator[ReadMaster]:
-        adapted = {entry.name: adapters.of_weight(entry.name) for entry in layout.entries}
+        adapted = {entry.name: adapters.tensors_of_weight(entry.name) for entry in layout.entries}
         others = {layout_of[name].name: layout_of[name] for names in adapted.values() for name in names}
         with ExitStack() as stack:
             read = stack.enter_context(source(layout))

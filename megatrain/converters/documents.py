@@ -102,7 +102,7 @@ class DocumentMask(Tensor):
     _on_dense: Callable[[str], None]
 
     @classmethod
-    def of(
+    def from_documents(
         cls, documents: Documents, make_dense: Callable[[], Tensor], on_dense: Callable[[str], None]
     ) -> DocumentMask:
         """Return a mask of these documents.
@@ -294,7 +294,7 @@ def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> C
         given.apply_defaults()
         documents = _documents_of(given.arguments)
         if documents is not None:
-            return DocumentMask.of(documents, lambda: cast("Tensor", plain(*args, **kwargs)), on_dense)
+            return DocumentMask.from_documents(documents, lambda: cast("Tensor", plain(*args, **kwargs)), on_dense)
         mask: Tensor | None = noting(*args, **kwargs)
         return mask
 

@@ -188,7 +188,7 @@ class StoreAccess:
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
         """Lease the unit's parameters, by full name."""
-        return self._sharding.weights.of_visit(self._layouts_of(unit), visit)
+        return self._sharding.weights.for_visit(self._layouts_of(unit), visit)
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         """Skip the unit's weights, because no token is routed to it."""

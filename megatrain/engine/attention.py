@@ -85,7 +85,7 @@ class AttentionCall:
     has_dropout: bool = False
 
     @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
+    def from_operator(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
         """Return the attention call of a torch operator; None for other operators."""
         name = getattr(getattr(func, "_overloadpacket", None), "__name__", "")
         base = name.removesuffix("_backward").removesuffix("_forward")

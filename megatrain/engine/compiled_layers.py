@@ -32,7 +32,7 @@ class LayerCompiler:
         self._by_class: dict[type, Callable[..., Any]] = {}
 
     @classmethod
-    def of(cls, backend: str | None) -> LayerCompiler | None:
+    def from_backend(cls, backend: str | None) -> LayerCompiler | None:
         """Return a compiler for a backend; None without a backend."""
         return None if backend is None else cls(backend)
 

@@ -54,11 +54,11 @@ class CrossEntropy(Loss, MicroBatchLoss):
         factor = self.label_smoothing_factor
         return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
 
-    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
         """Return ``self``, because the loss needs no data of a micro-batch except its labels."""
         return self
 
-    def of_rows(
+    def for_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
         """Return the loss of some rows; None if the model's own function computes it, with ``applied`` active."""

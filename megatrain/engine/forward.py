@@ -284,7 +284,7 @@ class LayerRunner:
         try:
             # Stage all groups at once, because a second staging would wait for the copies of the first.
             batches, rows, placed = self._micro_batches.place(dict(enumerate(micro_batches)), labelled, read)
-            by_number = {number: loss.of_micro_batch(read[number], placed[number], size) for number in numbers}
+            by_number = {number: loss.for_micro_batch(read[number], placed[number], size) for number in numbers}
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
                 losses += self.run_pass(own, rows, by_number, total, seed, first_number)

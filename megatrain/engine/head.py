@@ -289,7 +289,7 @@ class ChunkedHead:
             output = copy.copy(bare)
             output["last_hidden_state"] = leaf
             loss = (
-                item.loss.of_rows(
+                item.loss.for_rows(
                     labels, start, vocab_size=self._tiling.vocab_size, num_items=num_items, in_parts=in_parts
                 )
                 if compared is None

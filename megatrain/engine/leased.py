@@ -30,13 +30,13 @@ CountedTotal = tuple[str, torch.Tensor | float, int]
 class WeightPlace(Protocol):
     """Conversion of leased blocks to the tensors of a visit."""
 
-    def of_visit(
+    def for_visit(
         self, layouts: Sequence[UnitLayout], visit: int, /
     ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
         """Yield the parameters of some layouts by full name, for the duration of the visit."""
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
-        """Skip weights, because no token is routed to the unit. Call it instead of ``of_visit``."""
+        """Skip weights, because no token is routed to the unit. Call it instead of ``for_visit``."""
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
         """Announce which visits, from the current one on, will skip their weights."""
@@ -149,7 +149,9 @@ class LeasedWeights:
         self._decoded.free()
 
     @contextmanager
-    def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
+    def for_visit(
+        self, layouts: Sequence[UnitLayout], visit: int
+    ) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
         """Yield parameters as views of leased blocks, or decoded from leased blocks; see ``WeightPlace``."""
         program, lease = self._program, self._execution.lease
         passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}

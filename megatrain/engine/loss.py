@@ -68,7 +68,7 @@ class MicroBatchLoss(Protocol):
         """
         return False
 
-    def of_rows(
+    def for_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
         """Return the loss of some rows; None if the model's own loss function computes it from whole logits.
@@ -86,7 +86,7 @@ class MicroBatchLoss(Protocol):
         After this call, ``rows`` return the gradients of this loss.
 
         Args:
-            rows: Results of ``of_rows`` for the pieces of the micro-batch, in order.
+            rows: Results of ``for_rows`` for the pieces of the micro-batch, in order.
         """
         raise AssertionError(f"{type(self).__name__} does not compare rows")
 
@@ -141,7 +141,7 @@ class Loss(Protocol):
         """Return data about all micro-batches of a step, of all ranks, for the loss of each micro-batch."""
         return None
 
-    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         """Return the loss of a micro-batch of a step.
 
         Args:

@@ -665,8 +665,10 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
     keys: dict[int, set[str]] = {}
     for tick in program.ticks:
         if tick.phase == "forward":
-            of_tick = {key for group in tick.passing for key, _ in group if program.blocks[key].kind == "activations"}
-            keys.setdefault(tick.visit, set()).update(of_tick)
+            keys_of_tick = {
+                key for group in tick.passing for key, _ in group if program.blocks[key].kind == "activations"
+            }
+            keys.setdefault(tick.visit, set()).update(keys_of_tick)
     return keys
 
 
@@ -1234,10 +1236,10 @@ def weight_block(
 def decoded_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return the largest number of bytes that one visit needs to decode weights. The head counts as one visit."""
 
-    def of_visit(visit: int, unit: int) -> int:
+    def bytes_of_visit(visit: int, unit: int) -> int:
         return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in layouts_of_unit(graph, unit))
 
-    by_visit = [of_visit(number, visit.unit) for number, visit in enumerate(trace.visits)]
+    by_visit = [bytes_of_visit(number, visit.unit) for number, visit in enumerate(trace.visits)]
     head = sum(nbytes for nbytes, visit in zip(by_visit, trace.visits, strict=True) if visit.is_head)
     return max([head, *by_visit])
 

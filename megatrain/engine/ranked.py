@@ -393,7 +393,7 @@ class FullCopies:
             self._window.count(-sum(each.nbytes for each in full.tensors.values()))
 
     @contextmanager
-    def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+    def for_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
         """Yield parameters as views of full copies or as passing parts; see ``WeightPlace``."""
         op = self._execution.current_op
         tensors: dict[str, Tensor | MatrixParts] = {}
@@ -409,7 +409,7 @@ class FullCopies:
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
         """Lease and release the weights, because other ranks may need them and all ranks gather together."""
-        with self.of_visit(layouts, visit):
+        with self.for_visit(layouts, visit):
             pass
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:

@@ -178,7 +178,7 @@ class ResultSizes:
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
-            attention = AttentionCall.of(func, args, kwargs)
+            attention = AttentionCall.from_operator(func, args, kwargs)
             assert attention is not None, func
             device = results[0].device
             held = [item for item in results if _is_stored(item, device)]
@@ -263,7 +263,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        attention = AttentionCall.of(func, args, kwargs or {})
+        attention = AttentionCall.from_operator(func, args, kwargs or {})
         if attention is None or attention.is_backward or attention.has_dropout:
             return func(*args, **(kwargs or {}))
         return self._call(func, args, kwargs or {})

@@ -41,7 +41,7 @@ class RecomputeChoice:
     num_layers: int | None = None
 
     @classmethod
-    def of(cls, text: str) -> RecomputeChoice:
+    def parse(cls, text: str) -> RecomputeChoice:
         """Return the choice for a value of the key."""
         mode, _, count = text.partition(":")
         return cls(cast("RecomputeMode", mode), int(count) if count else None)

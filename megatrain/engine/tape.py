@@ -231,13 +231,13 @@ class TapeStore:
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
         """Pin, evict or discard copies as the tape says. Call it after their leases."""
-        # Consecutive discards share one call. Without the blocks at home, a layer's update makes one call in total.
+        # Leave out the blocks at home, so that the discards of a layer's gradients share one call.
         leaving = (use for use in uses if use.release is not Release.HOME)
-        for release, alike in groupby(leaving, lambda use: use.release):
+        for release, same in groupby(leaving, lambda use: use.release):
             if release is Release.DISCARD:
-                self._store.discard(*(use.key for use in alike))
+                self._store.discard(*(use.key for use in same))
             else:
-                for use in alike:
+                for use in same:
                     self._keep_or_evict(use, tier)
 
     def _keep_or_evict(self, use: Use, tier: str) -> None:

@@ -47,7 +47,7 @@ class UnitRun:
     requires_grad: tuple[bool, ...]
 
     @classmethod
-    def of_call(cls, bound: BoundUnit, forward: SuspendedForward, call_index: int) -> UnitRun:
+    def from_call(cls, bound: BoundUnit, forward: SuspendedForward, call_index: int) -> UnitRun:
         """Capture the unit call that a forward waits for."""
         call = forward.call
         assert call is not None

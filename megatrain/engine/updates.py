@@ -88,7 +88,7 @@ class PendingUpdate:
     with_gradient: Mapping[str, set[str]]
     scales: LayerScales | None = None
 
-    def of_layout(self, name: str) -> Update | None:
+    def for_layout(self, name: str) -> Update | None:
         """Return the update of a layout; None if its gradient is not used. Can wait for the norm of the layout."""
         if self.scales is None:
             return self.update
@@ -164,7 +164,7 @@ class Updater:
             tensors: Weight of the layout, and state and gradient of the part, by block key.
             update: Step count and learning rate, with the factor on this gradient.
         """
-        optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
+        optimizer, own = self.optimizers[tier], self.inputs_of_part(index, part, tensors, filled)
         if self.matrices is not None and isinstance(optimizer, MatrixOptimizer):
             update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
         else:
@@ -188,7 +188,7 @@ class Updater:
             addresses = optimizer.addresses(tensors.values())
             known = self._tables.get(index)
             if known is None or known[:2] != (addresses, filled):
-                groups = [self.of_part(index, part, tensors, filled) for part in range(num_parts)]
+                groups = [self.inputs_of_part(index, part, tensors, filled) for part in range(num_parts)]
                 known = self._tables[index] = addresses, filled, optimizer.make_tables(groups)
             if known[2] is not None:
                 optimizer.update_by_tables(known[2], update)
@@ -199,7 +199,7 @@ class Updater:
     def _is_matrix(self, segment: Segment) -> bool:
         return segment.name in self._matrix_names
 
-    def of_part(
+    def inputs_of_part(
         self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
         """Return the blocks by kind, the gradient and the segments of one part of a layout."""
@@ -258,7 +258,7 @@ class UpdateOps:
         """Run the current op, which updates a layout, part by part."""
         layout = self.layout_of(op)
         # With separate factors, this call waits for the layer's norm and is allowed only once per layer.
-        update, filled = pending.of_layout(layout.name), pending.with_gradient[layout.name]
+        update, filled = pending.for_layout(layout.name), pending.with_gradient[layout.name]
         parts = self._program.parts_of(layout)
         if update is not None and self._overlaps_device(op):
             self._run_in_background(op, update, len(parts), filled)

@@ -81,7 +81,7 @@ class UnitVisit:
             for call_index, forward in enumerate(forwards):
                 self._activity.micro_batch = forward.micro_batch + 1
                 self._absent.put(before=forward.micro_batch)
-                runs.append(self._forward_one(UnitRun.of_call(self.bound, forward, call_index), forward, leaves))
+                runs.append(self._forward_one(UnitRun.from_call(self.bound, forward, call_index), forward, leaves))
             self._absent.put()
         # ... and release them. The unit is now one node of the outer graph.
         inputs = [tensor for run in runs for tensor in run.inputs]

@@ -360,8 +360,8 @@ class _Interception(TorchFunctionMode):
 
 def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return the context in which torch functions called with these leaves are intercepted."""
-    are_foreign = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
-    return _Interception() if are_foreign else nullcontext()
+    needs_mode = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
+    return _Interception() if needs_mode else nullcontext()
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,7 +58,7 @@ class Work:
             -other.launches,
         )
 
-    def of_share(self, share: float) -> Work:
+    def scaled(self, share: float) -> Work:
         """Return the work for a share of the tokens, which needs the same number of launches."""
         return Work(
             round(self.product_flops * share),

@@ -53,7 +53,7 @@ class Transient:
     last: StepPoint
 
     @classmethod
-    def of_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
+    def for_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
         """Return a transient that is live for a whole tick."""
         return cls(name, nbytes, (tick, 0), (tick, _END))
 
@@ -97,7 +97,7 @@ def visit_transients(
     for number, tick in enumerate(program.ticks):
         nbytes = _computing_bytes(trace, program, tick)
         if nbytes:
-            yield Transient.of_tick("computing", nbytes, number)
+            yield Transient.for_tick("computing", nbytes, number)
         if program.sharding.shards.are_whole and tick.phase in ("head", "backward"):
             yield from _sums(program, number)
     yield from waiting_rows(graph, trace, program, num_micro_batches)
@@ -119,7 +119,7 @@ def kept_graphs(
             counted = min(
                 trace.visits[visit].memory.graph_nbytes, _computing_bytes(trace, program, program.ticks[number])
             )
-            yield Transient.of_tick("kept graph", nbytes - counted, number)
+            yield Transient.for_tick("kept graph", nbytes - counted, number)
         yield Transient("kept graph", nbytes, (first + 1, 0), (last - 1, _END))
 
 
@@ -165,7 +165,7 @@ def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
         )
 
     tick = program.ticks[number]
-    yield Transient.of_tick("sums", nbytes(tick.held), number)
+    yield Transient.for_tick("sums", nbytes(tick.held), number)
     for turn, group in enumerate(tick.passing):
         yield Transient("sums of a part", nbytes(group), (number, 2 * turn + 1), (number, 2 * turn + 2))
 
@@ -186,7 +186,7 @@ def waiting_rows(
         if tick.phase in ("forward", "head", "backward") and tick.visit in widths:
             width = widths[tick.visit] + _SOFTMAX_NUMBERS
             nbytes = 2 * _FP32_BYTES * num_micro_batches * trace.num_tokens * width
-            yield Transient.of_tick("rows that wait", nbytes, number)
+            yield Transient.for_tick("rows that wait", nbytes, number)
 
 
 def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[Transient]:
@@ -261,11 +261,8 @@ class _CollectiveMemory:
 
     def _part_transients(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
         """Yield the memory of a passing group: parts that a tick gathers and exchanges together."""
-        using, exchanging = (
-            (number, 2 * turn + 1),
-            (number, 2 * turn + 2),
-            # The weight is freed before the exchange.
-        )
+        # The weight is freed before the exchange.
+        using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)
         open_sums = 0
         for key, mode in group:
             block = self._program.contents(number, key)

@@ -483,7 +483,7 @@ class Plan:
             seed=run.seed,
             order=run.batch.order,
             objective=run.objective,
-            compiler=LayerCompiler.of(run.model.table.compiler),
+            compiler=LayerCompiler.from_backend(run.model.table.compiler),
         )
 
     def collectives(self) -> Collectives | Alone:

@@ -79,7 +79,7 @@ class Distillation(Loss):
         words = torch.zeros(num_rows, self.k, dtype=torch.int32, device=device)
         return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
 
-    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         """Return the loss of a micro-batch: plain cross entropy if it has no scores."""
         return TaughtRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
@@ -102,7 +102,7 @@ class TaughtRows(MicroBatchLoss):
     loss: Distillation
     teacher: TeacherRows
 
-    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+    def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
         teacher = self.teacher.between(first, first + len(labels))
         return RunningDistillation(labels, teacher, vocab_size, num_items, self.loss)
 

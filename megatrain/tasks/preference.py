@@ -151,7 +151,7 @@ class PreferenceLoss(Loss):
             max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
         )
 
-    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         """Return the loss of a micro-batch: plain cross entropy if it has no examples."""
         if not host:
             return PLAIN
@@ -282,7 +282,7 @@ class ComparedRows(MicroBatchLoss):
     def compares_rows(self) -> bool:
         return True
 
-    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+    def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
         """Return the log-probabilities of some rows. Their weights are known after all rows were read."""
         return RunningSoftmax(labels, vocab_size, 1)
 

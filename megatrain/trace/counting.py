@@ -223,7 +223,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _count_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        attention = AttentionCall.of(func, args, kwargs)
+        attention = AttentionCall.from_operator(func, args, kwargs)
         self.work += attention.work if attention is not None else self._work_of(func, args, kwargs, result)
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, Tensor):
@@ -342,7 +342,7 @@ def step_flops(
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the FLOPs of one call of a torch operator."""
-    if (attention := AttentionCall.of(func, args, kwargs)) is not None:
+    if (attention := AttentionCall.from_operator(func, args, kwargs)) is not None:
         return attention.num_flops
     formula = _formulas().get(getattr(func, "_overloadpacket", None))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

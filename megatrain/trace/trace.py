@@ -92,7 +92,7 @@ def trace_visits(
                 # Trace only a few pieces of the head. All pieces are equal, so the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-                loss = objective.loss.of_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
+                loss = objective.loss.for_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
             with _counted_run(tracer, graph.model, "text" if example is None else "images", padded=padded):
                 if top_k is None:
                     tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, {0: loss}, num_tokens, 0)

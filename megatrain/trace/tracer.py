@@ -360,14 +360,14 @@ class Tracer:
             has_backward=number in self._with_backward,
             saved=saved,
             memory=memory,
-            forward=NO_WORK if is_head else forward.work.of_share(unit.share),
-            backward=NO_WORK if is_head else (backward.work - unneeded.work).of_share(unit.share),
+            forward=NO_WORK if is_head else forward.work.scaled(unit.share),
+            backward=NO_WORK if is_head else (backward.work - unneeded.work).scaled(unit.share),
             by_part=by_part,
             attention=attention,
             results=results,
             reused=reused,
             chance_of_no_token=self._chances_of_no_token.get(number, 0.0),
-            unneeded=replace(unneeded, work=unneeded.work.of_share(unit.share)),
+            unneeded=replace(unneeded, work=unneeded.work.scaled(unit.share)),
         )
 
 
@@ -393,7 +393,7 @@ class GenerationTracer(Tracer):
         phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
         for number, phase in phases.items():
             unit, counted = self.units[number], phases[self._counted_visits.get(number, number)]
-            work = counted.work.of_share(self._graph.units[unit].share)
+            work = counted.work.scaled(self._graph.units[unit].share)
             memory = VisitMemory(phase.held_nbytes, 0, counted.peak_nbytes, 0, 0)
             chance = self._chances_of_no_token.get(number, 0.0)
             yield TracedVisit(unit, False, False, (), memory, forward=work, chance_of_no_token=chance)

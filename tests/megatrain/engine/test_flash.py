@@ -144,13 +144,13 @@ def test_the_plan_covers_the_workspace(
     query, key = (torch.empty(batch, n, tokens, width, dtype=torch.bfloat16, device="meta") for n in (heads, key_heads))
     out = torch.empty_like(query).transpose(1, 2).contiguous().transpose(1, 2)
     func = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    call = AttentionCall.of(func, (out, query, key, key, out), {})
+    call = AttentionCall.from_operator(func, (out, query, key, key, out), {})
     assert call is not None
     found = call.hidden_nbytes(CUDA, is_deterministic=True, flash=kernels)
     exact = allocated(kernels, batch, tokens, heads, key_heads, width)
     assert exact <= found <= exact * (1 + 0.01 + 300 / tokens)
     forward = torch.ops.aten._scaled_dot_product_flash_attention.default
-    passed = AttentionCall.of(forward, (query, key, key), {})
+    passed = AttentionCall.from_operator(forward, (query, key, key), {})
     assert passed is not None and passed.hidden_nbytes(CUDA, is_deterministic=True, flash=kernels) == 0
 
 
@@ -164,7 +164,7 @@ def test_rows_of_several_lengths(kernels: Any) -> None:
     query, key = (torch.empty(1000, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
     starts = torch.tensor([0, 300, 1000])
     func = torch.ops.aten._flash_attention_backward.default
-    call = AttentionCall.of(func, (query, query, key, key, query, query, starts, starts, 700, 700), {})
+    call = AttentionCall.from_operator(func, (query, query, key, key, query, query, starts, starts, 700, 700), {})
     assert call is not None
     rows, keys = 1000 + 3 * 128, 1000 + 3 * 128
     exact = rows * 8 * (64 + 2) + 2 * keys * 2 * 64 + 2 * 8 * 8 + 2 * 2 * 2 * 8 * 2
@@ -176,7 +176,9 @@ def test_rows_of_several_lengths(kernels: Any) -> None:
 def test_a_free_order_of_sums_may_split_keys() -> None:
     """Four heads of one row do not occupy a GPU: keys may be split, and the partial results are counted."""
     query = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta")
-    call = AttentionCall.of(torch.ops.aten._scaled_dot_product_flash_attention.default, (query, query, query), {})
+    call = AttentionCall.from_operator(
+        torch.ops.aten._scaled_dot_product_flash_attention.default, (query, query, query), {}
+    )
     assert call is not None
     least = 16 * 4 * 1024 * 65 * 4
     assert least <= call.hidden_nbytes(CUDA, is_deterministic=False, flash="FA3") < 1.25 * least

@@ -72,7 +72,7 @@ class Layer:
     def first_run(self) -> tuple[list[Tensor], SavedInputs]:
         """Return the outputs of the first run, and its saved state."""
         with self.access.weights(self.bound.unit, VISIT) as weights, self.bound.bound(weights) as leaves:
-            run = UnitRun.of_call(self.bound, self.waiting, 0)
+            run = UnitRun.from_call(self.bound, self.waiting, 0)
             result, kept = self.keeping.run(run, self.waiting, leaves)
             return [output.detach().clone() for output in result.outputs], kept
 

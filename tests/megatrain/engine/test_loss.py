@@ -61,10 +61,10 @@ class Focal(Loss, MicroBatchLoss):
     def refusal(self) -> str:
         return "in whose place no focal loss can be put"
 
-    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> Focal:
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> Focal:
         return self
 
-    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+    def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
         return RunningFocal(labels, vocab_size, num_items, self.gamma)
 
 
@@ -85,7 +85,7 @@ class Likeliest(Loss):
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> int:
         return len(micro_batches)
 
-    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         return _LikeliestRows(placed["count"], size if isinstance(size, int) else 1)
 
 
@@ -98,7 +98,7 @@ class _LikeliestRows(MicroBatchLoss):
     def compares_rows(self) -> bool:
         return True
 
-    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+    def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
         return RunningSoftmax(labels, vocab_size, 1)
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:

@@ -37,7 +37,7 @@ class Kernels(TorchDispatchMode):
         self.num_forwards = self.num_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        call = AttentionCall.of(func, args, kwargs or {})
+        call = AttentionCall.from_operator(func, args, kwargs or {})
         self.num_forwards += call is not None and not call.is_backward
         self.num_products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))

@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 
 def test_workspace_peak_counts_concurrent_bytes() -> None:
-    whole = Transient.of_tick("whole tick", 10, 3)
+    whole = Transient.for_tick("whole tick", 10, 3)
     first, second = Transient("first part", 5, (3, 1), (3, 1)), Transient("second part", 7, (3, 2), (3, 2))
     assert peak_bytes([]) == 0
     assert peak_bytes([whole, first, second]) == 17  # one part after the other
     assert peak_bytes([first, replace(second, first=(3, 1))]) == 12
     # A transient that begins in the last turn of another overlaps it; in the next tick it does not.
     assert peak_bytes([first, Transient("meets", 1, (3, 1), (9, 0))]) == 6
-    assert peak_bytes([whole, Transient.of_tick("later", 10, 4)]) == 10
+    assert peak_bytes([whole, Transient.for_tick("later", 10, 4)]) == 10
 
 
 def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[StepProgram, int, int]:

@@ -88,7 +88,7 @@ def call(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat1
 
 
 def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **options: Any) -> int:
-    found = AttentionCall.of(*call(name, *shapes, **options), {})
+    found = AttentionCall.from_operator(*call(name, *shapes, **options), {})
     assert found is not None
     return found.hidden_nbytes(CUDA, is_deterministic=is_deterministic)
 
@@ -135,9 +135,14 @@ def test_allocations_of_other_attention_backwards() -> None:
     assert hidden("flash_attention_for_cpu", heads, few, few, is_deterministic=True) == 0
     func, (_, *others) = call("flash_attention", few, few, few)
     crossed = torch.empty(few, dtype=torch.bfloat16, device="meta")  # heads before tokens: copied first
-    found = AttentionCall.of(func, (crossed, *others), {})
+    found = AttentionCall.from_operator(func, (crossed, *others), {})
     assert found is not None and found.num_copied_bytes == crossed.nbytes
-    assert AttentionCall.of(func, (crossed, *others), {}).hidden_nbytes(torch.device("cpu"), is_deterministic=True) == 0  # type: ignore[union-attr]
+    assert (
+        AttentionCall.from_operator(func, (crossed, *others), {}).hidden_nbytes(
+            torch.device("cpu"), is_deterministic=True
+        )
+        == 0
+    )  # type: ignore[union-attr]
 
 
 def test_rows_of_several_lengths_in_one() -> None:
@@ -148,7 +153,7 @@ def test_rows_of_several_lengths_in_one() -> None:
     one, other = aten._flash_attention_forward.default, aten._flash_attention_backward.default
     assert count_flops(one, forward, {}, None) == 2 * 8 * 1000 * 700 * 128
     assert count_flops(other, backward, {}, None) == 2 * 8 * 1000 * 700 * 5 * 64
-    found = AttentionCall.of(other, backward, {})
+    found = AttentionCall.from_operator(other, backward, {})
     assert found is not None and (found.num_rows, found.num_keys) == (2, 1000)
     rows = 1000 + 2 * 128
     expanded = 2 * 1000 * 8 * 64 * 2
