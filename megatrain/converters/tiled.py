@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -296,8 +297,8 @@ def is_position_wise(module: nn.Module, width: int) -> bool:
         parts = _run(module, pieces, generator.manual_seed(1))
     except Exception:  # a module that fails on pieces cannot run on them
         return False
-    same = all(torch.allclose(a, b, rtol=_RTOL, atol=_ATOL) for a, b in zip(whole, parts, strict=True))
-    return same and all(torch.equal(a, b) for a, b in zip(buffers, module.buffers(), strict=True))
+    are_close = partial(torch.allclose, rtol=_RTOL, atol=_ATOL)
+    return all(map(are_close, whole, parts)) and all(map(torch.equal, buffers, module.buffers()))
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WINDOW = 4096  # documents that are packed together; a larger window packs tighter, a smaller one mixes better
 

@@ -147,54 +147,57 @@ def _with_prompt(
     tools: tuple[Mapping[str, Any], ...] | None,
 ) -> list[Conversation | PromptCompletion]:
     """Return the prompt with each answer. Answers may repeat it; without a prompt, their common start is the prompt."""
-    if isinstance(answers[0], str):
-        texts = [answer for answer in answers if isinstance(answer, str)]
-        if isinstance(prompt, tuple):
-            chats = [({"role": "assistant", "content": text},) for text in texts]
-            return [_chat(prompt, answer, where, tools) for answer in chats]
-        if prompt is None:
-            prompt = _shared_text(texts)
-            texts = [text[len(prompt) :] for text in texts]
-        for text, name in zip(texts, names, strict=True):
-            if not text.strip():
-                raise RowError(where, f"`{name}` has no answer after the prompt", reason=f"`{name}` has no answer")
-        return [PromptCompletion(prompt, text, where) for text in texts]
-    lists = [answer for answer in answers if not isinstance(answer, str)]
-    repeats = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
-    if isinstance(prompt, str):
-        # Some data sets have the question as text in addition to answers that are whole conversations.
-        asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
-        if not repeats:
-            prompt = ({"role": "user", "content": prompt},)
-        elif all(isinstance(text, str) and text.strip() == prompt.strip() for text in asked):
-            prompt = None
-        else:
-            raise _no_prefix(where, names)
-    if prompt is None:
-        prompt = _shared_messages(lists)
-        if not prompt:
-            raise RowError(
-                where,
-                f"{' and '.join(f'`{name}`' for name in names)} begin with different messages, so there is no prompt",
-                reason="there is no prompt that the answers share",
-            )
-        repeats = True
-    if repeats:
-        if any(messages[: len(prompt)] != prompt for messages in lists):
-            raise _no_prefix(where, names)
-        lists = [messages[len(prompt) :] for messages in lists]
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if texts and not isinstance(prompt, tuple):
+        return _completions(prompt, texts, where, names)
+    lists = [({"role": "assistant", "content": each},) if isinstance(each, str) else each for each in answers]
+    prompt, num_repeated = _prompt_messages(prompt, lists, where, names)
+    if any(messages[:num_repeated] != prompt[:num_repeated] for messages in lists):
+        raise _no_prefix(where, names)
+    lists = [messages[num_repeated:] for messages in lists]
     for messages, name in zip(lists, names, strict=True):
         if not any(message["role"] == "assistant" for message in messages):
             raise RowError(
                 where, f"`{name}` has no turn of the assistant after the prompt", reason=f"`{name}` has no answer"
             )
-    return [_chat(prompt, messages, where, tools) for messages in lists]
+    return [Conversation((*prompt, *each), where, trained_from=len(prompt), tools=tools) for each in lists]
 
 
-def _chat(
-    prompt: _Messages, answer: Sequence[Mapping[str, Any]], where: str, tools: tuple[Mapping[str, Any], ...] | None
-) -> Conversation:
-    return Conversation((*prompt, *answer), where, trained_from=len(prompt), tools=tools)
+def _completions(
+    prompt: str | None, texts: Sequence[str], where: str, names: Sequence[str]
+) -> list[Conversation | PromptCompletion]:
+    """Return a text prompt with each text answer; without a prompt, the common start of the answers is the prompt."""
+    if prompt is None:
+        prompt = _shared_text(texts)
+        texts = [text[len(prompt) :] for text in texts]
+    for text, name in zip(texts, names, strict=True):
+        if not text.strip():
+            raise RowError(where, f"`{name}` has no answer after the prompt", reason=f"`{name}` has no answer")
+    return [PromptCompletion(prompt, text, where) for text in texts]
+
+
+def _prompt_messages(
+    prompt: str | _Messages | None, lists: Sequence[_Messages], where: str, names: Sequence[str]
+) -> tuple[_Messages, int]:
+    """Return the prompt as messages, and the number of its messages that the answers repeat."""
+    are_whole = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
+    if isinstance(prompt, str) and are_whole:
+        # Some data sets have the question as text in addition to answers that are whole conversations.
+        asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
+        if any(not isinstance(text, str) or text.strip() != prompt.strip() for text in asked):
+            raise _no_prefix(where, names)
+        prompt = None
+    if prompt is None:
+        shared = _shared_messages(lists)
+        if not shared:
+            raise RowError(
+                where,
+                f"{' and '.join(f'`{name}`' for name in names)} begin with different messages, so there is no prompt",
+                reason="there is no prompt that the answers share",
+            )
+        return shared, len(shared)
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    return messages, len(messages) if are_whole else 0
 
 
 def _no_prefix(where: str, names: Sequence[str]) -> RowError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatrain.base.observer import Sample, format_preferences, format_rank, format_samples
 from megatrain.extras.report.figures import CAUSES, COMPUTING, Compared, Figures, PathWrites
@@ -122,26 +122,30 @@ def format_flops(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e6:.0f} MFLOP/s"
 
 
-def _rest(figures: Figures) -> Iterator[str]:
+def _speed(figures: Figures) -> Iterator[str]:
     if figures.tokens_per_s is not None:
-        speed = f"speed   {figures.tokens_per_s:,.0f} tok/s (trained {figures.trained_tokens_per_s or 0:,.0f})"
+        speed = f"{figures.tokens_per_s:,.0f} tok/s (trained {figures.trained_tokens_per_s or 0:,.0f})"
         if figures.hardware_flops_per_s:
             model, hardware = format_flops(figures.model_flops_per_s or 0), format_flops(figures.hardware_flops_per_s)
             speed += f"   {model} of the model, {hardware} computed"
         yield speed
+
+
+def _evaluations(figures: Figures) -> Iterator[str]:
     for name, losses in figures.evaluations.items():
         step, loss = losses[-1]
         best_step, best = min(losses, key=lambda each: each[1])
         note = f"; best {best:.4f} at step {best_step:,}" if best < loss else ""
-        yield f"eval    {name}: loss {loss:.4f}, {quality(figures, name, step, loss)} at step {step:,}{note}"
-    for name, samples in figures.samples.items():
-        yield f"samples of {name} at step {samples.step:,}"
-        yield from format_samples([Sample(**row) for row in samples.rows])
-    if figures.preferences:
-        yield f"answers {format_preferences(figures.preferences)}, means over the last steps"
+        yield f"{name}: loss {loss:.4f}, {quality(figures, name, step, loss)} at step {step:,}{note}"
+
+
+def _tokens(figures: Figures) -> Iterator[str]:
     if figures.num_real_tokens:
         padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
-        yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
+        yield f"{figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
+
+
+def _memory(figures: Figures) -> Iterator[str]:
     if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
         grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
         other_bytes = figures.beside_tier_bytes
@@ -150,33 +154,65 @@ def _rest(figures: Figures) -> Iterator[str]:
             if other_bytes is not None
             else ""
         )
-        yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
-    if used := figures.process_usage:
-        yield (
-            f"cpu     {used['user_s']:.2f} s user, {used['system_s']:.2f} s system, "
-            f"{used['page_faults']:,.0f} page faults per step"
-        )
-    for number, rank in enumerate(figures.ranks):
-        yield f"rank {number:<2} {format_rank(rank)}"
-    for path, drive in figures.drives.items():
-        if drive.nbytes:
-            yield f"wrote   {path}   {_wear(drive)}"
+        yield f"process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
+
+
+def _saved(figures: Figures) -> Iterator[str]:
     if figures.checkpoints:
         last = figures.checkpoints[-1]
         stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
         count = f"{len(figures.checkpoints)} checkpoint{'s' if len(figures.checkpoints) > 1 else ''}"
         yield (
-            f"saved   {count}, the last at step {last['step']}, "
+            f"{count}, the last at step {last['step']}, "
             f"{format_size(last.get('nbytes', 0))}; training waited {stalls:.1f} s for them in total"
         )
+
+
+def _starts(figures: Figures) -> Iterator[str]:
     if figures.restarts:
         at = ", ".join(f"step {step}" for step, _ in figures.restarts)
         times = "once" if len(figures.restarts) == 1 else f"{len(figures.restarts)} times"
-        yield f"starts  continued {times}, after {at}"
-    if figures.timeline is not None:
-        yield f"trace   {figures.timeline}: open it at https://ui.perfetto.dev"
-    if figures.export_dir is not None:
-        yield f"model   {figures.export_dir}"
+        yield f"continued {times}, after {at}"
+
+
+def _samples(figures: Figures) -> Iterator[str]:
+    for name, samples in figures.samples.items():
+        yield f"samples of {name} at step {samples.step:,}"
+        yield from format_samples([Sample(**row) for row in samples.rows])
+
+
+def _usage(figures: Figures) -> Iterator[str]:
+    if used := figures.process_usage:
+        yield (
+            f"{used['user_s']:.2f} s user, {used['system_s']:.2f} s system, "
+            f"{used['page_faults']:,.0f} page faults per step"
+        )
+
+
+#: Topics that follow the table: the label of a topic, or "" if its lines contain one, and a function that returns its
+#: lines, none if the run has no such figures.
+_TOPICS: Sequence[tuple[str, Callable[[Figures], Iterable[str]]]] = (
+    ("speed", _speed),
+    ("eval", _evaluations),
+    ("", _samples),
+    ("answers", lambda f: [f"{format_preferences(f.preferences)}, means over the last steps"] if f.preferences else []),
+    ("tokens", _tokens),
+    ("memory", _memory),
+    ("cpu", _usage),
+    ("", lambda f: (f"rank {number:<2} {format_rank(rank)}" for number, rank in enumerate(f.ranks))),
+    ("wrote", lambda f: (f"{path}   {_wear(drive)}" for path, drive in f.drives.items() if drive.nbytes)),
+    ("saved", _saved),
+    ("starts", _starts),
+    ("trace", lambda f: [] if f.timeline is None else [f"{f.timeline}: open it at https://ui.perfetto.dev"]),
+    ("model", lambda f: [] if f.export_dir is None else [f.export_dir]),
+)
+
+
+def _rest(figures: Figures) -> Iterator[str]:
+    """Yield the lines of all topics that follow the table."""
+    for label, lines_of in _TOPICS:
+        for line in lines_of(figures):
+            yield f"{label:<7} {line}" if label else line
 
 
 def _wear(drive: PathWrites) -> str:
