@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from .main import EXIT_CONFIG, RunFailedError, Subcommands, write_file
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatrain.base.changes import Change
     from megatrain.config.reference import KeyDescription
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,6 @@ from .options import config_options, json_option, load
 from .terminal import Spinner, leave_out_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatrain.data.preview import DataStats, RowPreview
     from megatrain.data.rows_report import Dropped
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from .options import load
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatrain.config import LoadedConfig
     from megatrain.extras.generation import Completion, Generator
     from megatrain.tasks.prompts import GenerationSettings

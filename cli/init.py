@@ -6,7 +6,8 @@ import json
 import os
 import shlex
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from functools import cached_property
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from .main import EXIT_CONFIG, RunFailedError, write_file
 from .options import json_option
 
 if TYPE_CHECKING:
+    from megatrain.base.facts import ModelFacts
     from megatrain.config.starter import DataFacts
 
 _NAME = "run.toml"
@@ -28,11 +30,25 @@ _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
 
+class TaskChoice(click.Choice):  # type: ignore[type-arg]
+    """Names of tasks. They are imported when they are needed, so that other commands start without them."""
+
+    def __init__(self) -> None:
+        self.case_sensitive = True
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names, in the order of the table of tasks."""
+        from megatrain.tasks.table import TASK_FACTS
+
+        return tuple(TASK_FACTS)
+
+
 @click.command("init")
 @click.argument("path", required=False, type=click.Path(path_type=Path), metavar="[PATH]")
 @click.option(
     "--task",
-    type=click.Choice(["sft", "pretrain", "distill", "dpo", "reward"]),
+    type=TaskChoice(),
     help="Task of the run. Default: dpo for preferences, pretrain for plain text, else sft.",
 )
 @click.option(
@@ -65,36 +81,21 @@ def command(
     which editors complete and check the file. Names the columns of the first rows if the data is on this machine.
     """
     if is_example:
-        if task is not None or has_lora or model is not None or data is not None:
+        if has_lora or any(given is not None for given in (task, model, data)):
             raise click.UsageError("--example has its own task, model and data")
         return _write_example(path or Path(_EXAMPLE_FOLDER), as_json=as_json)
-    path = path or Path(_NAME)
-    path = path / _NAME if path.is_dir() else path
-    if path.exists():
-        raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG)
-    if not path.absolute().parent.is_dir():
-        raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
-    _check_writable(path.absolute().parent)
-
+    from megatrain.config.first_rows import first_rows
     from megatrain.config.starter import starter_toml
-    from megatrain.data.formats import TEMPLATED
-    from megatrain.extras.translate.templates import own_template
     from megatrain.machine.facts import machine_facts
-    from megatrain.models.folder import model_facts
-    from megatrain.models.hub import cached_folder
     from megatrain.training.resolve import default_tiers
 
+    path = _new_file(path or Path(_NAME))
     folder = path.absolute().parent
-    rows = None if data is None else _data_facts(data, folder, task)
+    rows = None if data is None else first_rows(_expanded(data), _as_written(data, folder), task)
     task = task or _TASKS.get("" if rows is None else rows.format, "sft")
-    facts, needs_template = None, False
-    if model is not None:
-        place = Path(os.path.expandvars(os.path.expanduser(model))) if _is_path(model) else None
-        facts = model_facts(_as_written(model, folder), place)
-        source = place or cached_folder(model)
-        needs_template = source is not None and source.is_dir() and not own_template(source)
-        if rows is not None and needs_template:
-            rows = _without_template(rows)
+    facts, needs_template = (None, False) if model is None else _model_facts(model, folder)
+    if rows is not None and needs_template:
+        rows = rows.without_template()
     text = starter_toml(
         machine_facts(folder, default_tiers()),
         task,
@@ -109,22 +110,55 @@ def command(
         click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
         return 0
     click.echo(f"wrote  {path}" + ("" if schema is None else f" and {schema.name}"))
-    to_fill_in = [line.split(" = ")[0] for line in text.split("\n") if "FILL IN" in line and not line.startswith("#")]
+    for line, color in _remarks(path, text, rows, needs_template, has_lora):
+        click.secho(line, fg=color) if color else click.echo(line)
+    return 0
+
+
+def _new_file(path: Path) -> Path:
+    """Return the file to write, which is in PATH if that is a folder. Refuse an existing file and a bad folder."""
+    path = path / _NAME if path.is_dir() else path
+    if path.exists():
+        raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG)
+    if not path.absolute().parent.is_dir():
+        raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
+    _check_writable(path.absolute().parent)
+    return path
+
+
+def _model_facts(model: str, folder: Path) -> tuple[ModelFacts, bool]:
+    """Return facts of a model, and whether it is on this machine and lacks a chat template."""
+    from megatrain.extras.translate.templates import own_template
+    from megatrain.models.folder import model_facts
+    from megatrain.models.hub import cached_folder
+
+    place = Path(_expanded(model)) if _is_path(model) else None
+    source = place or cached_folder(model)
+    needs_template = source is not None and source.is_dir() and not own_template(source)
+    return model_facts(_as_written(model, folder), place), needs_template
+
+
+def _remarks(
+    path: Path, text: str, rows: DataFacts | None, needs_template: bool, has_lora: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield messages about data, model and next steps, each with its color, or "" for plain text."""
+    from megatrain.data.formats import TEMPLATED
+
     if rows is not None and rows.problem:
-        click.secho(f"data   {rows.problem}", fg="yellow")
+        yield f"data   {rows.problem}", "yellow"
     elif rows is not None and rows.format:
         columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
-        click.echo(f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""))
+        yield f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""), ""
         if needs_template and rows.format in TEMPLATED:
-            click.secho("model  it has no chat template, which such rows need: set model.chat_template", fg="yellow")
+            yield "model  it has no chat template, which such rows need: set model.chat_template", "yellow"
     if has_lora and find_spec("peft") is None:
-        click.secho("needs  pip install 'megatrain-tier[lora]'", fg="yellow")
+        yield "needs  pip install 'megatrain-tier[lora]'", "yellow"
+    to_fill_in = [line.split(" = ")[0] for line in text.split("\n") if "FILL IN" in line and not line.startswith("#")]
     if to_fill_in:
-        click.echo(f"fill   {', '.join(to_fill_in)}")
+        yield f"fill   {', '.join(to_fill_in)}", ""
     elif rows is not None and rows.format:
-        click.echo(f"look   megatrain-tier data preview {shlex.quote(str(path))}")
-    click.echo(f"next   megatrain-tier check {shlex.quote(str(path))}")
-    return 0
+        yield f"look   megatrain-tier data preview {shlex.quote(str(path))}", ""
+    yield f"next   megatrain-tier check {shlex.quote(str(path))}", ""
 
 
 def _check_writable(folder: Path) -> None:
@@ -166,31 +200,8 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
-    """Read the first rows of data on this machine."""
-    from megatrain.config.starter import DataFacts
-    from megatrain.data.files import ARROW_SUFFIXES, TEXT_SUFFIXES, suffix_of
-    from megatrain.data.rows_report import DataError
-    from megatrain.data.sources import detect_format, is_hub_name
-
-    written, place = _as_written(data, folder), os.path.expandvars(os.path.expanduser(data))
-    if is_hub_name(place):
-        if suffix_of(Path(place)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
-            return DataFacts(written, problem=f"{written}: there is no such file yet")
-        return DataFacts(written)  # nothing is fetched before `check`
-    try:
-        preview = detect_format(place, is_preference=None if task is None else task in ("dpo", "reward"))
-    except DataError as error:
-        return DataFacts(written, problem=str(error))
-    return DataFacts(written, preview.format, preview.columns, preview.fields, preview.problem, preview.is_judged)
-
-
-def _without_template(rows: DataFacts) -> DataFacts:
-    """Return questions and answers as prompts and completions, for a model without a chat template."""
-    if rows.format != "alpaca" or not rows.columns or "input" in rows.fields:
-        return rows
-    question, answer = (rows.columns.get(name, name) for name in ("instruction", "output"))
-    return replace(rows, format="prompt_completion", columns={"prompt": question, "completion": answer})
+def _expanded(path: str) -> str:
+    return os.path.expandvars(os.path.expanduser(path))
 
 
 def _is_path(text: str) -> bool:

@@ -14,15 +14,13 @@ import secrets
 import shutil
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from .terminal import OWN_PROCESS, screens
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

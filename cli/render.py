@@ -8,6 +8,7 @@ import json
 import shlex
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -40,7 +41,6 @@ from tiered.units import GiB, MiB, format_duration, format_size
 from .terminal import given_columns, wrap_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from megatrain.plan.plan import Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.base.toml import format_value
@@ -39,6 +39,13 @@ class DataFacts:
     fields: Sequence[str] = ()
     problem: str = ""
     is_judged: bool = False
+
+    def without_template(self) -> DataFacts:
+        """Return questions and answers as prompts and completions, for a model without a chat template."""
+        if self.format != "alpaca" or not self.columns or "input" in self.fields:
+            return self
+        question, answer = (self.columns.get(name, name) for name in ("instruction", "output"))
+        return replace(self, format="prompt_completion", columns={"prompt": question, "completion": answer})
 
 
 def starter_toml(

@@ -163,14 +163,14 @@ _OFTEN: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
 _NUM_PREVIEWED = 100
 
 
-def detect_format(path: str, *, is_preference: bool | None = None) -> SourcePreview:
+def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
     """Detect the format of the first rows of a file, glob or folder, and the columns to read them with.
 
     Unusable rows are skipped if one of the first hundred is usable.
 
     Args:
         path: A file, a folder, a pattern or a name on the hub.
-        is_preference: whether rows must be preferences; None to detect this from the rows.
+        kind: Kind that the rows must have, or None to detect whether they are preferences.
 
     Raises:
         DataError: nothing there, or a file cannot be read.
@@ -184,8 +184,8 @@ def detect_format(path: str, *, is_preference: bool | None = None) -> SourcePrev
         rows = list(itertools.islice(read_file(file), _NUM_PREVIEWED))
         if not rows:
             continue
-        if is_preference is None:
-            is_preference = any(preferences(_called(value)) is not None for _, value in rows)
+        has_answers = any(preferences(_called(value)) is not None for _, value in rows)
+        is_preference = has_answers if kind is None else kind.reader is PREFERENCE
         first = None
         for where, value in rows:
             preview = _detect_row_format(value, where, is_preference=is_preference)

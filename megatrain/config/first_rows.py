@@ -1,0 +1,30 @@
+"""Facts about the first rows of training data on this machine, for a first config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain.config.starter import DataFacts
+from megatrain.data.files import ARROW_SUFFIXES, TEXT_SUFFIXES, suffix_of
+from megatrain.data.row_kind import row_kind
+from megatrain.data.rows_report import DataError
+from megatrain.data.sources import detect_format, is_hub_name
+from megatrain.tasks.table import TASK_FACTS
+
+
+def first_rows(path: str, written: str, task: str | None) -> DataFacts:
+    """Return facts about the first rows of a file, glob or folder. Fetches nothing.
+
+    Args:
+        written: The path as the config states it.
+        task: Task that the rows are for, or None if they decide the task.
+    """
+    if is_hub_name(path):
+        if suffix_of(Path(path)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
+            return DataFacts(written, problem=f"{written}: there is no such file yet")
+        return DataFacts(written)  # nothing is fetched before `check`
+    try:
+        preview = detect_format(path, None if task is None else row_kind(TASK_FACTS[task].rows(None)))
+    except DataError as error:
+        return DataFacts(written, problem=str(error))
+    return DataFacts(written, preview.format, preview.columns, preview.fields, preview.problem, preview.is_judged)
