@@ -1,7 +1,7 @@
-"""Text generation with a model of any size: many prompts at once, one weight fetch per token of all prompts.
+"""Text generation for many prompts at once with a model of any size. All prompts share each fetch of a weight.
 
-The model's weights are frozen and read as in ``scoring``. The KV cache is stored in blocks of the store. Tokens equal
-transformers' ``generate`` (``engine/generate.py``).
+The weights are frozen and are read as in ``scoring``. The KV cache is stored in blocks of the store. The tokens are the
+same as with transformers' ``generate`` (see ``engine/generate.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", "generate", "tables_of_folder"]
 
 
-#: Keys of ``[model]`` that define a run's model and its computation.
+#: Keys of ``[model]`` that determine a run's model and how it computes.
 _OF_MODEL = ("model_name_or_path", "revision", "tokenizer_name_or_path", "attn_implementation", "split_experts")
 
 
@@ -47,8 +47,8 @@ class Completion:
     """The completion of one prompt.
 
     Attributes:
-        completion: text, without special tokens.
-        token_ids: tokens of the text, including the end of text.
+        completion: Text without special tokens.
+        token_ids: Tokens of the text, including the end-of-text token.
     """
 
     prompt: str
@@ -57,42 +57,42 @@ class Completion:
 
 
 def config_of_folder(folder: Path, **tables: Any) -> RunConfig:
-    """Return a config with the model of a folder; nothing is trained or written.
+    """Return a config for generation with the model in a folder.
 
     Args:
         folder: Folder of a model, of an adapter, or of the run that wrote one of them.
-        tables: further tables of the config, such as ``tiers``.
+        tables: Further tables of the config, such as ``tiers``.
 
     Raises:
-        AdapterError: the folder holds an adapter that names no base model.
+        AdapterError: The folder contains an adapter that names no base model.
     """
     values = {
         "task": "sft",
         "output_dir": str(folder.absolute() / "generate"),
-        "data": {"train": [{"path": "prompts"}]},  # never read
+        "data": {"train": [{"path": "prompts"}]},  # required by the schema, but never read
     }
     return RunConfig.model_validate({**values, **tables_of_folder(folder), **tables})
 
 
 def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the config tables for the model in a folder; for an adapter, its base model and the adapter.
+    """Return the config tables for the model in a folder. For an adapter, they contain its base model and the adapter.
 
     Args:
-        folder: Folder of a model, of an adapter, or of the run that wrote one of them. A run's adapter gets the run's
-            model (revision, attention, precision); any other adapter the model that it names.
+        folder: Folder of a model, of an adapter, or of the run that wrote one of them. For a run's adapter, the tables
+            contain the run's model, revision, attention and precision. Other adapters name their base model.
 
     Raises:
-        AdapterError: the folder holds an adapter that names no base model.
-        ConfigError: the config of the run cannot be read.
-        PromptError: the folder holds no model.
+        AdapterError: The folder contains an adapter that names no base model.
+        ConfigError: The config of the run cannot be read.
+        PromptError: The folder contains no model.
     """
     folder = trained_model(folder).absolute()
     if not any((folder / name).is_file() for name in (ADAPTER_CONFIG, "config.json")):
         if (folder / CHECKPOINTS_NAME).is_dir():
             raise PromptError(
-                f"{folder}: this run has no model yet. Write one with megatrain-tier export {folder} OUT, and give OUT"
+                f"{folder}: this run has no model yet. Write one with megatrain-tier export {folder} OUT, and pass OUT"
             )
-        raise PromptError(f"{folder}: there is no model in it (no config.json). Give a folder that an export wrote")
+        raise PromptError(f"{folder} contains no model (no config.json). Pass a folder that an export wrote")
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return {"model": {"model_name_or_path": str(folder)}}
     model: dict[str, Any] = {}
@@ -111,11 +111,11 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
-    """Return a config whose steps consist of prompts, in place of training rows.
+    """Return a config whose steps consist of prompts instead of training rows.
 
     Args:
-        rows: prompts that are padded to one length.
-        together: prompts that share each fetch of a weight.
+        rows: Number of prompts in a micro-batch, which are padded to the same length.
+        together: Number of prompts that share each fetch of a weight.
     """
     step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-together // rows))
     return with_values(config, {"data.packing": False}).model_copy(update={"task": "sft", "training": step})
@@ -131,28 +131,28 @@ def generate(
     system: str = "",
     observer: RunObserver | None = None,
 ) -> list[Completion]:
-    """Continue prompts with a model that need not fit into memory.
+    """Complete prompts with a model that need not fit in memory.
 
     Args:
-        config: a config, of which only model, tiers, precision and step size are used; or a folder of a model, of an
-            adapter (its base model is loaded too), or of a run. The rows of a micro-batch are prompts padded to one
-            length; the rows of a step are prompts that run together.
-        prompts: turns of a chat if the model has a template, else beginnings of texts.
-        max_new_tokens: Maximum new tokens per completion.
-        temperature: 0 for the likeliest token. None for the value in the model's generation_config.json.
-        seed: Seed of sampling: micro-batch m draws like transformers after ``torch.manual_seed(seed + m)``.
-        system: system message before each prompt.
-        observer: receives messages.
+        config: A config, of which only model, tiers, precision and step size are used; or the folder of a model, of an
+            adapter (its base model is loaded too), or of a run. A micro-batch consists of prompts that are padded to
+            the same length, a step of prompts that share each fetch of a weight.
+        prompts: User messages if the model has a chat template, otherwise beginnings of texts.
+        max_new_tokens: Maximum number of new tokens per completion.
+        temperature: 0 for the most likely token, None for the value in the model's generation_config.json.
+        seed: Seed of sampling. Micro-batch m samples like transformers after ``torch.manual_seed(seed + m)``.
+        system: System message before each prompt.
+        observer: Receives messages.
 
     Returns:
         A completion for each prompt, in order.
 
     Raises:
-        PromptError: a prompt is empty, or exceeds the model's positions.
-        ConfigError: the config is unsuitable for generation, or has random weights.
-        DoesNotFitError: a tier is too small.
-        ModelFolderError: the model is unusable.
-        UnsupportedModelError: the model is unusable.
+        PromptError: A prompt is empty, or exceeds the model's positions.
+        ConfigError: The config is unsuitable for generation, or has random weights.
+        DoesNotFitError: A tier is too small.
+        ModelFolderError: The model folder cannot be read.
+        UnsupportedModelError: The model is not supported.
     """
     config = config if isinstance(config, RunConfig) else config_of_folder(Path(config))
     settings = GenerationSettings(max_new_tokens, temperature, seed, system)
@@ -164,15 +164,15 @@ class Generator:
 
     Args:
         config: Model and tiers.
-        prompts: texts, at least one.
+        prompts: At least one prompt.
         settings: Options of generation.
-        observer: receives messages.
-        history: Messages of the conversation before each prompt; a model without a chat template ignores them.
+        observer: Receives messages.
+        history: Messages of the conversation before each prompt; ignored if the model has no chat template.
 
     Attributes:
-        plan: Plan of the passes of a batch of prompts.
-        moved_bytes: link -> bytes that ``run`` moved.
-        planned_bytes: link -> bytes that its passes were planned to move.
+        plan: Plan of the passes for a batch of prompts.
+        moved_bytes: Bytes that ``run`` moved, by link.
+        planned_bytes: Bytes that the plan expects ``run`` to move, by link.
         seconds: Time of the passes.
     """
 
@@ -212,7 +212,7 @@ class Generator:
         most = num_learned_positions(self.plan.plan.graph)
         if most is not None and longest + self._settings.max_new_tokens > most:
             raise PromptError(
-                f"the longest prompt has {longest:,} tokens; with {self._settings.max_new_tokens:,} new ones that is "
+                f"the longest prompt ({longest:,} tokens) and {self._settings.max_new_tokens:,} new tokens need "
                 f"more than the {most:,} positions of the model. Lower max_new_tokens, or shorten the prompt"
             )
 
@@ -235,7 +235,7 @@ class Generator:
                 ):
                     text = self._tokenizer.decode(ids, skip_special_tokens=True)
                     found.append(Completion(prompt, text, ids))
-                done = f"{len(found):,} of {len(self._tokens):,} prompts continued"
+                done = f"{len(found):,} of {len(self._tokens):,} prompts completed"
                 self._observer.on_message(f"{done}, {time.perf_counter() - start_s:.1f} s")
             self.seconds = time.perf_counter() - start_s
             store.wait_idle()

@@ -1,8 +1,8 @@
-"""Scores of a data set by a model of any size: forward passes over large batches, each weight fetched once per pass.
+"""Scoring of a data set by a model of any size, in forward passes over large batches that fetch each weight once.
 
 The weights are frozen. Weights that do not fit in RAM are read in place from the model's folder, in every pass
-(docs/decisions/0031-frozen-weights-are-read-in-place.md). The scores of a pass are on disk before the next one begins,
-so a process that ends in any way only has to repeat its last pass.
+(docs/decisions/0031-frozen-weights-are-read-in-place.md). The scores of a pass are on disk before the next pass begins,
+so after a crash only the last pass has to be repeated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreSummary", "Scorer", "plan_scoring"]
 
-#: Number of a micro-batch -> a vector for each of its documents.
+#: Embeddings of the documents of each micro-batch, by number of the micro-batch.
 _Vectors = dict[int, Sequence[np.ndarray[Any, Any]]]
 
 
@@ -57,15 +57,15 @@ class ScoreSummary:
     """Results of one ``Scorer.run``.
 
     Attributes:
-        num_rows: Rows of the data, packed or not.
-        num_rows_done: rows that are scored, including earlier calls.
-        num_passes: number of passes over the weights in this call.
-        num_tokens: positions that this call processed, padding included.
-        mean_log_prob: Mean over the tokens that this call scored; NaN if there are none.
+        num_rows: Number of rows of the data, packed or not.
+        num_rows_done: Number of rows with scores, including earlier calls.
+        num_passes: Number of passes over the weights in this call.
+        num_tokens: Number of positions that this call processed, padding included.
+        mean_log_prob: Mean over the tokens that this call scored; NaN if it scored none.
         seconds: Time of the passes of this call.
-        planned_bytes: link -> bytes that these passes were planned to move.
-        link_bytes: link -> bytes that they moved.
-        interrupted: whether a signal ended the call early.
+        planned_bytes: Bytes that the plan expects these passes to move, by link.
+        link_bytes: Bytes that these passes moved, by link.
+        interrupted: Whether a signal ended the call early.
     """
 
     folder: Path
@@ -87,13 +87,13 @@ class ScoreSummary:
 
 
 def plan_scoring(config: RunConfig) -> Plan:
-    """Return the plan of the passes of ``Scorer``.
+    """Return the plan of a pass of ``Scorer``.
 
     Raises:
-        ConfigError: the config is unsuitable for scoring.
-        DoesNotFitError: a tier is too small.
-        ModelFolderError: the model is unusable.
-        UnsupportedModelError: the model is unusable.
+        ConfigError: The config is unsuitable for scoring.
+        DoesNotFitError: A tier is too small.
+        ModelFolderError: The model folder cannot be read.
+        UnsupportedModelError: The model is not supported.
     """
     check_scorable(config)
     table = config.score
@@ -101,7 +101,7 @@ def plan_scoring(config: RunConfig) -> Plan:
     plan = plan_forward(run, top_k=table.top_k)
     text = plan.graph.config.get_text_config()
     if table.top_k > text.vocab_size:
-        message = f"score.top_k = {table.top_k}, but the model has {text.vocab_size} words"
+        message = f"score.top_k = {table.top_k} exceeds the model's vocabulary of {text.vocab_size} tokens"
         raise ConfigError(run.model.name, [Problem("score.top_k", message, f"Write at most {text.vocab_size}")])
     if table.embeddings != "none":
         plan = plan_forward(plan.run, top_k=table.top_k, width=text.hidden_size)
@@ -112,17 +112,16 @@ class Scorer:
     """Scorer of the rows of ``[[data.train]]``; writes missing scores to ``output_dir/scores``.
 
     Args:
-        config: model, rows, tiers and ``[score]``. The step size is the size of a pass; other training keys are
-            ignored.
-        observer: receives messages.
-        plan: result of ``plan_scoring``; None to compute it.
-        activity: updated for a live view.
+        config: Model, data, tiers and ``[score]``. A pass has the size of a step; other training keys are ignored.
+        observer: Receives messages.
+        plan: Result of ``plan_scoring``; None to compute it.
+        activity: Progress for a live view, which the scorer updates.
 
     Attributes:
-        plan: Plan of the passes.
+        plan: Plan of a pass.
 
     Raises:
-        ConfigError: as in ``plan_scoring``, which also raises the other errors.
+        ConfigError: The config is unsuitable for scoring. Without ``plan``, all errors of ``plan_scoring``.
     """
 
     def __init__(
@@ -141,22 +140,22 @@ class Scorer:
     def run(self) -> ScoreSummary:
         """Score the rows that have no scores yet.
 
-        A signal to stop ends it after the current pass; finished scores are kept, and the next call continues there.
+        A stop signal ends the call after the current pass. Finished scores are kept, and the next call continues.
 
         Raises:
-            DataError: the data cannot be used.
-            ScoresError: ``output_dir`` holds other scores.
-            BeyondMachineError: this machine has less memory than the tiers' sizes.
-            LockedError: another run uses ``output_dir``.
-            OSError: storage failed.
-            TieredError: storage failed.
-            KeyboardInterrupt: a second signal; the current pass is lost.
+            DataError: The data cannot be used.
+            ScoresError: ``output_dir`` contains scores of a different kind.
+            BeyondMachineError: This machine has less memory than the tiers need.
+            LockedError: Another run uses ``output_dir``.
+            OSError: Storage failed.
+            TieredError: Storage failed.
+            KeyboardInterrupt: A second signal arrived. The current pass is lost.
         """
         check_weights(self.plan.run)
         refuse(self.plan.objections)
         check_writable(self._config)
         weights = None
-        # Complete scores need no weights; only the data shows whether some are missing.
+        # If scores exist, weights are opened later, and only if the data shows that some scores are missing.
         if not (self.plan.run.output_dir / SCORES_NAME).is_dir():
             weights = open_weights(self.plan, self._observer.on_message)
         self._activity.begin("reading the data")
@@ -201,7 +200,7 @@ class Scorer:
             on_message(f"warning: {text}")
         self._tokenizer = tokenizer
         return BatchLoader(
-            replace(dataset, weights=()),  # each document once
+            replace(dataset, weights=()),  # without weights, each document is used once
             micro_batch_size=run.batch.micro_batch_rows,
             num_micro_batches=run.batch.num_micro_batches,
             max_length=run.batch.max_length,
@@ -232,7 +231,7 @@ class Scorer:
         )
 
     def _passes(self, missing: Sequence[range]) -> list[range]:
-        """Return the rows of each pass."""
+        """Return the rows of each pass over the missing rows."""
         size = self.plan.run.batch.num_rows
         return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
 
@@ -242,8 +241,8 @@ class Scorer:
         plan, store = self.plan, opened.store
         placement = plan.placement
         passes = Passes(plan, store, timeline=opened.timeline, activity=self._activity, stays=placement.stays)
-        store.wait_idle()  # writes of loading are not part of any pass
-        before, start_s = store.stats(), time.perf_counter()  # the schedule starts prefetching
+        store.wait_idle()  # writes during loading do not count for any pass
+        before, start_s = store.stats(), time.perf_counter()  # before the schedule starts to prefetch
         seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []
@@ -276,15 +275,15 @@ class Scorer:
     def _scores(
         self, passes: Passes, loader: BatchLoader, cuts: Sequence[range], should_stop: Callable[[], bool]
     ) -> Iterator[tuple[list[DocumentScores], int]]:
-        """Yield the scores of the documents of each pass, and its number of positions."""
+        """Yield the document scores and the number of positions of each pass."""
         size = self.plan.micro_batch_size
         groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the current pass
 
         def batches() -> Iterator[MicroBatches]:
             for rows in cuts:
                 self._activity.begin("scoring", num_parts=passes.num_ticks)
-                # In order, not dealt in turn as in a training step: the rows that share a micro-batch, and so the bits
-                # of their scores, do not depend on the number of micro-batches in a pass.
+                # Rows stay in order, unlike in a training step. The rows that share a micro-batch, and therefore the
+                # exact scores, do not depend on the number of micro-batches in a pass.
                 firsts = range(rows.start, rows.stop, size)
                 groups[:] = [loader.rows(first, min(first + size, rows.stop)) for first in firsts]
                 yield [loader.micro_batch(group) for group in groups]
@@ -323,7 +322,7 @@ class Scorer:
 def _embeddings(
     hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, table: ScoreConfig
 ) -> list[np.ndarray[Any, Any]]:
-    """Return a vector for each document in the rows of a micro-batch, in order."""
+    """Return the embedding of each document in the rows of a micro-batch, in order."""
     found = []
     for row, at, document, _ in documents_of(rows, dataset):
         stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
@@ -338,7 +337,7 @@ def _documents(
     scores: TokenScores,
     embeddings: Sequence[np.ndarray[Any, Any]] | None,
 ) -> list[DocumentScores]:
-    """Return the scores of a micro-batch by document; they come in the order of its labels."""
+    """Return the scores of each document in the rows of a micro-batch. ``scores`` has the order of the labels."""
     log_probs, rest = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
     ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
     found: list[DocumentScores] = []

@@ -1,4 +1,4 @@
-"""Compare plain AdamW training with tiered training, on a small copy of the user's model."""
+"""Comparison of plain AdamW training with tiered training, on a small copy of the user's model."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ NUM_STEPS, STOP_AFTER = 4, 2
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
 #: Learning rate at which a few steps of AdamW change the weights visibly.
 LEARNING_RATE = 1e-3
-#: A power of two: an SGD step at this rate adds the gradient to the weights without another rounding.
+#: Learning rate of an SGD step that adds gradients to weights. A power of two scales gradients without rounding.
 GRADIENT_RATE = 1024.0
 
-#: Largest relative differences between plain and tiered training. Both use fp32; only the order of sums differs.
+#: Maximum relative differences between plain and tiered fp32 training, which differ only in the order of sums.
 LOSS_TOLERANCE, NORM_TOLERANCE = 5e-6, 1e-4
-#: Largest difference of an element of a gradient, relative to the tensor's largest gradient.
+#: Maximum difference of a gradient element, relative to the largest element of the tensor's gradient.
 GRADIENT_TOLERANCE = 1e-4
-#: Root mean square difference of a tensor's weights, relative to the change that training made.
+#: Maximum root mean square difference of a tensor's weights, relative to their change during training.
 WEIGHT_TOLERANCE = 1e-2
 
 
@@ -62,10 +62,10 @@ class Check:
     """One comparison.
 
     Attributes:
-        what: name of the compared values.
-        allowed: largest allowed difference, or "same bits".
-        found: largest difference found, or a count of equal values.
-        problems: one text per difference that is too large.
+        what: Name of the compared values.
+        allowed: Largest allowed difference, or "same bits".
+        found: Largest difference found, or the number of identical values.
+        problems: One text for each difference that is too large.
     """
 
     what: str
@@ -81,7 +81,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All comparisons, and notes on parts of the config that they leave out."""
+    """Results of all comparisons, and notes on parts of the config that the comparisons leave out."""
 
     headline: str
     checks: tuple[Check, ...]
@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Return whether every check holds."""
+        """Return whether no check found a problem."""
         return all(check.holds for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Verdict:
 
 @dataclass
 class _Trained(RunObserver):
-    """Losses and gradient norms of each step, trained weights, and checksums of all saved state by block."""
+    """Results of a training run. ``state`` contains the checksums of all saved blocks, by block key."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -122,18 +122,18 @@ def verify(
 ) -> Verdict:
     """Compare plain AdamW with tiered training on this machine, and tiered training in RAM with training on drives.
 
-    Both train a scaled-down copy of the model on random text. All files go to new folders, which are removed at the
-    end.
+    All runs train a scaled-down copy of the model on random text. Their files are written to new folders, which are
+    removed at the end.
 
     Args:
-        config: the user's config; None for a small Llama.
+        config: The user's config; None for a small Llama.
         tiers: "ram", or "ram" and "nvme".
-        scratch: folder for the model, the runs, and drives if the config names none.
+        scratch: Folder for the model and the runs, and for drives if the config has none.
 
     Raises:
-        UnsupportedModelError: no small copy of the model can be made.
-        ModelFolderError: the model folder cannot be read.
-        UnusablePathError: a drive cannot be written.
+        UnsupportedModelError: The model cannot be scaled down.
+        ModelFolderError: The model folder cannot be read.
+        UnusablePathError: A drive is not writable.
     """
     start_s = time.perf_counter()
     with ExitStack() as stack:
@@ -144,7 +144,7 @@ def verify(
             given = () if config is None else resolve_tiers(config).table.nvme
             parents = [existing_parent(drive.path) for drive in given] or [scratch, scratch]
             drives = [stack.enter_context(scratch_folder(parent)) for parent in parents]
-        on_progress("making a small model")
+        on_progress("creating a small model")
         comparison = _Comparison(config, folder, on_progress)
         checks = tuple(comparison.run(drives))
         return Verdict(comparison.headline, checks, comparison.notes, time.perf_counter() - start_s)
@@ -156,7 +156,7 @@ class _Comparison:
     def __init__(self, config: RunConfig | None, folder: Path, on_progress: Callable[[str], None]) -> None:
         self._given = given = config or _default_config()
         self._folder, self._say = folder, on_progress
-        # flash_attention_2 has no fp32 kernel, and the comparison with plain training uses fp32.
+        # The comparison with plain training uses fp32, for which flash_attention_2 has no kernel.
         attention = given.model.attn_implementation
         self._attention = "sdpa" if attention == "flash_attention_2" else attention
         original = None if config is None else read_config(resolve_model(given).folder)
@@ -170,7 +170,7 @@ class _Comparison:
         self.notes = tuple(_notes(given, *self._precision))
 
     def run(self, drives: Sequence[Path]) -> Iterator[Check]:
-        """Yield the checks one after the other."""
+        """Run the trainings, and yield each check when its results are available."""
         adamw = _constant_rate(LEARNING_RATE) | self._given.optimizer.model_dump(
             include={
                 "weight_decay",
@@ -219,7 +219,7 @@ class _Comparison:
         precision: tuple[str, str] = ("float32", "float32"),
         drives: Sequence[Path] = (),
     ) -> RunConfig:
-        """Return the config of one run: all in RAM, or all on the drives with as little RAM as the plan allows."""
+        """Return the config of one run, with all blocks in RAM, or on drives with the smallest possible RAM tier."""
         given = self._given
         values: dict[str, Any] = {
             "task": "pretrain",
@@ -231,7 +231,7 @@ class _Comparison:
                 "model_name_or_path": str(self._small.folder),
                 "tokenizer_name_or_path": str(self._small.tokenizer),
                 "attn_implementation": self._attention,
-                "use_liger_kernel": False,  # plain training has none
+                "use_liger_kernel": False,  # plain training does not use it
             },
             "precision": {"compute_dtype": precision[0], "grad_dtype": precision[1]},
             "data": {
@@ -252,7 +252,7 @@ class _Comparison:
             "tiers": {
                 "ram": {"size": "auto"},
                 "on_disk_full": "error",
-                "allow_tmpfs": True,  # the folders are removed at the end
+                "allow_tmpfs": True,  # losing these files in a crash does no harm
                 "engine": given.tiers.engine,
                 "direct": "off" if given.tiers.direct == "off" else "auto",
                 "verify": given.tiers.verify,
@@ -266,9 +266,9 @@ class _Comparison:
 
 
 def _least_ram(values: Mapping[str, Any]) -> str:
-    """Return the smallest RAM size that the plan accepts, so that copies must be evicted and read again."""
+    """Return the smallest RAM size that the plan accepts, so that the run must evict copies and read them again."""
     size = "4KiB"
-    for _ in range(8):  # workspace can grow with the tier, so the first answer may be too small
+    for _ in range(8):  # a larger tier can need more workspace, so one iteration may not suffice
         config = RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": size}}})
         try:
             plan_run(resolve(config), with_remedies=False)
@@ -282,7 +282,7 @@ def _least_ram(values: Mapping[str, Any]) -> str:
 
 
 def _default_config() -> RunConfig:
-    """Return the defaults for a command without a config."""
+    """Return the config for a command without CONFIG, with defaults."""
     values = {"task": "pretrain", "output_dir": "run", "model": {"model_name_or_path": "model"}}
     return RunConfig.model_validate({**values, "data": {"train": [{"path": "text"}]}})
 
@@ -307,7 +307,7 @@ def _notes(given: RunConfig, compute_dtype: str, grad_dtype: str) -> Iterator[st
 
 
 def make_plain_optimizer(trained: Iterable[tuple[str, Tensor]], table: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return torch's AdamW or SGD with the learning rate and the weight decay rule of the table."""
+    """Return torch's AdamW or SGD, with the learning rate and the weight decay of the config table."""
     groups = [
         {"params": [parameter], "weight_decay": table.weight_decay if _decays(name, parameter, table) else 0.0}
         for name, parameter in trained
@@ -326,7 +326,7 @@ def _decays(name: str, parameter: Tensor, table: OptimizerConfig) -> bool:
 def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _Trained:
     """Train the model with transformers and torch alone, in fp32, on the given batches.
 
-    Micro-batches are weighted by their trained tokens, and gradients are clipped by their global norm.
+    Losses of micro-batches are weighted by their trained tokens, and gradients are clipped by their global norm.
     """
     from transformers import AutoModelForCausalLM
 
@@ -359,7 +359,7 @@ def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _Trained:
 
 
 def _train(config: RunConfig, trained: _Trained | None = None) -> _Trained:
-    """Run the trainer to its end, or resume its checkpoint, and add the results to ``trained``."""
+    """Run the trainer to its end, after its checkpoint if there is one, and add the results to ``trained``."""
     trained = trained or _Trained()
     trainer = Trainer(config)
     trainer.observer = trained
@@ -374,7 +374,7 @@ def _train(config: RunConfig, trained: _Trained | None = None) -> _Trained:
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """Return the floating point tensors of a model folder."""
+    """Return the floating-point tensors of a model folder, by name."""
     model = ModelFolder(folder)
     tensors = {name: model.read(name) for name in sorted(model.records)}
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -410,12 +410,12 @@ def _compare_tensors(
     least_change: float,
     allowed: float,
 ) -> Check:
-    """Compare the trained tensors, relative to the change that plain training made.
+    """Compare the trained tensors, relative to their change during plain training.
 
     Args:
-        size_of: reduction of a difference to one number.
-        least_change: smallest change that counts, relative to the largest of all tensors. Gradients without effect on
-            the loss, such as the gradients of key biases, are rounding noise.
+        size_of: Reduces a difference to one number.
+        least_change: Lower bound of a tensor's change, relative to the largest change of all tensors. Tensors without
+            effect on the loss, such as key biases, change only by rounding noise.
     """
     assert start.keys() == plain.keys() == ours.keys(), plain.keys() ^ ours.keys()
     changes = {name: size_of(plain[name] - start[name]) for name in start}

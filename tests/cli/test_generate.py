@@ -118,7 +118,7 @@ def test_other_folders_are_named(run: SavedRun, tmp_path: Path) -> None:
     for path, message in {
         unfinished: f"has no model yet. Write one with megatrain-tier export {unfinished} OUT",
         tmp_path / "nowhere": "there is no such file",
-        tmp_path / "empty": "there is no model in it",
+        tmp_path / "empty": "contains no model",
         tmp_path / "adapter": f"its base model is gone: {tmp_path / 'gone'}",
     }.items():
         result = converse(path, "Hi\n")

@@ -69,7 +69,7 @@ def test_import_lists_the_values_to_fill_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("x: [", (), "this is not YAML"),
+        ("x: [", (), "invalid YAML"),
         ("x: 1", (), "unknown tool"),
         ("base_model: a\nrl: grpo\n", (), "GRPO is not supported"),
         (TEXT, ("--from", "nemo"), "'nemo' is not one of"),
@@ -123,7 +123,7 @@ def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (
         'accelerate --config_file = "zero3.yaml": with several processes, each process holds a shard' in result.stderr
     )
-    assert "--run_name: only a shell knows its value" in result.stderr
+    assert "--run_name: only a shell can compute its value" in result.stderr
     assert "eval.py" not in result.stderr
 
 
@@ -175,7 +175,7 @@ def test_unknown_number_of_processes_is_reported(tmp_path: Path, monkeypatch: py
         ("-- trl sft --model_name_or_path org/m --beta 0.1", "preference training"),
         ("-- make all", "starts no training with options"),
         ("-- python train.py --lr 3", "unknown tool"),
-        ("train.py", "Give the command line that starts it: megatrain-tier import -- python train.py"),
+        ("train.py", "Pass the command line that starts it: megatrain-tier import -- python train.py"),
         ("empty.sh", "no command in this script starts a training"),
         ("acc.yaml", "import -- accelerate launch"),
         ("empty.sh --form trl", 'import reads only one FILE; unexpected argument "--form"'),

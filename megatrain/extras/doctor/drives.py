@@ -1,4 +1,4 @@
-"""The rates of a drive through the tier: reads, writes, both at once, and a long write."""
+"""Measurements of a drive through its tier: reads, writes, concurrent reads and writes, and a long write."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from tiered.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 SCRATCH_PREFIX = ".megatrain-tier-doctor-"
 
-#: Minimum free space for a measurement; a quarter of it is then written.
+#: Minimum free space for a measurement, which writes files of a quarter of the free space at most.
 MIN_FREE_BYTES = 256 * MiB
 _LEAST_SPAN_BYTES = MIN_FREE_BYTES // 4
 
 
 class UnusablePathError(Exception):
-    """A path cannot be measured: it is missing, not a folder, not writable, or full."""
+    """A path cannot be measured, because it is missing, not a folder, not writable, or full."""
 
 
 def check_path(path: Path) -> int:
-    """Return the free bytes on the drive of a writable folder.
+    """Return the free bytes on the drive of a folder, after checking that the folder is writable.
 
     Raises:
-        UnusablePathError: the folder cannot be measured; the text gives the cause and the remedy.
+        UnusablePathError: The folder cannot be measured. The message contains the cause and the remedy.
     """
     if not path.exists():
-        raise UnusablePathError(f"{path} does not exist: make it, or name another folder on that drive")
+        raise UnusablePathError(f"{path} does not exist. Create it, or name another folder on that drive")
     if not path.is_dir():
-        raise UnusablePathError(f"{path} is not a folder: name the folder in which it lies")
+        raise UnusablePathError(f"{path} is not a folder. Name the folder that contains it")
     with scratch_folder(path):
         free = shutil.disk_usage(path).free
     if free < MIN_FREE_BYTES:
         raise UnusablePathError(
-            f"{path} has {format_size(free)} free, measuring needs {format_size(MIN_FREE_BYTES)}: "
-            "free some, or name another folder"
+            f"{path} has {format_size(free)} of free space, but the measurement needs "
+            f"{format_size(MIN_FREE_BYTES)}. Free some space, or name another folder"
         )
     return free
 
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder inside ``path``; remove it with its contents afterwards, even after an error or Ctrl-C.
+    """Yield a new folder inside ``path``, and remove it with its contents on exit, even after an error or Ctrl-C.
 
     Raises:
-        UnusablePathError: ``path`` cannot be written.
+        UnusablePathError: ``path`` is not writable.
     """
     folder: Path | None = None
     try:
-        with _uninterrupted():  # signals are raised on exit, when the folder is known
+        with _uninterrupted():  # a signal is raised only after `folder` is assigned
             folder = _make_folder(path)
         yield folder
     finally:
@@ -83,7 +83,7 @@ def _make_folder(path: Path) -> Path:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C inside the context, so that scratch folders are removed."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C inside the context, so that scratch folders are removed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -94,11 +94,11 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay signals between the creation and the recording of a folder, or during its removal."""
+    """Delay signals until the context exits, while a folder is created or removed."""
     arrived: list[int] = []
     try:
-        # A signal mask would not help: the kernel would deliver the signal to another thread, and Python still runs
-        # its handler in the main thread.
+        # A signal mask does not help, because the kernel would deliver the signal to another thread, and Python would
+        # still run the handler in the main thread.
         held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         with _handled_by(held, lambda number, frame: arrived.append(number)):
             yield
@@ -109,7 +109,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Handle signals with ``handler`` inside; ignored ones stay ignored. No-op in threads, which get no signals."""
+    """Handle signals with ``handler`` inside, unless they are ignored. A no-op outside of the main thread."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
@@ -131,7 +131,7 @@ _READS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class SustainedWrite:
-    """A long write through the tier: bytes per second in its first and last quarter."""
+    """A long write through the tier, with the bytes per second of its first and last quarter."""
 
     first: float
     last: float
@@ -140,12 +140,12 @@ class SustainedWrite:
 
 
 class TierProbe:
-    """A store of two tiers, RAM and one path, whose blocks all fit in RAM: the rates of the tier. A context manager.
+    """Store with RAM and one NVMe path that measures the path's rates. All blocks fit in RAM. A context manager.
 
     Args:
-        path: a folder that does not exist yet.
-        nbytes: total size of all blocks.
-        block_bytes: size of each block; default: an eighth of ``nbytes``.
+        path: Folder that does not exist yet.
+        nbytes: Total bytes of all blocks.
+        block_bytes: Bytes of each block; default: an eighth of ``nbytes``.
     """
 
     def __init__(self, path: Path, nbytes: int, block_bytes: int | None = None) -> None:
@@ -172,23 +172,23 @@ class TierProbe:
         return self._nvme.is_direct
 
     def read(self) -> float:
-        """Read every block into RAM, where it stays until ``write``; return bytes per second."""
+        """Read every block into RAM and return bytes per second. The blocks stay in RAM until ``write``."""
         start = time.perf_counter()
         _wait([self._store.prefetch(key, "ram") for key in self._keys])
         return self.nbytes / (time.perf_counter() - start)
 
     def write(self) -> float:
-        """Write every block back from RAM; return bytes per second."""
+        """Write every block back from RAM and return bytes per second."""
         for key in self._keys:
             with self._store.acquire(key, "ram", "rw") as lease:
                 _renew(lease.tensor)
         return self._evict_all()
 
     def mixed(self, seconds: float) -> float:
-        """Use blocks in a cycle as an optimizer does: fetch, use, write back, with reads ahead and writes behind.
+        """Fetch, use and write back blocks in a cycle like an optimizer, with concurrent reads ahead and writes behind.
 
         Returns:
-            Bytes read and written per second.
+            Total bytes read and written per second.
         """
         behind: deque[Transfer] = deque()
         start, num_blocks = time.perf_counter(), 0
@@ -205,14 +205,14 @@ class TierProbe:
         _wait(behind)
         rate = 2 * num_blocks * (self.nbytes // len(self._keys)) / (time.perf_counter() - start)
         for key in self._keys:
-            self._store.evict(key, "ram")  # blocks that were prefetched and not used
+            self._store.evict(key, "ram")  # evict blocks that were prefetched but not used
         self._store.wait_idle()
         return rate
 
     def seconds_per_copy(self) -> float:
-        """Fetch and write back every block, one at a time; return the seconds that a copy costs the calling thread.
+        """Fetch and write back every block, one at a time, and return the calling thread's seconds per copy.
 
-        Only processor time counts, which the store spends on decisions and records; waiting does not.
+        Only CPU time counts, which the store spends on decisions and bookkeeping. Waiting does not count.
         """
         start_s = time.thread_time()
         for key in self._keys:
@@ -227,7 +227,7 @@ class TierProbe:
         start = time.perf_counter()
         while not rates or (time.perf_counter() < start + seconds and len(rates) * self.nbytes < nbytes):
             for key in self._keys:
-                with self._store.acquire(key, "ram", "w") as lease:  # keeps the slot's random bytes
+                with self._store.acquire(key, "ram", "w") as lease:  # the slot still contains random bytes
                     _renew(lease.tensor)
             rates.append(self._evict_all())
         quarter = max(1, len(rates) // 4)
@@ -244,7 +244,7 @@ class TierProbe:
         return self.nbytes / (time.perf_counter() - start)
 
     def close(self) -> None:
-        """Finish transfers and release everything except the files."""
+        """Finish all transfers and release everything except the files."""
         self._store.close()
 
     def __enter__(self) -> TierProbe:
@@ -265,21 +265,21 @@ _WRITE_NUMBERS = itertools.count(1)
 
 
 def _renew(contents: torch.Tensor) -> None:
-    """Make every page of random bytes unique, because drives may store equal pages only once."""
+    """Make every page of random bytes unique, because a drive may store identical pages only once."""
     contents.view(torch.int64)[:: PAGE_BYTES // 8] = next(_WRITE_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
 class DriveEffort:
-    """Time and space to spend on one drive.
+    """Limits on the time and space for measuring a drive.
 
     Attributes:
         span_bytes: Maximum bytes of the files.
-        turn_s: seconds of alternating reads and writes.
-        mixed_s: seconds of simultaneous reads and writes.
-        computing_s: seconds of simultaneous reads and writes while the processor computes.
-        sustained_s: time limit of the long write.
-        sustained_bytes: byte limit of the long write.
+        turn_s: Seconds of alternating reads and writes.
+        mixed_s: Seconds of concurrent reads and writes.
+        computing_s: Seconds of concurrent reads and writes while the CPU computes; 0 to skip them.
+        sustained_s: Time limit of the long write; 0 to skip it.
+        sustained_bytes: Byte limit of the long write.
     """
 
     span_bytes: int
@@ -295,12 +295,12 @@ FULL = DriveEffort(
     span_bytes=512 * MiB, turn_s=4.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, computing_s=4.0
 )
 _NUM_SMALL, _SMALL_BYTES = 64, 64 * KiB
-_PRODUCT_SIZE = 768  # of matrices: takes a few milliseconds, in the processor's caches
+_PRODUCT_SIZE = 768  # a product of such matrices takes a few milliseconds and fits in the CPU's caches
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second: medians of several turns. ``mixed``: simultaneous reads and writes, both counted."""
+    """Median bytes per second of several turns. ``mixed`` is the total of concurrent reads and writes."""
 
     read: float
     write: float
@@ -312,11 +312,11 @@ class DriveResult:
     """Measurements of one path.
 
     Attributes:
-        is_direct: whether O_DIRECT worked.
-        is_rotational: whether it is a hard disk; None if unknown.
+        is_direct: Whether O_DIRECT worked.
+        is_rotational: Whether the drive is a hard disk; None if unknown.
         sustained: None in a quick run.
-        computing_s_per_byte: slowdown of computing on all cores per byte through the tier; None if not measured.
-        seconds_per_copy: time of the requesting thread per copy of a block, whatever its size.
+        computing_s_per_byte: Seconds that computing on all cores loses per byte through the tier; None if not measured.
+        seconds_per_copy: CPU seconds of the requesting thread per copy of a block of any size.
     """
 
     path: Path
@@ -334,12 +334,12 @@ class DriveResult:
 def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     """Measure the drive of a folder, in a scratch folder inside it.
 
-    Takes at most ``effort.span_bytes`` of disk and a quarter of the free space; less on a slow drive.
+    The files have at most ``effort.span_bytes`` and at most a quarter of the free space; less on a slow drive.
 
     Raises:
-        UnusablePathError: the folder cannot be used.
-        TieredError: the drive failed.
-        OSError: the drive failed.
+        UnusablePathError: The folder cannot be measured.
+        TieredError: The drive failed.
+        OSError: The drive failed.
     """
     free_bytes = check_path(path)
     file_system = file_system_of(path)
@@ -374,7 +374,7 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
 
 
 def _span_bytes(folder: Path, most_bytes: int) -> int:
-    """Return the bytes that a drive writes in half a second, within limits. Leaves the folder empty."""
+    """Return the bytes that a drive writes in half a second, within limits. Removes the folder."""
     with TierProbe(folder, _LEAST_SPAN_BYTES) as first:
         half_a_second = int(first.write() / 2) // MiB * MiB
     shutil.rmtree(folder)
@@ -382,10 +382,10 @@ def _span_bytes(folder: Path, most_bytes: int) -> int:
 
 
 def computing_lost(tier: TierProbe, seconds: float) -> float:
-    """Return the seconds of computing lost per byte that is read or written at the same time.
+    """Return the seconds that computing loses per byte that a tier reads or writes concurrently.
 
-    Checksums, system calls and the drive's driver take processor time and memory bandwidth. Matrix products are timed
-    alone, and then while a tier reads and writes.
+    Checksums, system calls and the drive's driver use CPU time and memory bandwidth. The function times matrix products
+    alone, and then while the tier reads and writes.
     """
     left, right = torch.empty(2, _PRODUCT_SIZE, _PRODUCT_SIZE).uniform_(-1.0, 1.0).unbind()
     product = torch.empty_like(left)
@@ -407,7 +407,7 @@ def computing_lost(tier: TierProbe, seconds: float) -> float:
 
 def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | None:
     """Return whether a device ``major:minor`` is a hard disk; None if the kernel does not report it."""
-    for folder in (root / device, (root / device).resolve().parent):  # a partition uses the queue of its disk
+    for folder in (root / device, (root / device).resolve().parent):  # the parent of a partition is its disk
         try:
             return (folder / "queue" / "rotational").read_text().strip() == "1"
         except OSError:

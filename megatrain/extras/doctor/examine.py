@@ -1,4 +1,4 @@
-"""One examination of the machine: measures everything, finds problems, and makes the profile."""
+"""An examination of the machine that measures all rates, finds problems, and creates the machine profile."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatrain.extras.doctor.processors import (
 )
 from tiered.units import MiB
 
-#: (bytes of RAM to use, seconds per measurement), quick and full.
+#: (bytes of RAM to use, seconds per measurement) of a quick and of a full examination.
 _QUICK_PROCESSOR = (256 * MiB, 0.3)
 _FULL_PROCESSOR = (2048 * MiB, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All results of one run of the doctor."""
+    """All results of one `doctor` command."""
 
     measured_at: datetime
     is_quick: bool
@@ -50,7 +50,7 @@ class Examination:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Interpretation of the figures and remedies: first for the machine, then for each path."""
+        """Findings with remedies, first about the machine, then about each path."""
         return (
             *system_findings(self.system, self.gpu),
             *gpu_findings(self.system, self.gpu, self.gds),
@@ -59,7 +59,7 @@ class Examination:
 
     @property
     def profile(self) -> MachineProfile:
-        """The rates, in their stored form."""
+        """The measured rates as a machine profile, which is the stored format."""
         processor, layers, gpu = self.processor, self.layers, self.gpu
 
         def by_device(name: str) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Examination:
         )
 
     def machine_toml(self) -> str:
-        """Return the file of this machine, for plans on other machines."""
+        """Return the TOML file that describes this machine, so that other machines can plan runs for it."""
         sizes = {drive.file_system.key: shutil.disk_usage(drive.path).total for drive in self.drives}
         used = max(0, self.system.ram_limit_bytes - available_ram_bytes())
         return machine_toml(self.profile, used, sizes)
@@ -136,16 +136,16 @@ def examine(
 ) -> Examination:
     """Measure this machine and the drives of some folders.
 
-    Takes about 30 s when ``quick`` (with one path), else a minute and a half, and up to 512 MiB of each drive.
+    With one path, it takes about 30 s if ``quick`` and 90 s otherwise. It uses up to 512 MiB of space on each drive.
 
     Raises:
-        UnusablePathError: a folder cannot be used; raised before any measurement.
-        TieredError: a drive failed.
-        OSError: a drive failed.
+        UnusablePathError: A folder cannot be measured. All folders are checked before the first measurement.
+        TieredError: A drive failed.
+        OSError: A drive failed.
     """
     for path in paths:
         check_path(path)
-    system = read_system()  # before this program adds load
+    system = read_system()  # must come first, because the measurements add load
     span_bytes, seconds = _QUICK_PROCESSOR if quick else _FULL_PROCESSOR
     on_progress("the optimizer")
     processor = measure_processor(span_bytes=span_bytes, seconds=seconds)

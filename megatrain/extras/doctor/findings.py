@@ -1,4 +1,4 @@
-"""Facts about the system, and the doctor's advice."""
+"""Facts about the system, and findings with advice for the user."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SystemFacts:
     """Facts about the machine that limit speed or space.
 
     Attributes:
-        num_cpus: CPUs that this process may use.
-        load: running processes before this program.
-        cpu_quota: CPUs that a cgroup grants; None without a limit.
+        num_cpus: Number of CPUs that this process may use.
+        load: Load average of the last minute.
+        cpu_quota: Number of CPUs that a cgroup grants; None without a limit.
         ram_limit_bytes: RAM within the limit of a cgroup.
-        memlock_bytes: maximum pinned bytes of this user; None without a limit.
-        has_nvidia_driver: whether the machine has one, whatever torch was built for.
+        memlock_bytes: Maximum pinned bytes of this user; None without a limit.
+        has_nvidia_driver: Whether the machine has an NVIDIA driver, even if torch does not support CUDA.
     """
 
     host: str
@@ -48,7 +48,7 @@ class SystemFacts:
 
 
 def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemFacts:
-    """Read the facts; a limit that the kernel does not report counts as none."""
+    """Read the facts. A limit that the kernel does not report is treated as no limit."""
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return SystemFacts(
         host=platform.node(),
@@ -79,10 +79,10 @@ def _text(path: Path) -> str:
 
 Severity = Literal["ok", "note", "warn"]
 
-#: A drive slows down if the end of a long write has less than this share of the rate at its start.
+#: A drive counts as slowing down if a long write ends with less than this share of its initial rate.
 SUSTAINED_SHARE = 0.7
 
-#: Advice for a file system that is not on a local drive.
+#: Advice for file systems that are not on a local drive.
 _ELSEWHERE: Mapping[Nature, str] = {
     "memory": "name a folder on a drive, and give that RAM to tiers.ram",
     "network": "use a local drive for [[tiers.nvme]]",
@@ -94,11 +94,11 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One examined item.
+    """A finding about one examined item.
 
     Attributes:
-        severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.
-        advice: the remedy, or "".
+        severity: "ok", "note" (worth knowing) or "warn" (slow, or will fail).
+        advice: Remedy, or "".
     """
 
     severity: Severity
@@ -108,12 +108,12 @@ class Finding:
 
 
 def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Finding]:
-    """Yield findings about the kernel's settings."""
+    """Yield findings about limits and load of the system."""
     if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
         yield Finding(
             "warn",
             "CPU limit",
-            f"a cgroup grants {facts.cpu_quota:.1f} CPUs, but {facts.num_cpus} are visible: threads block each other",
+            f"a cgroup grants {facts.cpu_quota:.1f} CPUs of {facts.num_cpus} visible ones, so threads block each other",
             f"raise the limit, or bind the process: taskset -c 0-{max(0, int(facts.cpu_quota) - 1)} megatrain-tier ...",
         )
     if facts.num_torch_threads < facts.num_cpus:
@@ -121,14 +121,14 @@ def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Findi
             "note",
             "threads",
             f"torch computes with {facts.num_torch_threads} of {facts.num_cpus} usable CPUs, here and in runs",
-            "unset OMP_NUM_THREADS, unless that is wanted",
+            "unset OMP_NUM_THREADS to use all CPUs",
         )
     if facts.load > _BUSY_SHARE * facts.num_cpus:
         yield Finding(
             "note",
             "load",
-            f"the machine was busy before the measurement: load {facts.load:.1f} on {facts.num_cpus} CPUs",
-            "measure again when nothing else runs; these figures may be too low",
+            f"the machine was busy before the measurement, with load {facts.load:.1f} on {facts.num_cpus} CPUs",
+            "measure again when nothing else runs, because these rates may be too low",
         )
     yield _page_locking(facts, gpu)
 
@@ -142,7 +142,7 @@ def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
         return Finding(
             "warn",
             "page-locking",
-            f"CUDA could not page-lock RAM ({limit}): copies to the GPU are slow and block threads",
+            f"CUDA could not page-lock RAM ({limit}), so copies to the GPU are slow and block threads",
             raise_it,
         )
     if facts.memlock_bytes is not None and facts.memlock_bytes < facts.ram_limit_bytes:
@@ -160,7 +160,7 @@ def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> I
             "install a torch built for CUDA, and check CUDA_VISIBLE_DEVICES",
         )
     elif gpu is None:
-        yield Finding("ok", "GPU", "none: layers run on the CPU, the tiers are RAM and drives")
+        yield Finding("ok", "GPU", "none; layers run on the CPU, and the tiers are RAM and drives")
     else:
         yield Finding("ok", "GPU", f"{gpu.name}, {format_size(gpu.memory_bytes)}")
         if gds.missing:
@@ -168,14 +168,14 @@ def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> I
                 "note",
                 "GPUDirect Storage",
                 "not available, so blocks go from drives to the GPU through RAM; missing: " + "; ".join(gds.missing),
-                "nothing needs it; it spares RAM bandwidth where drives are fast",
+                "it is optional, and saves RAM bandwidth if drives are fast",
             )
         else:
-            yield Finding("ok", "GPUDirect Storage", "kvikio and nvidia-fs are there")
+            yield Finding("ok", "GPUDirect Storage", "kvikio and nvidia-fs are installed")
 
 
 def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
-    """Yield findings about each path, and about paths together."""
+    """Yield findings about each path, and about paths that share a file system."""
     by_file_system: dict[str, list[DriveResult]] = defaultdict(list)
     for drive in drives:
         by_file_system[drive.file_system.key].append(drive)
@@ -187,7 +187,7 @@ def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
             yield Finding(
                 "warn",
                 "paths",
-                f"{paths} lie on one file system ({together[0].file_system.source}): striped, they share its speed",
+                f"{paths} are on the same file system ({together[0].file_system.source}), so striping adds no speed",
                 "name one of them in [[tiers.nvme]], and add folders on other drives",
             )
 
@@ -200,7 +200,7 @@ def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
         yield Finding(
             "warn",
             path,
-            f"{kind} refuses O_DIRECT: bytes go through the kernel's cache, and the rates below may be that cache's",
+            f"{kind} does not support O_DIRECT, so the measured rates may be the rates of the kernel's page cache",
             "use ext4 or xfs for [[tiers.nvme]]; not overlay, an encrypted home or a network folder",
         )
     else:
@@ -214,8 +214,8 @@ def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
         yield Finding(
             "warn",
             path,
-            f"slow for this purpose: {format_rate(drive.tier.mixed)} of reads and writes together.{motor}",
-            "an NVMe drive has 2 to 12 GB/s; several are striped with several [[tiers.nvme]]",
+            f"the drive is slow: {format_rate(drive.tier.mixed)} of concurrent reads and writes.{motor}",
+            "use NVMe drives, which have 2 to 12 GB/s; several [[tiers.nvme]] are striped",
         )
     sustained = drive.sustained
     if sustained is None:
@@ -225,7 +225,7 @@ def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
         f"start, {format_rate(sustained.last)} at the end"
     )
     if sustained.last < SUSTAINED_SHARE * sustained.first:
-        advice = "plans count with the rate at the end; fstrim, more free space or another drive may help"
-        yield Finding("warn", path, f"slows under a long write: {seen}", advice)
+        advice = "plans use the rate at the end; fstrim, more free space or another drive may help"
+        yield Finding("warn", path, f"slows down during a long write: {seen}", advice)
     else:
-        yield Finding("ok", path, f"holds its speed: {seen}")
+        yield Finding("ok", path, f"does not slow down during a long write: {seen}")

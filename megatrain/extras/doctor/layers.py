@@ -1,8 +1,8 @@
-"""Costs of layers on the CPU: the rates that explain the step times of small models, measured with the run's engine.
+"""Rates of layers on the CPU, fitted to the step times of small models that the engine runs.
 
-In a step, a matrix product finds its weight outside of the caches, allocates its result, and waits for threads of other
-operators. Timed alone, it takes a fifth less. So no operator is timed alone here. The rates are fitted to the measured
-seconds of forwards, heads and backwards.
+In a step, a matrix product reads its weight from RAM instead of the caches, allocates its result, and waits for threads
+of other operators. A product that is timed alone takes a fifth less. This module therefore times no single operators.
+It fits the rates to the measured seconds of forwards, heads and backwards.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class LayerRates:
-    """Rates of layers on the CPU, with the threads of a run. A dtype is missing if its times were too short to fit.
+    """Rates of layers on the CPU, with the threads of a run. Dtypes whose times are too short for a fit are left out.
 
     Attributes:
-        matmul_flops: dtype -> FLOPs per second of matrix products.
-        attention_flops: dtype -> FLOPs per second of fused attention, counting the token pairs of a causal kernel.
-        elementwise: dtype -> bytes per second that all other operators read and write.
-        launches_per_s: Operator calls per second of one thread, including a step's Python code around them.
+        matmul_flops: FLOP/s of matrix products, by dtype.
+        attention_flops: FLOP/s of fused attention by dtype, counting the token pairs of a causal kernel.
+        elementwise: Bytes per second that all other operators read and write, by dtype.
+        launches_per_s: Operator calls per second of one thread, including the Python code of a step.
     """
 
     matmul_flops: Mapping[str, float]
@@ -42,7 +42,7 @@ class LayerRates:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """A model of Llama's family and a micro-batch in which one kind of work dominates the time.
+    """Sizes of a Llama model and a micro-batch in which one kind of work dominates the time.
 
     Attributes:
         inner: Width of the MLP.
@@ -58,10 +58,10 @@ class LayerShape:
 
 
 SHAPES = (
-    LayerShape(64, 64, 4, 64, 1, 8),  # launches
-    LayerShape(768, 2048, 1, 2048, 1, 256),  # products
-    LayerShape(256, 640, 1, 512, 1, 1536),  # attention
-    LayerShape(128, 384, 2, 512, 8, 256),  # everything else
+    LayerShape(64, 64, 4, 64, 1, 8),  # launches dominate
+    LayerShape(768, 2048, 1, 2048, 1, 256),  # matrix products dominate
+    LayerShape(256, 640, 1, 512, 1, 1536),  # attention dominates
+    LayerShape(128, 384, 2, 512, 8, 256),  # all other operators dominate
 )
 _HEAD_WIDTH = 64
 _CONFIG = """
@@ -88,14 +88,14 @@ size = "2GiB"
 
 
 def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> LayerRates:
-    """Time steps of small models, in each dtype, and return the rates that explain them.
+    """Time steps of small models in each dtype, and return the rates that explain the times.
 
     Args:
-        seconds: approximate time for steps of one model; ``measure_ticks`` sets the minimum number of repetitions.
-        shapes: Models to time; without one for each kind of work some rates are undetermined.
+        seconds: Approximate time for the steps of one model; ``measure_ticks`` sets the minimum number of repetitions.
+        shapes: Models to time. Each kind of work needs a model that it dominates, or its rate is undetermined.
 
     Raises:
-        NotMeasurableError: there is too little RAM.
+        NotMeasurableError: The RAM is too small.
     """
     found = {
         dtype: explain([phase for shape in shapes for phase in _timed_phases(shape, dtype, seconds)])
@@ -110,17 +110,17 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
 
 
 def explain(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
-    """Return the seconds per unit of each kind of work: not negative, and 0 for a kind that explains nothing.
+    """Return the nonnegative seconds per unit of each kind of work; 0 for a kind without influence on the times.
 
-    Least squares of the relative errors, so that a short phase counts as much as a long one.
+    The function minimizes the squares of relative errors, so that a short phase has the same weight as a long phase.
 
     Args:
-        phases: (seconds, amount of work by kind) of each phase.
+        phases: `(seconds, amounts of work by kind)` of each phase.
     """
     work = np.array([[amount / taken_s for amount in amounts] for taken_s, amounts in phases])
     largest, best, least = work.max(axis=0), np.zeros(work.shape[1]), np.inf
-    there = np.flatnonzero(largest)  # a kind without work can have any cost
-    # The least squares without negative costs are the unconstrained ones of one of the 15 subsets of the kinds.
+    there = np.flatnonzero(largest)  # the cost of a kind without work is undetermined
+    # The nonnegative least-squares solution is the unconstrained solution for one of the 15 subsets of kinds.
     for kinds in itertools.chain.from_iterable(
         itertools.combinations(there, count) for count in range(1, len(there) + 1)
     ):
@@ -134,7 +134,7 @@ def explain(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
 
 
 def _timed_phases(shape: LayerShape, dtype: str, seconds: float) -> Iterator[tuple[float, Sequence[float]]]:
-    """Yield the seconds of a step's forward, head and backward, and their work by kind."""
+    """Yield the seconds and the work by kind of a step's forward, head and backward."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_model(shape)), encoding="utf-8")
         config = Path(folder, "run.toml")

@@ -1,4 +1,4 @@
-"""Rates of the processors: CPU kernels, GPU kernels and buses."""
+"""Measurements of CPU kernels, GPU kernels and buses."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from tiered.units import MiB
 
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
-#: Tokens of the timed products. The layer's width is half of them, and its MLP three times as wide as the layer.
+#: Numbers of tokens in the timed products. A layer is half as wide, and its MLP is three times as wide as the layer.
 _PRODUCT_TOKENS = (512, 1024, 2048, 4096, 8192)
 _DTYPES = (torch.float32, torch.bfloat16)
-#: Sizes for attention and for the other operators of a layer: as in a micro-batch of a small model.
+#: Sizes for attention and for the other operators of a layer, like in a micro-batch of a small model.
 _HEADS, _ROW_TOKENS, _HEAD_WIDTH = 8, 1024, 64
 _TOKENS, _WIDTH = 2048, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorResult:
-    """Bytes and parameters per second, the best of several runs; all with ``num_threads`` threads.
+    """Highest rates of several runs with ``num_threads`` threads.
 
     Attributes:
-        ram_update: as in `megatrain.machine.profiles.MachineProfile`.
-        adamw_params: dtype of the weights -> parameters per second.
+        ram_update: Bytes per second, as in `megatrain.machine.profiles.MachineProfile`.
+        adamw_params: Parameters per second, by dtype of the weights.
     """
 
     num_threads: int
@@ -55,9 +55,9 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
     """Measure additions in RAM and the AdamW kernels of the CPU.
 
     Args:
-        span_bytes: RAM to use, far more than the processor's caches; at most an eighth of the free RAM.
-        seconds: approximate time of each of the three measurements.
-        threads: threads of the kernels; default: one per usable CPU, as in a run.
+        span_bytes: RAM to use, which must be far larger than the CPU's caches. At most an eighth of the free RAM.
+        seconds: Approximate time of each of the three measurements.
+        threads: Threads of the kernels; default: one per usable CPU, as in a run.
     """
     kernel_threads = threads or KernelThreads()
     num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
@@ -89,13 +89,13 @@ def _by_kind(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float]
 def layer_rates(
     device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
 ) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention, and the bytes per second of all other operators except products.
+    """Return the FLOP/s of causal attention, and the bytes per second of the operators without matrix products.
 
-    Both include their backward, with the number of runs in a step with recompute. Attention counts the token pairs of a
+    Both rates cover two forwards and one backward, like a step with recompute. Attention counts the token pairs of a
     causal kernel. The other operators are a norm, a gate and a sum; each allocates its result.
 
     Args:
-        synchronize: as for ``product_flops_per_s``.
+        synchronize: As in ``product_flops_per_s``.
     """
     shape = (_HEADS, _ROW_TOKENS, _HEAD_WIDTH)
     queries, keys, values = (torch.randn(1, *shape, device=device).to(dtype).requires_grad_() for _ in range(3))
@@ -140,15 +140,15 @@ def product_flops_per_s(
     *,
     sums_bytes_per_s: float = math.inf,
 ) -> float:
-    """Return the FLOP/s of a layer's products, at the largest size that completes in a tenth of the time.
+    """Return the FLOP/s of a layer's matrix products, at the largest size that completes in a tenth of the time.
 
-    These are six products of two matrices, a projection and one of the MLP: forward, input gradient, and weight
-    gradient, which is added to its fp32 sum. The numbers are random: with equal ones a processor draws less power, and
-    is up to an eighth faster.
+    Six products are timed: for a projection and for a matrix of the MLP, the forward, the input gradient, and the
+    weight gradient with its addition to an fp32 sum. The inputs are random, because a processor draws less power with
+    constant inputs and is up to an eighth faster.
 
     Args:
-        synchronize: waits for the device; None if products are synchronous.
-        sums_bytes_per_s: Planned rate for the bytes of the sums, whose time is not part of the products'.
+        synchronize: Waits for the device; None if products are synchronous.
+        sums_bytes_per_s: Planned rate of the additions in bytes, with which their time is subtracted.
     """
     rate = 0.0
     for num_tokens in _PRODUCT_TOKENS:
@@ -188,10 +188,11 @@ def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -
 
 @contextmanager
 def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Yield four fp32 arrays in the same kind of memory as the RAM tier."""
+    """Yield four fp32 arrays in memory that is allocated like the RAM tier's."""
     slabs: list[HostSlab] = []
     try:
-        slabs.extend(HostSlab(num_elements * _FLOAT_BYTES) for _ in range(4))  # keeps slabs made before a failure
+        # If an allocation fails, extend() has already added the earlier slabs, so they are closed below.
+        slabs.extend(HostSlab(num_elements * _FLOAT_BYTES) for _ in range(4))
         yield [slab.tensor.view(torch.float32)[:num_elements] for slab in slabs]
     finally:
         for slab in slabs:
@@ -208,10 +209,10 @@ def _add(total: torch.Tensor, addend: torch.Tensor, threads: KernelThreads) -> N
 def _updates(
     weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, threads: KernelThreads
 ) -> dict[str, Callable[[], None]]:
-    """Return an AdamW step over the arrays, by dtype of the weight block."""
+    """Return functions that run an AdamW step over the arrays, by dtype of the weight block."""
     optimizer = AdamW(threads=threads)
     segments = (Segment(0, gradient.numel(), 0.1),)
-    halves = weight.view(torch.int16).chunk(2)  # the same bytes hold either form of the master
+    halves = weight.view(torch.int16).chunk(2)  # both forms of the master use the same memory
     split = {"weight": halves[0].view(torch.bfloat16), "low": halves[1], "m": m, "v": v}
     whole = {"weight": weight, "m": m, "v": v}
     now = Update(step=1, lr=1e-5)
@@ -222,9 +223,9 @@ def _updates(
 
 
 def _best_s(work: Callable[[], object], seconds: float) -> float:
-    """Return the minimum time of several runs, after a warm-up, which may compile or allocate.
+    """Return the minimum seconds of several runs, after a warm-up run that may compile or allocate.
 
-    Not the median: other load on the machine makes some runs longer, but none shorter.
+    The minimum is more stable than the median, because other load on the machine can only make runs longer.
     """
     work()
     times: list[float] = []
@@ -245,13 +246,13 @@ class GpuResult:
     """Measurements of one CUDA device.
 
     Attributes:
-        h2d: bytes per second from RAM.
-        d2h: bytes per second to RAM.
-        is_pinned: whether this RAM was pinned.
-        matmul_flops: dtype -> FLOP/s.
-        update: bytes per second of an in-place addition in device memory.
-        attention_flops: dtype -> FLOP/s, see `layer_rates`.
-        elementwise: dtype -> bytes per second, see `layer_rates`.
+        h2d: Bytes per second from RAM to the device.
+        d2h: Bytes per second from the device to RAM.
+        is_pinned: Whether the RAM of the copies was pinned.
+        matmul_flops: FLOP/s of matrix products, by dtype.
+        update: Bytes per second of an in-place addition in device memory.
+        attention_flops: FLOP/s of attention by dtype; see `layer_rates`.
+        elementwise: Bytes per second of other operators by dtype; see `layer_rates`.
     """
 
     name: str
@@ -267,7 +268,7 @@ class GpuResult:
 
 @dataclass(frozen=True, slots=True)
 class GdsResult:
-    """Requirements of GPUDirect Storage; ``missing`` lists the absent ones."""
+    """Requirements of GPUDirect Storage. ``missing`` describes the requirements that are not met."""
 
     has_kvikio: bool
     has_driver: bool
@@ -275,17 +276,17 @@ class GdsResult:
 
 
 def measure_gpu(*, seconds: float) -> GpuResult | None:
-    """Measure the current CUDA device; None without one.
+    """Return measurements of the current CUDA device, or None without a CUDA device.
 
     Args:
-        seconds: approximate time for each matrix product.
+        seconds: Approximate time of each measurement of products or layers.
     """
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     slab = HostSlab(_COPY_BYTES, pin=True)
     try:
-        host = slab.tensor.random_(0, 256)  # a link may compress its data
+        host = slab.tensor.random_(0, 256)  # random bytes, because a link may compress its data
         buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
         layers = {
             _name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
@@ -323,7 +324,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _update_rate(buffer: torch.Tensor) -> float:
-    """Return the bytes per second of two reads and a write per element, like an optimizer streaming its blocks."""
+    """Return the bytes per second of an addition that, like an optimizer, reads two elements and writes one."""
     total, addend = buffer.view(torch.float32).uniform_(-1.0, 1.0).chunk(2)
     return 3 * total.numel() * total.itemsize / _median_s(lambda: total.add_(addend))
 
@@ -336,13 +337,13 @@ def _median_s(work: Callable[[], object]) -> float:
         work()
         end.record()
         end.synchronize()
-        if number:  # the first one may initialize the link
+        if number:  # skip the first copy, which may initialize the link
             times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 
 def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult:
-    """Check the requirements of GPUDirect Storage. kvikio is searched for, not imported."""
+    """Check the requirements of GPUDirect Storage, without importing kvikio."""
     has_kvikio = importlib.util.find_spec("kvikio") is not None
     has_driver = (proc / "driver" / "nvidia-fs").exists()
     missing = []
@@ -351,5 +352,5 @@ def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult
     if not has_driver:
         missing.append("the kernel module nvidia-fs (package nvidia-fs or nvidia-gds, then modprobe nvidia-fs)")
     if not (run / "udev").exists():
-        missing.append("/run/udev, by which cuFile finds the drive behind a path (in a container: mount it)")
+        missing.append("/run/udev, which cuFile needs to find the drive of a path (in a container: mount it)")
     return GdsResult(has_kvikio, has_driver, tuple(missing))

@@ -1,7 +1,7 @@
-"""The charts of a report: loss, tokens per second, and the memory of each tier against its budget.
+"""Charts of a report: loss, tokens per second, and memory per tier with its budget.
 
-Computes only geometry, in the units of an SVG view box, for ``page.html.j2``. A chart has a fixed number of columns
-and shows means of the steps of a longer run, so the page does not grow with the run.
+The module computes geometry in the units of an SVG view box, which ``page.html.j2`` draws. A chart has at most
+``MAX_COLUMNS`` points per curve and averages the steps of longer runs, so the page does not grow with the run.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatrain.extras.report.text import binary_unit
 __all__ = ["FRAME", "NUM_COLORS", "Chart", "Curve", "Drawing", "lay_out", "make_charts"]
 
 NUM_COLORS = 6
-#: Maximum points of a line.
+#: Maximum number of points of a curve.
 MAX_COLUMNS = 240
-_SMOOTHED_FROM = 40  # steps
-_SMOOTHED_OVER = 0.03  # of the run
+_SMOOTHED_FROM = 40  # minimum number of steps for a smoothed curve
+_SMOOTHED_OVER = 0.03  # time constant of smoothing, as a fraction of the run
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve.
+    """A curve of a chart.
 
     Attributes:
-        name: Text in the legend; "" for none.
-        points: (step, value); a value that is not finite leaves a gap.
-        color: Number of a colour of the style sheet, from 1.
+        name: Text in the legend; "" if the legend omits the curve.
+        points: (step, value) pairs; a non-finite value leaves a gap.
+        color: Number of a color in the style sheet, from 1.
         style: "", "faint" or "dashed".
-        dots: Whether every point is marked.
+        dots: Whether to mark every point.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Chart:
     """Contents of one chart.
 
     Attributes:
-        unit: Unit of the values, printed next to the heading.
-        lines: Curves, in the order of drawing.
-        marks: (step, event) as vertical lines.
-        starts_at_zero: Whether the axis begins at 0.
-        format_value: value -> text.
+        unit: Unit of the values, printed next to the title.
+        lines: Curves in drawing order.
+        marks: (step, event) pairs, drawn as vertical lines.
+        starts_at_zero: Whether the value axis begins at 0.
+        format_value: Formats a value as text.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Chart:
 
 
 class Frame(NamedTuple):
-    """The view box of a chart, and the plot in it."""
+    """Size of a chart's view box, and position of the plot in it."""
 
     width: int = 560
     height: int = 220
@@ -82,15 +82,15 @@ FRAME = Frame()
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A chart laid out in ``FRAME``.
+    """Geometry of a chart in ``FRAME``.
 
     Attributes:
-        legend: (name, number of a colour, style).
-        y_labels: (y, text) of each line of the grid.
-        marks: (x, event).
-        curves: (number of a colour, style, points of a polyline).
-        dots: (number of a colour, x, y).
-        tips: (x, width, text) of a strip per step; the text is shown on hover.
+        legend: (name, color number, style) of each curve.
+        y_labels: (y, text) of each horizontal grid line.
+        marks: (x, event) of each vertical line.
+        curves: (color number, style, points of a polyline) of each curve without gaps.
+        dots: (color number, x, y) of each marked point.
+        tips: (x, width, text) of a strip per step, whose text is displayed on hover.
     """
 
     title: str
@@ -105,10 +105,10 @@ class Drawing:
 
 
 def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
-    """Yield the charts of a run in the order of the page; ``lay_out`` skips charts without values."""
+    """Yield the charts of a run in the order of the page. ``lay_out`` returns None for charts without values."""
     steps = history.steps
     marks = [(float(step), f"continued after step {step}, {at}") for step, at in figures.restarts]
-    if figures.loss_name:  # two different losses, which cannot share an axis
+    if figures.loss_name:  # training and evaluation have different losses, which cannot share an axis
         yield Chart(f"Loss of training ({figures.loss_name})", lines=_losses(steps), marks=marks)
         yield Chart("Cross entropy of evaluations", lines=_evaluation_losses(figures), marks=marks)
     else:
@@ -128,7 +128,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
 
 
 def lay_out(chart: Chart) -> Drawing | None:
-    """Return the coordinates of a chart; None if it has no values, or starts at zero and stays there."""
+    """Return the geometry of a chart, or None if it has no values, or starts at zero and has only zeros."""
     scale = _Scale.of(chart)
     if scale is None or (chart.starts_at_zero and not any(_values(chart))):
         return None
@@ -158,7 +158,7 @@ def lay_out(chart: Chart) -> Drawing | None:
 
 
 def column_means(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Point]:
-    """Return at most ``num_columns`` points: adjacent points become the mean of their values at their last step."""
+    """Average adjacent points to at most ``num_columns`` points, each at the last step of the averaged points."""
     if len(points) <= num_columns:
         return list(points)
     edges = [round(number * len(points) / num_columns) for number in range(num_columns + 1)]
@@ -170,7 +170,7 @@ def column_means(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> lis
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return at most ``most`` + 1 round numbers from ``low`` to ``high``."""
+    """Return at most ``most`` + 1 round numbers between ``low`` and ``high``."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
@@ -202,7 +202,7 @@ def _evaluation_losses(figures: Figures) -> list[Curve]:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Return exponentially smoothed values, corrected for their initial bias towards 0."""
+    """Return exponentially smoothed points, corrected for the initial bias towards 0."""
     memory = 1 - 1 / (1 + _SMOOTHED_OVER * len(points))
     mean, weight, smooth = 0.0, 0.0, []
     for step, value in points:
@@ -225,13 +225,13 @@ def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) 
     planned = figures.tiers[tier].planned
     if planned is not None and used:
         ends = [(used[0][0], planned / unit), (used[-1][0], planned / unit)]
-        lines.append(Curve("planned: the least that it needs", ends, 3, "dashed"))
+        lines.append(Curve("planned minimum", ends, 3, "dashed"))
     return Chart(f"{tier.upper()} in use", name, lines=lines, starts_at_zero=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Maps steps and values to the plot."""
+    """Mapping from steps and values to coordinates of the plot."""
 
     first: float
     last: float
@@ -249,7 +249,7 @@ class _Scale:
             pad = abs(high) * 0.1 or 1.0
             low, high = (0.0 if chart.starts_at_zero and low >= 0 else low - pad), high + pad
         margin = 0.04 * (high - low)
-        # an axis from 0 starts on the frame
+        # Without a margin below 0, an axis that starts at 0 starts at the frame.
         return cls(first, max(last, first + 1), low if low == 0 else low - margin, high + margin)
 
     def x(self, step: float) -> float:
@@ -263,13 +263,13 @@ class _Scale:
 
 
 def _values(chart: Chart) -> list[float]:
-    """Return the finite values that the axis must include."""
+    """Return the finite values that the value axis must include."""
     values = [value for line in chart.lines for _, value in line.points if math.isfinite(value)]
     return [*values, 0.0] if chart.starts_at_zero else values
 
 
 def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yield the points of a line, split at values that are not finite."""
+    """Yield the points of a curve, split at non-finite values."""
     piece: list[Point] = []
     for step, value in points:
         if math.isfinite(value):

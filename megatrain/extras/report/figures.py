@@ -1,4 +1,4 @@
-"""The figures of a report, computed once for the terminal, for JSON and for the page."""
+"""Computation of a report's figures, which the terminal, JSON and the page share."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Steps excluded from means, because the first steps create files and touch pages for the first time.
+#: Number of first steps that means exclude, because these steps create files and touch pages for the first time.
 NUM_WARM_STEPS = 2
-#: Cause of a stall in the metrics -> its name in a report.
+#: Names of stall causes in a report, by cause in the metrics.
 CAUSES = {
     "fill": "waiting for fetches",
     "drain": "waiting for write-backs",
-    "space": "waiting for room",
+    "space": "waiting for free space",
     "lease": "waiting for blocks in use",
     "commit": "waiting for a checkpoint",
 }
 COMPUTING = "computing"
-#: Task -> name of its loss, if evaluations have another loss.
+#: Name of the training loss by task, if evaluations have a different loss.
 _LOSS_NAMES = {"distill": "distillation"}
-#: Keys that differ in every run, and keys that are shown elsewhere.
+#: Config keys that differ in every run or that the report displays elsewhere.
 _RUN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A planned and a measured figure; None if unknown."""
+    """A planned and a measured figure. Unknown figures are None."""
 
     planned: float | None
     measured: float | None
 
     @property
     def error(self) -> float | None:
-        """Measured minus planned, as a share of planned."""
+        """Relative error of the plan: (measured - planned) / planned."""
         if not self.planned or self.measured is None:
             return None
         return self.measured / self.planned - 1
@@ -54,9 +54,8 @@ class PathWrites:
 
     Attributes:
         nbytes: Bytes written in the steps of the metrics.
-        bytes_per_step: Bytes written per step.
-        limit_bytes: ``max_written``.
-        lifetime_bytes: Bytes written by all runs together; None if unknown.
+        limit_bytes: Value of ``max_written``.
+        lifetime_bytes: Total bytes that all runs have written; None if unknown.
     """
 
     nbytes: int
@@ -66,13 +65,13 @@ class PathWrites:
 
     @property
     def share_of_limit(self) -> float | None:
-        """Share of ``max_written`` that all runs together have used; None without a limit, or if unknown."""
+        """Share of ``max_written`` that all runs together have used; None if unknown or without a limit."""
         return self.lifetime_bytes / self.limit_bytes if self.lifetime_bytes is not None and self.limit_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedKey:
-    """A config key with another value than its default; ``default`` is "" if there is none."""
+    """A config key whose value differs from its default. ``default`` is "" if the key has no default."""
 
     key: str
     value: str
@@ -81,7 +80,7 @@ class ChangedKey:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A model's completions at a step.
+    """Completions that the model generated at a step.
 
     Attributes:
         rows: ``prompt``, ``generated`` and ``reference`` of each completion.
@@ -96,49 +95,49 @@ class Figures:
     """All figures of one run, in bytes and seconds; shares are from 0 to 1. Unknown figures are None.
 
     Attributes:
-        path: ``output_dir``.
-        state: As in ``RunHistory``.
-        message: Last message of the status, e.g. the cause of a failure.
-        headline: Headline of the plan: model, task, tokens of a step.
-        step: Steps done.
+        path: ``output_dir`` of the run.
+        state: State of the run; see ``RunHistory``.
+        message: Last message of the status, such as the cause of a failure.
+        headline: Headline of the plan with model, task and tokens per step.
+        step: Number of finished steps.
         seconds: Total time of steps, evaluations and saves.
-        first_loss: Mean over the first ``num_averaged`` steps; the loss of one step depends mostly on its rows.
-        last_loss: Mean over the last ``num_averaged`` steps, without overlap with the first ones.
-        num_averaged: Steps in each of these means.
-        loss_name: Name of the training loss if it is not cross entropy, unlike the evaluation loss; else "".
-        evaluations: Name of a set -> (step, loss), in order.
-        judged: Name of a set of preferences -> step -> figures, by TRL's names.
-        samples: Name of a set -> completions in its newest evaluation that has any.
-        preferences: Means of such figures over the last steps.
-        num_real_tokens: Tokens of all steps without padding.
-        num_trained_tokens: Tokens of all steps with a loss.
-        padding_share: Share of padding in packed rows; None for other rows.
+        first_loss: Mean over the first ``num_averaged`` steps, because the loss of a single step is noisy.
+        last_loss: Mean over the last ``num_averaged`` steps, which do not overlap with the first steps.
+        num_averaged: Number of steps in ``first_loss`` and in ``last_loss``.
+        loss_name: Name of the training loss if it differs from the evaluations' cross entropy, otherwise "".
+        evaluations: (step, loss) of each evaluation in order, by name of the evaluation set.
+        judged: Preference metrics of evaluations under TRL's names, by name of the evaluation set and by step.
+        samples: Newest completions, by name of the evaluation set.
+        preferences: Means of preference metrics over the last training steps.
+        num_real_tokens: Total tokens without padding.
+        num_trained_tokens: Total tokens that contribute to the loss.
+        padding_share: Share of padding in packed rows; None without packing.
         step_s: Median step time, without the first steps, evaluations and saves.
-        time_s: Part of a step -> mean seconds, the largest first.
-        tokens_per_s: Real tokens, over the steps in ``time_s``.
-        trained_tokens_per_s: Over the steps in ``time_s``.
-        model_flops_per_s: Over the steps in ``time_s``, without recomputation.
-        hardware_flops_per_s: Over the steps in ``time_s``, with recomputation.
-        tiers: Tier -> peak bytes.
-        capacity_bytes: By tier.
-        links: Link -> bytes per step.
-        drives: Path -> bytes written there.
+        time_s: Mean seconds of each part of a step, by name of the part, largest first.
+        tokens_per_s: Tokens per second without padding, without the first steps.
+        trained_tokens_per_s: Trained tokens per second, without the first steps.
+        model_flops_per_s: FLOP/s without recompute, without the first steps.
+        hardware_flops_per_s: FLOP/s with recompute, without the first steps.
+        tiers: Peak bytes, by tier.
+        capacity_bytes: Capacity, by tier.
+        links: Bytes per step, by link.
+        drives: Bytes written, by path.
         rss_first_bytes: Resident memory of the process after its first steps.
         rss_last_bytes: Resident memory after the last step.
         rss_peak_bytes: Peak resident memory.
-        checkpoints: Lines of the metrics.
-        restarts: (step, date and time) of each start but the first.
-        settings: Config keys with another value than their default.
+        checkpoints: Checkpoint lines of the metrics.
+        restarts: (step, date and time) of each start except the first.
+        settings: Config keys whose values differ from their defaults.
         machine: Machine of the last start.
-        versions: Library -> version.
+        versions: Version of each library.
         export_dir: Folder of the newest exported model.
-        link_paths: Link -> data path in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
-        process_usage: Seconds of processor time and page faults of a step: ``user_s``, ``system_s``, ``page_faults``.
-        beside_tier_bytes: Peak memory of the process in addition to the RAM tier: Python, libraries, data, and
-            workspace outside of slots.
+        link_paths: Data path of each link in the last finished start, such as ``cuda`` or ``kvikio-gds``.
+        process_usage: Median CPU seconds and page faults of a step: ``user_s``, ``system_s``, ``page_faults``.
+        beside_tier_bytes: Peak memory of the process outside the RAM tier: Python, libraries, data, and workspace
+            outside of slots.
         timeline: File of the traced steps.
-        ranks: With several processes, a typical step of each, as in ``StepMetrics.ranks``: most bytes in use,
-            medians of bytes moved, means of waits.
+        ranks: A typical step of each rank, as in ``StepMetrics.ranks``: maximum bytes in use, median bytes moved, and
+            mean waiting time. Empty for a single process.
     """
 
     name: str
@@ -186,7 +185,7 @@ class Figures:
     ranks: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; numbers that are not finite become None."""
+        """Return JSON values. Non-finite numbers become None."""
         values: dict[str, Any] = _strict(asdict(self))
         return values
 
@@ -196,14 +195,14 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def compute_figures(history: RunHistory) -> Figures:
-    """Return the figures of a run; unknown ones are None or empty."""
+    """Return the figures of a run. Unknown figures are None or empty."""
     steps, plan = history.steps, history.plan
     warm = steps[NUM_WARM_STEPS:] or steps
     real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
     warm_s = sum(step.get("step_s", 0.0) for step in warm)
     rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
-    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run
+    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # must match the summary of a run
     return Figures(
         name=history.name,
         path=str(history.path),
@@ -259,13 +258,13 @@ def _peak_non_tier_bytes(steps: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _process_usage(warm: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median of each counter over the steps that have it."""
+    """Return the median of each counter over the steps that recorded counters."""
     counted = [step["process_usage"] for step in warm if step.get("process_usage")]
     return {name: median(each[name] for each in counted) for name in counted[0]} if counted else {}
 
 
 def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a typical step of each rank; only of steps with the same number of ranks as the last one."""
+    """Return a typical step of each rank, from all steps with the same number of ranks as the last step."""
     size = len(warm[-1].get("ranks", ())) if warm else 0
     of_steps = [step["ranks"] for step in warm if size and len(step.get("ranks", ())) == size]
 
@@ -287,7 +286,7 @@ def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
-    """Return the seconds of the simulated step with stalls, else of the estimate; None without measured rates."""
+    """Return the seconds of a simulated or else estimated step, or None if the plan had no measured rates."""
     replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
     planned = replayed.get("step_s", estimate.get("predicted_step_s"))
     return float(planned) if planned else None
@@ -303,14 +302,14 @@ def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
     sets: dict[str, dict[int, float]] = {}
     for line in history.evaluations:
         sets.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
-    for end in history.ends:  # for runs without metrics.jsonl
+    for end in history.ends:  # summaries contain evaluations even if metrics.jsonl is missing
         for name, last in end.get("evaluations", {}).items():
             sets.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
     return {name: sorted(losses.items()) for name, losses in sets.items()}
 
 
 def _all_evaluations(history: RunHistory) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (set, figures) of each evaluation; first from summaries, for runs without a log."""
+    """Yield (set, figures) of each evaluation in the summaries, and then in metrics.jsonl, which may be missing."""
     for end in history.ends:
         yield from end.get("evaluations", {}).items()
     yield from ((str(line.get("name", "eval")), line) for line in history.evaluations)
@@ -339,7 +338,7 @@ def _mean_preferences(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
-    """Return the share of padding positions; only packed rows have a length known from the config."""
+    """Return the share of padding positions, or None without packing, because the length of rows is unknown."""
     config = history.config
     if config is None or not history.steps or not config.data.packing:
         return None
@@ -378,7 +377,7 @@ def _capacities(history: RunHistory) -> dict[str, int]:
 
 
 def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Compared]:
-    """Return bytes per step and link: the median of the steps, else the mean of the last start that ended."""
+    """Return bytes per step of each link: the median of the steps, or else the mean of the last finished start."""
     planned = history.plan.get("link_bytes_per_step", {})
     measured: dict[str, float] = {}
     moved = [step["link_bytes"] for step in warm if step.get("link_bytes")]
@@ -416,7 +415,7 @@ def _lifetime_bytes(path: Path) -> int | None:
 
 
 def _changed_settings(values: Mapping[str, Any]) -> list[ChangedKey]:
-    """Return the keys with another value than their default, in the order of the config."""
+    """Return the keys whose values differ from their defaults, in the order of the config."""
     settings: list[ChangedKey] = []
 
     def visit(value: Any, path: tuple[str | int, ...]) -> None:

@@ -1,6 +1,6 @@
-"""The records in a run's folder, read back: its plan, its figures and its checkpoints.
+"""Reader of the records in a run's folder: the plan, the metrics and the checkpoints.
 
-The reader skips missing or truncated records, because the run may have died at any byte.
+The reader skips missing or truncated records, because the run may have died during any write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_NUMBERS = {"nan", "inf", "-inf"}
 
 
 class NotARunError(Exception):
-    """A folder has no records of a run."""
+    """A folder contains no records of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class RunHistory:
     """The records of a run.
 
     Attributes:
-        path: ``output_dir``, absolute.
-        state: As in ``status.json``; "died" if that is not final and no process owns the folder.
-        status: The last one written, None if there is none.
-        steps: Lines of ``metrics.jsonl`` in order; the last one for a repeated step.
-        evaluations: Lines of ``metrics.jsonl``, as written.
-        checkpoints: Lines of ``metrics.jsonl``, as written.
-        plan: ``plan.json``.
-        ends: ``summary.json``: one entry for each start that ended normally.
-        config: The resolved config; None if it cannot be read.
-        timeline: File of traced steps; None if there is none.
+        path: Absolute path of ``output_dir``.
+        state: State in ``status.json``, or "died" if this state is not final and no process owns the folder.
+        status: Contents of ``status.json``; None if it cannot be read.
+        steps: Step lines of ``metrics.jsonl``, in order of steps; only the last line of a repeated step.
+        evaluations: Evaluation lines of ``metrics.jsonl``, as written.
+        checkpoints: Checkpoint lines of ``metrics.jsonl``, as written.
+        plan: Contents of ``plan.json``.
+        ends: Entries of ``summary.json``, one for each start that ended normally.
+        config: Resolved config; None if it cannot be read.
+        timeline: File of traced steps; None if the run traced none.
     """
 
     path: Path
@@ -67,15 +67,15 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """The run's name, else the name of its folder."""
+        """The run's name, or the name of its folder if the config cannot be read."""
         return self.config.run_name if self.config is not None else self.path.name
 
 
 def read_history(folder: Path | str) -> RunHistory:
-    """Read the records of a run in its ``output_dir``, finished or not. Changes nothing.
+    """Read the records of a finished or unfinished run in its ``output_dir``.
 
     Raises:
-        NotARunError: No run ever wrote there.
+        NotARunError: The folder contains no records of a run.
     """
     path = Path(folder).resolve()
     status, owner = read_status(path), living_owner(path)
@@ -83,7 +83,7 @@ def read_history(folder: Path | str) -> RunHistory:
     lines = _read_lines(path / METRICS_NAME)
     timeline = path / TIMELINE_NAME
     if status is None and not plan and not lines and owner is None:
-        raise NotARunError(f"'{folder}' is not the folder of a run. Give the output_dir of one")
+        raise NotARunError(f"'{folder}' is not the folder of a run. Pass the output_dir of a run")
     state: str = status.state if status is not None else "not known"
     if owner is None and state not in FINAL_STATES:
         state = "died" if status is not None else "not known"
@@ -103,7 +103,7 @@ def read_history(folder: Path | str) -> RunHistory:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file that have a step; truncated or damaged lines are skipped."""
+    """Return the objects in a metrics file that have a step. Truncated or damaged lines are skipped."""
     objects = []
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -120,7 +120,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that was written as text, because strict JSON lacks it."""
+    """Convert "nan", "inf" and "-inf" to numbers; they are stored as text, because strict JSON has no such numbers."""
     return float(value) if isinstance(value, str) and value in _NO_NUMBERS else value
 
 

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page, without network, scripts or other files, in light and dark."""
+"""The report as one self-contained HTML page, which needs no network, scripts or other files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BAD_STATES = ("failed", "died")
 
 
 def render_page(history: RunHistory, figures: Figures) -> str:
-    """Return the page of a run: charts, the timeline of its traced steps, and the lines of the report."""
+    """Return the HTML page of a run, with charts, the timeline of traced steps, and the lines of the report."""
     drawings = [lay_out(chart) for chart in make_charts(history, figures)]
     bars = [] if history.timeline is None else read_bars(history.timeline)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # names, paths and messages are text, whatever they contain
+        autoescape=True,  # names, paths and messages can contain HTML characters
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -36,7 +36,7 @@ def render_page(history: RunHistory, figures: Figures) -> str:
         drawings=[drawing for drawing in drawings if drawing is not None],
         frame=FRAME,
         num_colors=NUM_COLORS,
-        picture=Markup(draw(bars, "", "")) if bars else "",  # which escapes its labels
+        picture=Markup(draw(bars, "", "")) if bars else "",  # draw() escapes the labels
         timeline=None if history.timeline is None else history.timeline.as_uri(),
         lines=report_lines(figures),
         now=now_text().replace("T", " ").replace("+00:00", " UTC"),

@@ -1,4 +1,4 @@
-"""The traced steps of a timeline file (Trace Event Format) as an SVG picture."""
+"""SVG picture of the traced steps in a timeline file (Trace Event Format)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PASSES", "UPDATES", "WAITING", "Bar", "draw", "read_bars"]
 PASSES, UPDATES = "layers", "updates"
 WIDTH, LEFT, RIGHT, TOP = 1280, 150, 20, 84
 BAR_HEIGHT, TRACK_HEIGHT, ROW_GAP = 22, 11, 14
-_LEAST_WIDTH = 0.25  # pixels between the ends of two bars of a track
+_LEAST_WIDTH = 0.25  # minimum distance between the ends of two bars of a track, in pixels
 COLORS = {
     "forward": "#4c78a8",
     "head": "#b279a2",
@@ -30,13 +30,13 @@ COLORS = {
     "optimizer state": "#88c580",
     "activations": "#bab0ac",
 }
-#: Prefixes of the names of rows in the file.
+#: Prefixes of row names in the timeline file.
 FETCHES, WRITES = "to ", "back to "
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: times in seconds from the beginning of the picture."""
+    """A bar of the picture. Times are in seconds from the beginning of the picture."""
 
     row: str
     track: int
@@ -47,7 +47,7 @@ class Bar:
 
 
 def read_bars(trace: Path) -> list[Bar]:
-    """Return the bars between the first and the last operation; [] if the file is truncated or has none."""
+    """Return the bars between the first and the last operation, or [] if the file has none or is truncated."""
     try:
         return list(_bars(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -70,7 +70,7 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
 
 
 def _row_and_track(name: str) -> tuple[str, int]:
-    """Split the name of a row in the file, which ends with a number from its second track."""
+    """Split a row name of the timeline file into row and track. From the second track on, it ends with a number."""
     row, _, number = name.rpartition(" ")
     return (row, int(number) - 1) if row and re.fullmatch("[1-9][0-9]{0,2}", number) else (name, 0)
 
@@ -88,7 +88,7 @@ def _kind_of(row: str, name: str) -> tuple[str, str]:
 
 
 def draw(bars: Sequence[Bar], title: str, note: str) -> str:
-    """Return an SVG element with a row for layers, updates, waiting and each direction of each link."""
+    """Return an SVG element with rows for layers, updates and waiting, and a row for each direction of each link."""
     links = sorted({bar.row for bar in bars} - {PASSES, UPDATES, WAITING}, key=lambda row: row.startswith(WRITES))
     span_s = max(bar.end_s for bar in bars)
     scale = (WIDTH - LEFT - RIGHT) / span_s
@@ -102,7 +102,7 @@ def draw(bars: Sequence[Bar], title: str, note: str) -> str:
         reached = [0.0] * tracks
         for bar in own:
             if (LEFT + bar.end_s * scale) - reached[bar.track] < _LEAST_WIDTH:
-                continue  # a long run has more bars than pixels
+                continue  # skip bars that are too close to see
             reached[bar.track] = LEFT + bar.end_s * scale
             x, width = LEFT + bar.start_s * scale, max(0.6, (bar.end_s - bar.start_s) * scale)
             parts.append(
@@ -119,7 +119,7 @@ def draw(bars: Sequence[Bar], title: str, note: str) -> str:
 
 
 def _shown(row: str) -> str:
-    """Return the name of a row without its data path."""
+    """Return the displayed label of a row, without the row's data path."""
     name = row.partition(" (")[0]
     if name.startswith(WRITES):
         return f"write to {name.removeprefix(WRITES)}"

@@ -1,7 +1,7 @@
-"""Command lines, and shell scripts with one, that start a training: their options in the form of a config file.
+"""Parser of command lines and shell scripts that start a training. It converts their options to config values.
 
-A script is read, never run. Its variables and environment variables are expanded as in a shell. Values that only a
-shell could compute (``$(...)``, ``$1``) stay unknown, and their options are listed as such.
+A script is read, never run. Script variables and environment variables are expanded as in a shell. Values that only a
+shell can compute (``$(...)``, ``$1``) stay unknown, and ``CommandLine.unknown`` lists their options.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from megatrain.base.other_tools import Tool
 
 __all__ = ["TRL_TASKS", "CommandLine", "count", "find_command_line", "is_world_size_option", "parse_words"]
 
-#: Programs that start a training script on several processes -> options for the number of machines and of processes,
-#: and whether the latter is per machine.
+#: Options of each program that starts a training script on several processes: (number of machines, number of
+#: processes, whether the number of processes is per machine).
 _LAUNCHERS = {
     "accelerate": ("num_machines", "num_processes", False),
     "torchrun": ("nnodes", "nproc_per_node", True),
     "deepspeed": ("num_nodes", "num_gpus", True),
     "trl": ("num_machines", "num_processes", False),
 }
-#: Modules that are launchers: ``python -m torch.distributed.run``.
+#: Launchers by module name, as in ``python -m torch.distributed.run``.
 _LAUNCHER_MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
     "accelerate.commands.launch": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
 }
-#: Commands of the tools -> the tool.
+#: Tools by command name.
 _TOOLS: dict[str, Tool] = {
     "trl": "trl",
     "llamafactory-cli": "llamafactory",
@@ -44,15 +44,15 @@ _TOOLS: dict[str, Tool] = {
 #: TRL commands whose training is supported here.
 TRL_TASKS = ("sft", "dpo", "kto", "orpo", "cpo")
 _ALL_TRL_TASKS = (*TRL_TASKS, "grpo", "gkd", "reward", "rloo", "online_dpo", "nash_md", "xpo", "bco")
-_SWITCHES = ("no_cuda",)  # "no_" is part of the name
+_SWITCHES = ("no_cuda",)  # options whose name begins with "no_", which does not negate them
 _CONFIG_FILES = (".yaml", ".yml", ".json")
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # placeholder for a value that only a shell could compute
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # placeholder for a value that only a shell can compute
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL
 )
 _REDIRECTION = re.compile(r"(?<!\S)(?:\d?>>?|&>>?|<)(?:&\d|\s*[^\s;|&<>]+)")  # "2>&1", "> log.txt"
 _VARIABLE = re.compile(
-    r"'[^']*'"  # a shell leaves these as they are, and so do we
+    r"'[^']*'"  # neither a shell nor `_expand` changes text in single quotes
     r"|(?P<array>\"?\$\{(?P<items>\w+)\[[@*]\]\}\"?)"
     r"|\$\{(?P<braced>\w+)(?:(?P<how>:?[-=])(?P<default>[^}]*))?\}"
     r"|\$(?P<plain>[A-Za-z_]\w*)"
@@ -65,15 +65,15 @@ class CommandLine:
     """A training started by a command line.
 
     Attributes:
-        words: The command line.
-        values: Option -> value, dashes in names as underscores.
-        config: Config file in the command line; options of the line override the file.
-        tool: Tool that the command belongs to, None if the script does not say.
+        words: Arguments of the command line, split as in a shell.
+        values: Values by option name, with underscores instead of dashes.
+        config: Config file in the command line. Options of the command line override the file.
+        tool: Tool of the command; None if unknown.
         task: Task of a TRL command, such as "sft" or "dpo", or "".
         launcher: Program that starts the processes, or "".
-        num_processes: Processes on all machines; None if unknown.
+        num_processes: Total number of processes on all machines; None if unknown.
         num_hosts: Number of machines.
-        unknown: Options whose values only a shell could compute.
+        unknown: Options whose values only a shell can compute.
     """
 
     words: list[str]
@@ -89,7 +89,7 @@ class CommandLine:
 
 
 def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
-    """Return the first training that a shell script starts, and a line for each of the others."""
+    """Return the first supported training that a shell script starts, and the first words of all other trainings."""
     lines = [parse_words(words) for words in _commands(text)]
     found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
     if not found:
@@ -99,7 +99,7 @@ def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
 
 
 def parse_words(words: Sequence[str]) -> CommandLine | None:
-    """Parse a command line; return None if it starts no training."""
+    """Parse a command line. Return None if the command starts no training."""
     line = CommandLine(list(words))
     rest = list(words)
     while rest:
@@ -113,20 +113,20 @@ def parse_words(words: Sequence[str]) -> CommandLine | None:
     else:
         return None
     if rest and not rest[0].startswith("-") and rest[0].endswith(_CONFIG_FILES):
-        line.config = Path(rest.pop(0))  # llamafactory-cli train FILE; axolotl train FILE
+        line.config = Path(rest.pop(0))  # as in `llamafactory-cli train FILE` and `axolotl train FILE`
     line.values = _options(rest, line.unknown)
     given = line.values.pop("config", None)
     if isinstance(given, str):
         line.config = Path(given)
     for name in list(line.values):
-        if line.tool == "trl" and name in ("num_processes", "num_machines", "accelerate_config"):  # trl forwards them
+        if line.tool == "trl" and name in ("num_processes", "num_machines", "accelerate_config"):  # for the launcher
             line.launch_options[name] = line.values.pop(name)
     line.num_processes, line.num_hosts = _processes(line)
     return line if line.values or line.config else None
 
 
 def _after_python(line: CommandLine, words: list[str]) -> list[str]:
-    """Parse a script or module after ``python``; return the words after it."""
+    """Parse the words after ``python`` up to the script or module, and return the remaining words."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words.pop(0)
     if words[:1] == ["-m"] and len(words) > 1:
@@ -146,7 +146,7 @@ def _after_program(line: CommandLine, program: str, words: list[str], *, is_modu
         if words and not words[0].startswith("-") and not words[0].endswith(_CONFIG_FILES):
             command = words.pop(0)
             if command not in (_ALL_TRL_TASKS if program == "trl" else ("train",)):
-                return []  # trl chat, axolotl preprocess, ...
+                return []  # the command does not train, as in `trl chat` or `axolotl preprocess`
             line.task = command if program == "trl" else ""
         return words
     line.launcher = program
@@ -164,7 +164,7 @@ def _after_program(line: CommandLine, program: str, words: list[str], *, is_modu
             line.launch_options = _options(words[:number], line.unknown)
             _name_script(line, words[number + 1])
             return words[number + 2 :]
-        if name in _TOOLS and number:  # torchrun ... --no_python trl sft
+        if name in _TOOLS and number:  # as in `torchrun ... --no_python trl sft`
             line.launch_options = _options(words[:number], line.unknown)
             return _after_program(line, name, words[number + 1 :])
     return []
@@ -182,7 +182,7 @@ def _name_script(line: CommandLine, script: str) -> None:
 
 
 def _processes(line: CommandLine) -> tuple[int | None, int]:
-    """Return the number of processes (None if unknown) and of machines."""
+    """Return the number of processes (None if unknown) and the number of machines."""
     if not line.launcher and not line.launch_options:
         return 1, 1
     of_hosts, of_processes, is_of_each = _LAUNCHERS[line.launcher or "trl"]
@@ -191,7 +191,7 @@ def _processes(line: CommandLine) -> tuple[int | None, int]:
 
 
 def count(value: Any) -> int | None:
-    """Return a count above 0; None for any other value."""
+    """Return the value if it is a whole number above 0, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
@@ -201,7 +201,7 @@ def is_world_size_option(line: CommandLine, name: str) -> bool:
 
 
 def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
-    """Return the values of ``--name value``, ``--name=value``, ``--name`` and ``--name a b`` like argparse."""
+    """Parse ``--name value``, ``--name=value``, ``--name`` and ``--name a b`` like argparse, and return the values."""
     found: dict[str, Any] = {}
     name, given = "", list[str]()
 
@@ -211,7 +211,7 @@ def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
         if any(_UNKNOWN in word for word in given):
             unknown.append(name)
         elif not given and name.startswith("no_") and name not in _SWITCHES:
-            found[name.removeprefix("no_")] = False  # a flag that is true by default
+            found[name.removeprefix("no_")] = False  # negates a flag that is true by default
         elif not given:
             found[name] = True
         else:
@@ -223,7 +223,7 @@ def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
             close()
             text, equals, value = word.partition("=")
             name, given = text.lstrip("-").replace("-", "_"), [value] if equals else []
-        elif "=" in word and not name:  # llamafactory-cli train FILE key=value
+        elif "=" in word and not name:  # as in `llamafactory-cli train FILE key=value`
             key, _, value = word.partition("=")
             found[key] = _value(value)
         elif name:
@@ -233,7 +233,7 @@ def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
 
 
 def _value(word: str) -> Any:
-    """Convert a word of a command line to a config value."""
+    """Convert a command line argument to a config value."""
     lower = word.lower()
     if lower in ("true", "false"):
         return lower == "true"
@@ -255,7 +255,7 @@ def _value(word: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the simple commands of a shell script with expanded variables."""
+    """Yield the words of each simple command in a shell script, with expanded variables."""
     variables: dict[str, str] = {}
     for line in _lines(text):
         match = _ASSIGNMENT.fullmatch(line.strip())
@@ -278,16 +278,16 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script; continuation lines, and quotes and arrays over several lines, are joined."""
+    """Yield the logical lines of a script. Continuation lines, multi-line quotes and multi-line arrays are joined."""
     whole = ""
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").replace("\r\n", "\n").split("\n"):
         whole = f"{whole}\n{line}" if whole else line
         try:
             shlex.split(whole, comments=True)
         except ValueError:
-            continue  # a quote is open
+            continue  # the quote continues on the next line
         if re.match(r"\s*(?:\w+\s+)*\w+\+?=\(", whole) and not line.partition("#")[0].rstrip().endswith(")"):
-            continue  # an array is open
+            continue  # the array continues on the next line
         yield whole
         whole = ""
     if whole:
@@ -304,7 +304,7 @@ def _split(line: str) -> list[str]:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Expand variables; variables of the script take precedence over the environment."""
+    """Expand variables. Script variables take precedence over environment variables."""
 
     def value(match: re.Match[str]) -> str:
         if match["items"]:
@@ -313,7 +313,7 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
             return _UNKNOWN
         name = match["braced"] or match["plain"]
         if not name:
-            return match[0]  # in single quotes
+            return match[0]  # text in single quotes is not expanded
         found = variables.get(name, os.environ.get(name))
         if found is None or (not found and (match["how"] or "").startswith(":")):
             found = match["default"]

@@ -1,4 +1,4 @@
-"""Conversions of single keys, by the tables of :mod:`megatrain.base.other_tools`, and of shared groups of keys."""
+"""Conversions of single keys, by the tables in :mod:`megatrain.base.other_tools`, and of groups of keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatrain.config.keys import leaf_schema, used_if
 from megatrain.extras.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
 from megatrain.extras.translate.read import TranslationError, is_file, read_mapping
 
-#: Globs of the parameters that transformers' Trainer excludes from weight decay; embeddings are not excluded.
+#: Globs of parameters that transformers' Trainer excludes from weight decay. Embeddings do decay.
 DECAY_EXCLUDE = ("*bias*", "*norm*")
 LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
-#: Keys of ``[preference]`` that only some losses have.
+#: Losses that use each key of ``[preference]``, for keys that not all losses use.
 _LOSSES_WITH = {
     "preference.label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
     "preference.simpo_gamma": ("simpo",),
@@ -23,10 +23,10 @@ _LOSSES_WITH = {
     "preference.desirable_weight": ("kto",),
     "preference.undesirable_weight": ("kto",),
 }
-#: Config keys that do not work with training on preferences -> the reason.
+#: Config keys that preference training does not support, with the reason.
 _SFT_ONLY = {
     "data.packing": "each answer has its own row",
-    "lora.lora_dropout": 'nothing is dropped out with task = "dpo"',
+    "lora.lora_dropout": 'task = "dpo" has no dropout',
 }
 _OPTIMIZERS = {
     "adamw": ("adamw", "paged_adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
@@ -36,23 +36,23 @@ _OPTIMIZERS = {
     "sgd": ("sgd",),
     "muon": ("muon",),
 }  # fmt: skip
-#: Optimizers with moments of 8 bits in blocks of 256; the 4-bit one gets 8 bits too.
+#: Optimizers that are translated to 8-bit moments in blocks of 256. This includes the 4-bit optimizer.
 _QUANTIZED_OPTIMIZERS = {
     "adamw": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"),
     "lion": ("lion_8bit", "paged_lion_8bit"),
 }
 _LORA_LISTS = ("lora.target_modules", "lora.modules_to_save", "lora.target_parameters")
-_BUILDERS = ("json", "csv", "parquet", "arrow", "text", "")  # load_dataset's names for files; "" for none
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text", "")  # file formats of `load_dataset`, or no path
 
 
 # One key
 
 
 def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Translate keys one by one; skip keys that a rule combines with others.
+    """Translate keys individually, except for keys that a rule of the tool combines.
 
     Args:
-        prefix: Section of the keys, with its dot.
+        prefix: Path of the section that contains the keys, with a trailing dot, or "".
     """
     rows = KEYS[draft.tool]
     listed_already = {left.theirs for left in (*draft.lost, *draft.unneeded)}
@@ -91,7 +91,7 @@ def _lost(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 
 
 def _choice(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    """Rename a value; copy a value without a choice, or list it as lost if the row has a reason."""
+    """Translate a value by the row's choices. Other values are lost if the row has a reason, and copied otherwise."""
     is_choice = isinstance(value, str | bool | int | float) and value in row.choices
     ours = row.choices[value] if is_choice else value
     if not is_choice and row.why:
@@ -109,7 +109,7 @@ def _optimizer(draft: Translation, theirs: str, value: Any, row: Row) -> None:
         return
     draft.put("optimizer.optim", exact or quantized, theirs)
     if quantized is not None:
-        note = f"{value} there: the least here are 8 bits" if name.endswith("4bit") else ""
+        note = f"replaces {value}, because moments here have at least 8 bits" if name.endswith("4bit") else ""
         draft.put("optimizer.state_dtype", "int8", theirs, note)
 
 
@@ -122,10 +122,10 @@ def _betas(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 
 
 def _warmup(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    """Translate steps or a share of all steps; a number of steps above 0 takes precedence, as in transformers."""
+    """Translate a number or a fraction of warm-up steps. A number above 0 takes precedence, as in transformers."""
     number = as_number(value, row.ours)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        draft.lose(theirs, "write a number of steps, or their share of all steps", value)
+        draft.lose(theirs, "write a number of steps, or a fraction of all steps", value)
         return
     before = draft.entries.get(row.ours)
     if before is None or not before.value or (theirs == "warmup_steps" and number):
@@ -138,17 +138,17 @@ def _warmup(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 def _half_precision(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     is_float16 = "fp16" in theirs and "bf16" not in theirs
     if value in (True, "true") or (not is_float16 and value in ("auto", "full")):
-        draft.put(row.ours, "bfloat16", theirs, "float16 there, which needs loss scaling" if is_float16 else "")
+        draft.put(row.ours, "bfloat16", theirs, "instead of float16, which needs loss scaling" if is_float16 else "")
     else:
         draft.lose_if_on(theirs, NOTHING_LIKE_IT, value)
 
 
 def _loaded_dtype(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    """Translate the dtype of the loaded model into the compute dtype; the master weights stay float32."""
+    """Translate the dtype of the loaded model to the compute dtype. The master weights stay in float32."""
     if str(value).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16", "half"):
-        draft.drop(theirs, "weights are kept in 32 bits whatever their files have", value)
+        draft.drop(theirs, "master weights have 32 bits, independent of the dtype in the files", value)
     elif row.ours not in draft.entries:
-        draft.put(row.ours, "bfloat16", theirs, "the weights themselves keep 32 bits")
+        draft.put(row.ours, "bfloat16", theirs, "master weights keep 32 bits")
 
 
 def _reports(draft: Translation, theirs: str, value: Any, row: Row) -> None:
@@ -162,7 +162,7 @@ def _reports(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 
 
 def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
-    """Report metrics to targets, in addition to metrics.jsonl and the targets of other keys."""
+    """Add targets to ``logging.report_to``, which also contains "jsonl" and the targets of other keys."""
     kind = leaf_schema("logging.report_to")
     allowed = next(part["items"]["enum"] for part in (kind, *kind.get("anyOf", ())) if "items" in part)
     kept = [name for name in targets if name in allowed]
@@ -172,30 +172,30 @@ def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
         draft.put("logging.report_to", list(names), theirs)
     for name in targets:
         if name not in (*allowed, "none", "all"):
-            draft.lose(theirs, "figures go to output_dir/metrics.jsonl", name)
+            draft.lose(theirs, "metrics are written to output_dir/metrics.jsonl", name)
 
 
 def _resume(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     if isinstance(value, str):
-        draft.lose(theirs, "checkpoints of other tools are not read: give its exported model as the model", value)
+        draft.lose(theirs, "checkpoints of other tools cannot be read; use the exported model as the model", value)
     else:
-        draft.drop(theirs, "a run continues by itself where output_dir holds checkpoints", value)
+        draft.drop(theirs, "a run resumes automatically if output_dir contains checkpoints", value)
 
 
 def chat_template(draft: Translation, theirs: str, value: Any, row: Row | None = None) -> None:
-    """Translate a chat template: a file is used; the user has to write inline text into a file."""
+    """Translate a chat template. A file is used; inline text is lost, with advice to write it into a file."""
     text = str(value)
     if text.endswith((".jinja", ".jinja2", ".j2")) and is_file(Path(draft.base, text)):
         draft.put("model.chat_template", text, theirs, is_path=True)
     elif "{%" in text or "{{" in text:
         short = text.strip().splitlines()[0][:40]
-        draft.lose(theirs, "write it into a file, and model.chat_template = that file", f"{short} ...")
+        draft.lose(theirs, "write it into a file, and set model.chat_template to that file", f"{short} ...")
     elif text not in ("tokenizer_default", "default"):
-        draft.drop(theirs, "the model's own template is used: check it with `megatrain-tier data preview`", value)
+        draft.drop(theirs, "the model's template is used; check it with `megatrain-tier data preview`", value)
 
 
 def _deepspeed(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    """Use the NVMe folder of a DeepSpeed config; the planner decides the rest."""
+    """Translate the NVMe folder of a DeepSpeed config. The planner decides all other offloading."""
     draft.drop(theirs, PLANNER, value)
     if not isinstance(value, Mapping):
         files = [folder / str(value) for folder in (draft.base, draft.source.path.parent)]
@@ -207,16 +207,16 @@ def _deepspeed(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 
 
 def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Put the folder of ``nvme_path`` in a DeepSpeed config into ``[[tiers.nvme]]``."""
+    """Write the folder in ``nvme_path`` of a DeepSpeed config to ``[[tiers.nvme]]``."""
     for block in ("offload_optimizer", "offload_param"):
         table = mapping(mapping(values.get("zero_optimization")).get(block))
         if table.get("device") == "nvme" and isinstance(table.get("nvme_path"), str):
             draft.put_path("tiers.nvme.0.path", table["nvme_path"], f"{prefix}{block}.nvme_path")
-            draft.put("tiers.nvme.0.size", "auto", note="the free space minus a margin")
+            draft.put("tiers.nvme.0.size", "auto", note="all free space except a margin")
             return
 
 
-#: Kind of conversion (``Row.how``) -> ``conversion(draft, their_key, value, row)``.
+#: Functions ``conversion(draft, their_key, value, row)``, by kind of conversion (``Row.how``).
 CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
     "copy": _copy,
     "path": _path,
@@ -239,10 +239,7 @@ CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
 
 
 def fill_defaults(draft: Translation, defaults: Mapping[str, Any]) -> None:
-    """Write the tool's defaults that have an effect.
-
-    As in transformers, weight decay applies to embeddings, but not to biases and norms.
-    """
+    """Set the tool's defaults that have an effect, and exclude biases and norms from decay as transformers does."""
     chosen = {key: entry.value for key, entry in draft.entries.items()}
     unused = {
         key
@@ -259,11 +256,11 @@ def fill_defaults(draft: Translation, defaults: Mapping[str, Any]) -> None:
 
 
 def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str) -> None:
-    """Fill ``[lora]`` from the tool's rows of LoRA.
+    """Fill ``[lora]`` from the tool's LoRA keys.
 
     Args:
         defaults: The tool's defaults, by config key.
-        quantization: Keys that quantize the model under the adapters.
+        quantization: The tool's keys that quantize the base model.
     """
     rows = {theirs: row.ours for theirs, row in draft.rows("lora").items()}
     folder = next((theirs for theirs, ours in rows.items() if ours == "lora.adapter_name_or_path"), "")
@@ -271,8 +268,8 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
         paths = [part.strip() for part in str(paths).split(",")] if not isinstance(paths, list) else paths
         draft.put_path("lora.adapter_name_or_path", paths[-1], folder)
         if len(paths) > 1:
-            draft.lose(folder, "adapters are not stacked: merge the others into the model first", paths[:-1])
-        # All other settings are in the adapter's file.
+            draft.lose(folder, "adapters cannot be stacked; first merge these adapters into the model", paths[:-1])
+        # The adapter's config file contains all other settings.
         rows, defaults = {"lora_dropout": "lora.lora_dropout"}, {}
     for theirs, ours in rows.items():
         value = draft.get(theirs)
@@ -287,25 +284,25 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
             draft.put(ours, value, note=f"{draft.source.title}'s default")
     for theirs in quantization:
         if value := draft.get(theirs):
-            why = "the model under the adapters keeps the precision of its folder, as it is streamed; for QLoRA"
+            why = "the base model is streamed in the precision of its folder; for QLoRA"
             draft.lose(theirs, f"{why} {QUANTIZED}", value)
 
 
 def refuse_quantized(draft: Translation, *names: str) -> None:
-    """Refuse a quantized model without adapters."""
+    """Raise an error if one of the keys quantizes the model, which has no adapters."""
     for name in names:
         if draft.get(name):
-            raise draft.refuse(f"{name}: quantized weights cannot be trained in full precision", "Remove it")
+            raise draft.refuse(f"{name}: quantized weights cannot be trained without adapters", "Remove it")
 
 
 def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
-    """Fill ``task``, and ``[preference]`` from the tool's rows of preferences; the first row of a key wins.
+    """Fill ``task`` and ``[preference]`` from the tool's preference keys. If keys conflict, the first one applies.
 
     Args:
-        theirs: The tool's key of the loss.
+        theirs: The tool's key that sets the loss.
     """
     if loss not in LOSSES:
-        raise draft.refuse(f"the loss `{loss}` of preferences is not supported here", f"There are {', '.join(LOSSES)}")
+        raise draft.refuse(f"the preference loss `{loss}` is not supported", f"Supported: {', '.join(LOSSES)}")
     draft.put("task", "dpo", theirs)
     draft.put("preference.loss_type", loss, theirs)
     for name, row in draft.rows("preference").items():
@@ -325,15 +322,15 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
 
 
 def put_images(draft: Translation, images: str, theirs: str) -> None:
-    """Set ``model.images``. Adapters apply to the language model here; other tools may also adapt the vision tower."""
+    """Set ``model.images``. With LoRA, images are "frozen", because only the language model has adapters."""
     if images == "trained" and any(key.startswith("lora.") for key in draft.entries):
-        draft.lose(theirs, "the vision tower gets no adapters: it is frozen, or, as model.images says, trained whole")
+        draft.lose(theirs, "the vision tower has no adapters; model.images freezes or fully trains it")
         images = "frozen"
     draft.put("model.images", images, theirs if draft.get(theirs) is not None else "", "the data has images")
 
 
 def put_source(draft: Translation, key: str, fields: Section) -> None:
-    """Translate path, subset and split of a data set in the terms of ``load_dataset``.
+    """Translate path, subset and split of a data set that is described by arguments of ``load_dataset``.
 
     Args:
         key: Config table, such as ``data.train.0``.
@@ -343,9 +340,9 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     if files and where in _BUILDERS:
         where, theirs = files[0], f"{theirs}.data_files"
         if len(files) > 1:
-            draft.lose(theirs, "write a glob, or one [[data.train]] each", files[1:])
+            draft.lose(theirs, "write a glob, or one [[data.train]] per file", files[1:])
     elif files:
-        draft.lose(f"{theirs}.data_files", "give the path of the files", files)
+        draft.lose(f"{theirs}.data_files", "write the path of the files", files)
     if where:
         draft.put_path(f"{key}.path", where, theirs)
     else:
@@ -357,15 +354,15 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
         name, bracket, part = str(split).partition("[")
         draft.put(f"{key}.split", name, fields.path_of("split"))
         if bracket:
-            draft.lose(fields.path_of("split"), "a part of a split: see data.train.N.max_samples", f"[{part}")
+            draft.lose(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{part}")
 
 
 def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:
-    """Write columns with other names than the usual ones of a format.
+    """Set the columns whose names differ from the default names of the format.
 
     Args:
         key: Config table, such as ``data.train.0``.
-        columns: Field -> column of the rows, its usual name, and the tool's key for it.
+        columns: (column in the rows, default name, the tool's key) of each field.
     """
     for ours, (column, usual, theirs) in columns.items():
         if column and column != usual:

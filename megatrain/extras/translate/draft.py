@@ -1,4 +1,4 @@
-"""The state of a translation: config keys set so far, and the tool's keys that are lost or not needed."""
+"""State of a translation: the config keys set so far, and the tool's keys that are lost or not needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.config.keys import leaf_schema, parse_path, plain
 from megatrain.extras.translate.read import Source, TranslationError, exists
 
 NOTHING_LIKE_IT = "no key here does this"
-#: Values with which an unknown key enables nothing.
+#: Values that disable an unknown key, so that it can be ignored.
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 
 
@@ -23,10 +23,10 @@ class TranslatedValue:
     """The value of one config key.
 
     Attributes:
-        theirs: The tool's key, or "".
-        note: A remark for the reader of the config.
-        is_path: Whether it is a path relative to the start folder of the other tool.
-        to_fill_in: Whether the value is an example to replace, because the tool's file has none.
+        theirs: Key of the tool that sets it, or "".
+        note: Comment in the written config.
+        is_path: Whether the value is a path relative to the start folder of the other tool.
+        to_fill_in: Whether the value is an example that the user must replace, because the tool's file has no value.
     """
 
     value: Any
@@ -38,7 +38,7 @@ class TranslatedValue:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A key of the tool that is left out of the translation, with the reason."""
+    """A key of the tool that the translation omits, with the reason."""
 
     theirs: str
     value: Any
@@ -51,16 +51,16 @@ class Left:
 
 @dataclass
 class Translation:
-    """A config in translation: the rules fill it, and the end of :func:`translate_file` makes it valid.
+    """A config that is being translated. Rules fill it, and :func:`translate_file` finally makes it valid.
 
     Attributes:
-        source: The file to translate.
+        source: File or command line to translate.
         base: Start folder of relative paths in the source.
-        entries: Dotted config key, array tables with an index -> value.
-        lost: The tool's keys without an equivalent.
-        unneeded: The tool's keys that are not needed here.
+        entries: Values by dotted config key; array tables have an index in the key.
+        lost: Keys of the tool that have no equivalent.
+        unneeded: Keys of the tool that are not needed.
         answered: Paths of the tool's values that a rule or a table row has read.
-        toml: Text of the translated config, which loads; "" until the translation ends.
+        toml: Text of the translated, valid config; "" until the translation ends.
     """
 
     source: Source
@@ -77,7 +77,7 @@ class Translation:
 
     @property
     def to_fill_in(self) -> Mapping[str, TranslatedValue]:
-        """Return the keys whose values are only examples."""
+        """Entries whose values are examples that the user must replace, by config key."""
         return {key: entry for key, entry in self.entries.items() if entry.to_fill_in}
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Translation:
     # Values of the tool's file
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return the tool's value at a dotted path, or the default; mark it as answered unless it is a table."""
+        """Return the tool's value at a dotted path, or the default. Mark it as answered unless it is a table."""
         value = self.peek(path)
         if not _holds_tables(value):
             self.answered.add(path)
@@ -111,11 +111,11 @@ class Translation:
         return value
 
     def section(self, path: str) -> Section:
-        """Return the tool's table at a dotted path; any other value stays unanswered and is listed as lost."""
+        """Return the tool's table at a dotted path. A value that is not a table stays unanswered and is listed as lost."""
         return Section(self, path, mapping(self.peek(path)))
 
     def rows(self, how: str) -> dict[str, Row]:
-        """Return the tool's rows with one kind of conversion: key of the tool -> row."""
+        """Return the table rows with this kind of conversion, by key of the tool."""
         return {theirs: row for theirs, row in KEYS[self.tool].items() if row.how == how}
 
     # Config keys
@@ -125,26 +125,26 @@ class Translation:
         self.entries[ours] = TranslatedValue(as_number(value, ours), theirs, note, is_path)
 
     def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
-        """Set a key that is a path or a name on the hub; a name that exists on this machine is a path."""
+        """Set a key to a path or a hub name. A text that exists as a path on this machine is a path."""
         text = str(value)
         is_path = text.startswith((".", "/", "~")) or ours == "output_dir" or exists(self.base / text)
         self.put(ours, text, theirs, note, is_path=is_path)
 
     def fill_in(self, ours: str, value: Any, note: str) -> None:
-        """Set a key to an example that the user has to replace."""
+        """Set a key to an example that the user must replace."""
         self.entries[ours] = TranslatedValue(value, "", note, False, True)
 
     def fill_in_model(self) -> None:
-        """Ask the user for the model, if no key has set it."""
+        """Set the model to an example that the user must replace, unless it is already set."""
         if "model.model_name_or_path" not in self.entries:
             self.fill_in("model.model_name_or_path", "path/to/model", "a Hugging Face folder")
 
     def fill_in_data(self) -> None:
-        """Ask the user for the training data."""
+        """Set the training data to an example that the user must replace."""
         self.fill_in("data.train.0.path", "data/train.jsonl", "a file, glob or folder, or the hub name of a data set")
 
     def default(self, values: Mapping[str, Any]) -> None:
-        """Set the tool's defaults that differ from the config's defaults, for keys that are not set yet."""
+        """Set keys that are not set yet to the tool's defaults, if these differ from the config's defaults."""
         for ours, value in values.items():
             if ours not in self.entries and leaf_schema(ours).get("default") != value:
                 self.put(ours, value, note=f"{self.source.title}'s default")
@@ -152,16 +152,16 @@ class Translation:
     # Keys that are left out
 
     def lose(self, theirs: str, why: str, value: Any = None) -> None:
-        """List a key of the tool as lost, without an equivalent."""
+        """List a key of the tool as lost, because it has no equivalent."""
         self.lost.append(Left(theirs, value, why))
 
     def lose_if_on(self, theirs: str, why: str, value: Any) -> None:
-        """List a key as lost, unless its value enables nothing."""
+        """List a key as lost, unless its value disables it."""
         if value not in _OFF:
             self.lose(theirs, why, value)
 
     def lose_unanswered(self) -> None:
-        """List every unanswered value as lost; an answered key does not answer for its table."""
+        """List every unanswered value as lost. Reading a key does not answer the other keys of its table."""
         done = self.answered | {left.theirs for left in (*self.lost, *self.unneeded)}
         for path, value in list(_leaves(self.source.values, "", done)):
             if value is not None and value != "auto":
@@ -178,17 +178,17 @@ class Translation:
         self.unneeded.append(Left(theirs, value, why))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
-        """Return the error for a file that describes training that is not supported here."""
+        """Return an error which says that the described training is not supported."""
         return TranslationError(self.source.path, problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table in the tool's file; it records the keys that a rule reads.
+    """A table in the tool's file that records which keys a rule reads.
 
     Attributes:
         path: Path of the table, such as ``datasets[0]``.
-        paths: Paths of values that are not inside ``path``, by name.
+        paths: Paths of values outside ``path``, by name.
     """
 
     draft: Translation
@@ -201,24 +201,24 @@ class Section:
         return self.paths.get(name, f"{self.path}.{name}")
 
     def get(self, name: str) -> Any:
-        """Return a value, and mark it as answered unless it is a table."""
+        """Return a value. Mark it as answered unless it is a table."""
         value = self.values.get(name)
         if not _holds_tables(value):
             self.draft.answered.add(self.path_of(name))
         return value
 
     def section(self, name: str) -> Section:
-        """Return a table inside; any other value stays unanswered and is listed as lost."""
+        """Return a nested table. A value that is not a table stays unanswered and is listed as lost."""
         return Section(self.draft, f"{self.path}.{name}", mapping(self.values.get(name)))
 
 
 def _holds_tables(value: Any) -> bool:
-    """Return whether a value contains keys that need separate answers."""
+    """Return whether a value is or contains a table, whose keys are answered individually."""
     return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
 
 
 def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each leaf that is not done, except in switched-off tables."""
+    """Yield the path and the value of each leaf that is not in ``done``, except in tables with ``enabled: false``."""
     if path in done:
         return
     if not _holds_tables(value):
@@ -232,12 +232,12 @@ def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str,
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a mapping unchanged; an empty one for any other value."""
+    """Return the value if it is a mapping, otherwise an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: Any) -> list[Any]:
-    """Return one value or a list of them as a list."""
+    """Return a list unchanged, None as an empty list, and any other value as a list with one item."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -247,7 +247,7 @@ def plain_key(key: str) -> str:
 
 
 def as_number(value: Any, ours: str) -> Any:
-    """Convert text to a number if the config key is a number, because YAML reads 1e-5 as text."""
+    """Convert text to a number if the config key requires a number, because YAML parses 1e-5 as text."""
     name = plain_key(ours)
     if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):
         try:

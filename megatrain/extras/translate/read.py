@@ -1,4 +1,4 @@
-"""Readers of another tool's config file, or of the script or command line that starts a training."""
+"""Readers of other tools' config files, and of scripts and command lines that start a training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split
         "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_DEPTH = 100  # nested tables and lists
-_MAX_YAML_VALUES = 1_000_000  # with aliases replaced by their values
+_MAX_DEPTH = 100  # maximum nesting depth of tables and lists
+_MAX_YAML_VALUES = 1_000_000  # maximum number of values after aliases are expanded
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
-_COMMAND_LINE = Path("command line")  # in place of a file's name
+_COMMAND_LINE = Path("command line")  # replaces the file name in messages
 
 
 class TranslationError(Exception):
-    """A file cannot be translated; the message names the obstacle and the remedy."""
+    """A file cannot be translated. The message contains the cause and the remedy."""
 
     def __init__(self, where: Path | str, problem: str, remedy: str = "") -> None:
         super().__init__(f"{where}: {problem}" + (f". {remedy}" if remedy else ""))
@@ -37,9 +37,9 @@ class Source:
     """A config file of another tool, or a command line that starts it.
 
     Attributes:
-        values: Parsed content.
-        line: Command line; one process without a launcher for a config file.
-        others: First words of other trainings in the same script.
+        values: Parsed keys and values.
+        line: Command line. For a config file, it describes one process without a launcher.
+        others: First words of the other trainings in the same script.
     """
 
     path: Path
@@ -54,16 +54,16 @@ class Source:
 
 
 def read_source(path: Path, tool: Tool | None = None) -> Source:
-    """Read a config file, or a shell script that starts a training; without ``tool``, detect the tool.
+    """Read a config file, or a shell script that starts a training. Without ``tool``, the tool is detected.
 
     Raises:
-        TranslationError: The file cannot be read, has no supported form, or belongs to no known tool.
+        TranslationError: The file cannot be read, has no supported format, or belongs to no supported tool.
     """
     if path.suffix.lower() == ".py":
         raise TranslationError(
             path,
-            "this is a program, whose options are not in it",
-            f"Give the command line that starts it: megatrain-tier import -- python {path} --OPTION ...",
+            "this is a program, which does not contain the options of the training",
+            f"Pass the command line that starts it: megatrain-tier import -- python {path} --OPTION ...",
         )
     text = _read_text(path)
     if path.suffix.lower() in _SCRIPTS or text.startswith("#!"):
@@ -71,9 +71,9 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
         if line is None:
             raise TranslationError(
                 path,
-                "no command in this script starts a training that is known",
-                "Known are trl, llamafactory-cli, axolotl, and python, accelerate launch, torchrun or deepspeed with a "
-                "script and its options. Give such a command itself: megatrain-tier import -- COMMAND",
+                "no command in this script starts a supported training",
+                "Supported are trl, llamafactory-cli, axolotl, and python, accelerate launch, torchrun or deepspeed "
+                "with a script and options. Or pass the command: megatrain-tier import -- COMMAND",
             )
         return _source_of(path, line, tool, others)
     values = read_mapping(path)
@@ -81,10 +81,10 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
 
 
 def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
-    """Read a command line that starts a training; without ``tool``, detect the tool.
+    """Read a command line that starts a training. Without ``tool``, the tool is detected.
 
     Raises:
-        TranslationError: It starts no training, names a config that cannot be read, or belongs to no known tool.
+        TranslationError: The command starts no training, its config cannot be read, or it belongs to no supported tool.
     """
     line = parse_words(words)
     if line is None:
@@ -98,11 +98,11 @@ def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
 
 def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> Source:
     if line.task not in ("", *TRL_TASKS):
-        raise TranslationError(path, f"`{line.task}` is not supported here", "sft, pretrain, dpo, kto and orpo are")
+        raise TranslationError(path, f"`{line.task}` is not supported here", "Supported: sft, dpo, kto, orpo and cpo")
     values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
     tool = tool or line.tool
     if tool is None:
-        # An unknown script: its options are Hugging Face's TrainingArguments, like TRL's.
+        # The options of an unknown script are assumed to be Hugging Face's TrainingArguments, like TRL's options.
         is_hugging_face = "model_name_or_path" in values and not any(name in values for name in _LLAMA_FACTORY)
         tool = "trl" if is_hugging_face else _detect(path, values)
     settings = line.launch_options.get("config_file") or line.launch_options.get("accelerate_config")
@@ -118,12 +118,12 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             found = file.read(_MAX_CONFIG_BYTES + 1)
         if len(found) > _MAX_CONFIG_BYTES:
-            raise TranslationError(path, f"more than {_MAX_CONFIG_BYTES} bytes, too many for the config of a run")
+            raise TranslationError(path, f"the file has more than {_MAX_CONFIG_BYTES} bytes, too many for a config")
         return "\n".join(found.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
     except FileNotFoundError:
         raise TranslationError(path, "there is no such file", "Check the path") from None
     except UnicodeDecodeError as error:
-        raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Give a YAML or JSON file") from None
+        raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Pass a YAML or JSON file") from None
     except OSError as error:
         raise TranslationError(path, f"the file cannot be read: {error.strerror or error}") from None
 
@@ -132,7 +132,7 @@ def load_yaml(text: str) -> Any:
     """Parse YAML whose aliases expand to a limited number of values.
 
     Raises:
-        YAMLError: the text is not YAML, or its aliases expand to too many values.
+        YAMLError: The text is not YAML, or its aliases expand to too many values.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -146,13 +146,13 @@ def load_yaml(text: str) -> Any:
 
 
 def _check_aliases(root: yaml.Node) -> None:
-    """Refuse a document that grows without bound when its aliases are expanded."""
-    sizes: dict[int, int] = {}  # number of values of a node and all nodes below it, by the node's identity
+    """Raise an error if expanding the aliases of a document creates too many values."""
+    sizes: dict[int, int] = {}  # number of values in a node and its descendants, by id() of the node
 
     def size_of(node: yaml.Node) -> int:
         if id(node) in sizes:
             return sizes[id(node)]
-        sizes[id(node)] = 1  # an alias of an enclosing value: refused when the values are checked
+        sizes[id(node)] = 1  # for an alias of an enclosing value, which read_mapping() rejects
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
         nodes = (part for item in below for part in (item if isinstance(item, tuple) else (item,)))
         sizes[id(node)] = total = 1 + sum(map(size_of, nodes))
@@ -168,29 +168,29 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Parse a YAML or JSON file.
 
     Raises:
-        TranslationError: The file cannot be read or parsed, or is not a mapping with text keys.
+        TranslationError: The file cannot be read or parsed, or does not contain a mapping with text keys.
     """
     text = _read_text(path)
     try:
         values = json.loads(text) if path.suffix.lower() == ".json" else load_yaml(text)
     except json.JSONDecodeError as error:
-        raise TranslationError(path, f"line {error.lineno}: this is not JSON: {error.msg}") from None
+        raise TranslationError(path, f"line {error.lineno}: invalid JSON: {error.msg}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise TranslationError(path, f"{line}this is not YAML: {reason}") from None
-    except (RecursionError, ValueError) as error:  # deep nesting; dates that do not exist
+        raise TranslationError(path, f"{line}invalid YAML: {reason}") from None
+    except (RecursionError, ValueError) as error:  # the nesting is too deep, or a date does not exist
         raise TranslationError(path, f"the file cannot be parsed: {error}") from None
     try:
         json.dumps(values, ensure_ascii=False, allow_nan=False, default=str).encode()
     except (UnicodeEncodeError, ValueError, TypeError, RecursionError):
-        problem = "it holds a value that no config can hold: half a character, or a number that is not finite"
+        problem = "it contains a value that is invalid in a config: half a character, or a non-finite number"
         raise TranslationError(path, problem) from None
     if _is_too_deep(values):
         raise TranslationError(path, f"more than {_MAX_DEPTH} tables or lists are nested")
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise TranslationError(path, "it does not map names to values", "Give the config file of a training run")
+        raise TranslationError(path, "it does not map names to values", "Pass the config file of a training run")
     return values
 
 
@@ -216,19 +216,19 @@ def _detect(path: Path, values: dict[str, Any]) -> Tool:
     if "compute_environment" in values or "distributed_type" in values:
         raise TranslationError(
             path,
-            "this is a launch config of accelerate, which says nothing of the training",
-            "Give the config of the training itself, or the whole command: megatrain-tier import -- accelerate launch "
+            "this is a launch config of accelerate, which does not describe the training",
+            "Pass the config of the training, or the whole command: megatrain-tier import -- accelerate launch "
             f"--config_file {path} SCRIPT.py --OPTION ...",
         )
     if path.suffix.lower() == ".toml":
-        raise TranslationError(path, "this is a TOML file", "megatrain-tier check reads our own configs")
+        raise TranslationError(path, "this is a TOML file", "To check a config of megatrain-tier: megatrain-tier check")
     raise TranslationError(
-        path, "unknown tool: the config has no key of a supported tool", f"Say --from {'|'.join(TITLES)}"
+        path, "unknown tool: the config has no key of a supported tool", f"Pass --from {'|'.join(TITLES)}"
     )
 
 
 def can_be_path(base: Path, text: str) -> bool:
-    """Return whether a text can name a file: no zero bytes, no overlong name, no unknown home folder."""
+    """Return whether a text can be a path: without zero bytes, overlong names or an unknown home folder."""
     try:
         (base / Path(text).expanduser()).stat()
     except OSError as error:
@@ -239,7 +239,7 @@ def can_be_path(base: Path, text: str) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; false for text that cannot be a path."""
+    """Return whether a path exists; False if the text cannot be a path."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -247,5 +247,5 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file; false for text that cannot be a path."""
+    """Return whether a path is a file; False if the text cannot be a path."""
     return exists(path) and path.is_file()

@@ -1,4 +1,4 @@
-"""Chat templates by name, as in LLaMA-Factory, compared with the template in a model's folder, which is used here."""
+"""Comparison of LLaMA-Factory's named chat templates with the template in a model's folder, which is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatrain.base.other_tools import OWN_TEMPLATE
 from megatrain.extras.translate.read import is_file
 
-#: Prefix of template names -> text that such a template writes before a turn. The longest matching prefix wins.
+#: Text that a template writes before a turn, by prefix of the template's name. The longest matching prefix applies.
 _MARKS = {
     "alpaca": "### Instruction",
     "chatml": "<|im_start|>",
@@ -27,27 +27,27 @@ _MARKS = {
     "vicuna": "USER:",
     "zephyr": "<|user|>",
 }
-_WRITE_IT = "write it into a .jinja file and name that in model.chat_template"
+_WRITE_IT = "write it into a .jinja file and set model.chat_template to this file"
 
 
 def compared(name: str, folder: Path) -> tuple[str, bool]:
-    """Return the answer to a template in another tool's config, and whether the model's template is of that kind.
+    """Return a message about a tool's named template, and whether the model's template is of the same kind.
 
     Args:
-        folder: the model's folder; ignored if it is not on this machine.
+        folder: Folder of the model; ignored if it is not on this machine.
     """
     if not is_file(folder / "tokenizer_config.json"):
         return OWN_TEMPLATE, False
     own = own_template(folder)
     if not own:
-        return f"the model's folder has no chat template, which rows of chats need: {_WRITE_IT}", False
+        return f"the model's folder has no chat template, which chats need; {_WRITE_IT}", False
     mark = _MARKS.get(max((known for known in _MARKS if name.lower().startswith(known)), key=len, default=""))
     if mark is None:
         return OWN_TEMPLATE, False
     if mark in own:
         return f"the chat template in the model's folder is used, which also writes {mark}", True
-    why = f"the chat template in the model's folder is used, which is different: it does not contain {mark}"
-    return f"{why}. To keep theirs, {_WRITE_IT}", False
+    why = f"the chat template in the model's folder is used, which differs, because it does not contain {mark}"
+    return f"{why}. To keep the other template, {_WRITE_IT}", False
 
 
 def own_template(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Rules of each tool: refusals, combined keys, data sets and defaults."""
+"""Translation rules of each tool: unsupported trainings, combined keys, data sets and defaults."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ _MEGATRAIN_DEFAULTS: dict[str, Any] = {
 }
 
 
-# LLaMA-Factory: data sets by their names in dataset_info.json.
+# LLaMA-Factory, which names data sets that dataset_info.json defines.
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "dpo"}
 _OTHER_STAGES = {"ppo": "PPO", "rm": "reward model training", "orpo": "ORPO"}
 _CHAT_COLUMNS = {name: name for name in ("system", "tools", "images", "chosen", "rejected", "kto_tag")}
-#: Columns of dataset_info.json -> fields.
+#: Fields by column in dataset_info.json.
 _ALPACA_COLUMNS = {
     **_CHAT_COLUMNS,
     "prompt": "instruction",
@@ -88,7 +88,7 @@ def _llama_factory(draft: Translation) -> None:
         name = _OTHER_STAGES.get(str(stage), f"stage: {stage}")
         raise draft.refuse(f"{name} is not supported by `import`", _OUR_TASKS)
     if kind not in ("full", "lora"):
-        raise draft.refuse(f"finetuning_type: {kind} is not supported here", 'There are "full" and "lora"')
+        raise draft.refuse(f"finetuning_type: {kind} is not supported here", 'Supported: "full" and "lora"')
     if kind == "full":
         refuse_quantized(draft, "quantization_bit")
     task = _STAGES[stage]
@@ -97,7 +97,7 @@ def _llama_factory(draft: Translation) -> None:
     if (template := draft.get("template")) is not None:
         _named_template(draft, template, has_template=task != "pretrain")
     translate_keys(draft, draft.source.values)
-    if draft.get("use_muon"):  # counts more than `optim`, whose default is always there
+    if draft.get("use_muon"):  # overrides `optim`, which always has a default
         draft.entries.pop("optimizer.state_dtype", None)
         draft.put("optimizer.optim", "muon", "use_muon")
     if kind == "lora":
@@ -125,7 +125,7 @@ def _llama_factory(draft: Translation) -> None:
 
 
 def _named_template(draft: Translation, name: Any, *, has_template: bool) -> None:
-    """List a named chat template; the template in the model's folder is used instead."""
+    """List a named chat template as not needed or lost, because the template in the model's folder is used."""
     if not has_template:
         draft.drop("template", "plain text has no chat template", name)
         return
@@ -154,27 +154,27 @@ def _train_on(draft: Translation) -> None:
 
 
 def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
-    """Find ``dataset_info.json``, from the current folder and from the config's upward; return it and its folder."""
+    """Return ``dataset_info.json`` and its folder, searched in the start folder, the config's folder and its parents."""
     name = draft.get("dataset_dir", "data")
     if not isinstance(name, str):
-        draft.lose("dataset_dir", "write the name of a folder", name)
+        draft.lose("dataset_dir", "write the path of a folder", name)
         return {}, draft.base / "data"
     for parent in (draft.base, *draft.source.path.resolve().parents[:4]):
         try:
             return read_mapping(parent / name / "dataset_info.json"), parent / name
-        except (TranslationError, ValueError):  # a name with a zero byte cannot be a path
+        except (TranslationError, ValueError):  # ValueError if the name contains a zero byte
             continue
     return {}, draft.base / name
 
 
 def _names(value: Any) -> list[str]:
-    """Return names in a list, or in a text with commas."""
+    """Return the names in a list or in comma-separated text."""
     several = value if isinstance(value, list) else str(value or "").split(",")
     return [str(name).strip() for name in several if str(name).strip()]
 
 
 def _row_limit(draft: Translation) -> int | None:
-    """Return the maximum number of rows per data set; list any other value as lost."""
+    """Return the maximum number of rows per data set, or list an invalid value as lost."""
     value = draft.get("max_samples")
     limit = count(as_number(value, "data.train.0.max_samples"))
     if limit is None:
@@ -206,14 +206,14 @@ def _dataset_of_info(
 ) -> None:
     is_preference = "preference.loss_type" in draft.entries
     if entry.get("ranking") and not is_preference:
-        raise draft.refuse(f"the data set `{name}` holds preferences, which stage: sft does not train on")
+        raise draft.refuse(f"the data set `{name}` contains preferences, which stage: sft does not train on")
     if isinstance(entry.get("file_name"), str):
         file = folder / entry["file_name"]
         draft.put(f"{key}.path", os.path.relpath(file, draft.base), theirs, is_path=True)
     elif isinstance(entry.get("hf_hub_url"), str):
         draft.put(f"{key}.path", entry["hf_hub_url"], theirs, "on the hub")
     else:
-        draft.fill_in(f"{key}.path", f"data/{name}.json", f"`{name}` is in no file and not on the hub")
+        draft.fill_in(f"{key}.path", f"data/{name}.json", f"`{name}` has neither a file nor a hub name")
     if key.startswith("data.eval."):
         draft.put(f"{key}.name", name, theirs)
     for field, ours in {"subset": "subset", "split": "split", "num_samples": "max_samples"}.items():
@@ -238,7 +238,7 @@ def _dataset_of_info(
 
 
 def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
-    """Set ``model.images``, if one of the data sets has a column of images."""
+    """Set ``model.images`` if a data set has an image column."""
     towers = {name: draft.get(name) for name in ("freeze_vision_tower", "freeze_multi_modal_projector")}
     names = [*_names(draft.get("dataset")), *_names(draft.get("eval_dataset"))]
     if not any(mapping(mapping(info.get(name)).get("columns")).get("images") for name in names):
@@ -249,17 +249,17 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
     trained = [name for name, value in towers.items() if value is False]
     put_images(draft, "trained" if trained else "frozen", trained[0] if trained else "freeze_vision_tower")
     if len(trained) == 1:
-        draft.lose(trained[0], "tower and projector are trained both: name what stays in model.freeze", False)
+        draft.lose(trained[0], "tower and projector are both trained; freeze the other one with model.freeze", False)
     if draft.get("freeze_language_model"):
-        draft.lose("freeze_language_model", "name its parameters in model.freeze", True)
+        draft.lose("freeze_language_model", "list its parameters in model.freeze", True)
     if folder := draft.get("media_dir"):
-        draft.lose("media_dir", "paths of images are relative to the file with the rows", folder)
+        draft.lose("media_dir", "image paths are relative to the file with the rows", folder)
 
 
-# Axolotl: a list of data sets.
+# Axolotl, which has a list of data sets.
 
 _AXOLOTL_RL = (None, "dpo", "ipo", "kto", "orpo", "simpo")
-#: First part of a data set's type -> row format.
+#: Row format by the first part of a data set's type.
 _FORMATS = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
@@ -268,7 +268,7 @@ _FORMATS = {
     "pretrain": "text",
     "gpteacher": "alpaca",
 }
-#: Field -> the key of a data set that names it.
+#: Key of a data set that contains the column name, by field.
 _PREFERENCE_FIELDS = {
     name: f"field_{name}" for name in ("prompt", "messages", "chosen", "rejected", "completion", "label", "system")
 }
@@ -312,7 +312,7 @@ def _axolotl(draft: Translation) -> None:
 
 def _refuse_axolotl(draft: Translation, adapter: Any, rl: Any) -> None:
     if adapter not in (None, "", "lora", "qlora"):
-        raise draft.refuse(f"adapter: {adapter} is not supported here", 'There are "lora" and "qlora"')
+        raise draft.refuse(f"adapter: {adapter} is not supported here", 'Supported: "lora" and "qlora"')
     refuse_quantized(draft, *(() if adapter else ("load_in_4bit", "load_in_8bit")), "gptq")
     if kind := (rl not in _AXOLOTL_RL and rl) or draft.get("reward_model") or draft.get("process_reward_model"):
         name = str(kind).upper() if isinstance(kind, str) else "reward model training"
@@ -320,8 +320,8 @@ def _refuse_axolotl(draft: Translation, adapter: Any, rl: Any) -> None:
 
 
 def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
-    """Return the data sets of a key, and list everything else in it as lost."""
-    is_plain = name == "pretraining_dataset"  # plain text, where a bare name is one on the hub
+    """Return the data sets of a key, and list all other values in it as lost."""
+    is_plain = name == "pretraining_dataset"  # contains plain text, and may be just a hub name
     sources = []
     for path, source in _members(draft.get(name), name):
         fields = {"path": source} if is_plain and isinstance(source, str) and source else source
@@ -333,12 +333,12 @@ def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
 
 
 def _members(value: Any, path: str) -> list[tuple[str, Any]]:
-    """Return path and value of each member of a list, or of a single value."""
+    """Return (path, value) of each member of a list, or of a single value."""
     return [(f"{path}[{n}]", each) for n, each in enumerate(value)] if isinstance(value, list) else [(path, value)]
 
 
 def _axolotl_combinations(draft: Translation) -> None:
-    """Translate keys that depend on each other, or that share one config key."""
+    """Translate keys that depend on each other, or that set the same config key."""
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
         if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
@@ -357,7 +357,7 @@ def _axolotl_combinations(draft: Translation) -> None:
 
 
 def _axolotl_format(fields: Section) -> str | None:
-    """Return the row format of a data set; None for an unknown type."""
+    """Return the row format of a data set, or None if its type is unknown."""
     kind = fields.get("type")
     if fields.get("text_column"):
         return "text"
@@ -383,7 +383,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
     else:
         format_ = _axolotl_format(fields)
         if format_ is None:
-            draft.lose(theirs, "the format is seen from the rows; see data.train.N.format and columns", kind)
+            draft.lose(theirs, "the format is detected from the rows; see data.train.N.format and columns", kind)
             return
         draft.put(f"{key}.format", format_, theirs)
         columns = _axolotl_columns(fields, format_)
@@ -395,7 +395,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
 
 
 def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]]:
-    """Return field -> column of the rows and its usual name, for one format."""
+    """Return (column in the rows, default name) of each field of a format."""
     if format_ == "text":
         return {"text": (fields.get("field") or fields.get("text_column"), "text")}
     if format_ == "alpaca":
@@ -409,7 +409,7 @@ def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]
             "role": (_role_column(fields), "role"),
             "content": (content, "content"),
         }
-    # ShareGPT's type has fixed names of role and content.
+    # The type "sharegpt" has fixed column names for role and content.
     is_template = fields.get("type") == "chat_template"
     return {
         "conversations": (fields.get("field_messages"), "conversations"),
@@ -418,15 +418,15 @@ def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]
     }
 
 
-# TRL: `trl sft` and its siblings, and recipes that use them.
+# TRL commands such as `trl sft`, and recipes that use them.
 
-#: Keys that only other trainers of TRL have -> the trainer.
+#: Unsupported TRL trainers, by a key that only this trainer has.
 _OTHER_TRAINERS = {
     "num_generations": "GRPO",
     "reward_funcs": "GRPO",
     "reward_model_path": "PPO",
 }
-#: Keys of preference training -> the task, if no command names it.
+#: Task by key of preference training, if no command determines the task.
 _TRL_PREFERENCES = {
     "desirable_weight": "kto",
     "undesirable_weight": "kto",
@@ -468,7 +468,7 @@ def _refuse_trl(draft: Translation, task: str) -> None:
         refuse_quantized(draft, "load_in_4bit", "load_in_8bit")
     for name, kind in _OTHER_TRAINERS.items():
         if draft.get(name) is not None:
-            raise draft.refuse(f"`{name}` is of {kind}, which is not supported by `import`", _OUR_TASKS)
+            raise draft.refuse(f"`{name}` belongs to {kind}, which is not supported by `import`", _OUR_TASKS)
     if task == "sft" and "beta" in draft.source.values:
         raise draft.refuse("`beta` belongs to preference training, not to trl sft", "Write trl dpo")
 
@@ -482,12 +482,12 @@ def _trl_sft(draft: Translation) -> None:
         draft.put("data.train_on", "completion", "completion_only_loss")
     else:
         theirs = "" if on_completion is None else "completion_only_loss"
-        note = 'TRL\'s default for messages; "assistant" trains on the answers only'
+        note = 'TRL\'s default for messages; "assistant" trains only on the answers'
         draft.put("data.train_on", "all", theirs, note)
 
 
 def _trl_preference(draft: Translation, kind: str) -> None:
-    """Fill ``[preference]`` from keys of DPOTrainer, KTOTrainer, ORPOTrainer or CPOTrainer."""
+    """Fill ``[preference]`` from the keys of DPOTrainer, KTOTrainer, ORPOTrainer or CPOTrainer."""
     loss_type = draft.get("loss_type")
     named = [str(each) for each in listed(loss_type)] or [{"kto": "kto", "orpo": "orpo"}.get(kind, "sigmoid")]
     weights = listed(draft.get("loss_weights")) or [1.0] * len(named)
@@ -497,7 +497,7 @@ def _trl_preference(draft: Translation, kind: str) -> None:
     loss = losses[0]
     if kind == "cpo" and loss not in ("sigmoid", "simpo"):
         text = f"the loss `{loss}` of CPOTrainer is not supported here"
-        raise draft.refuse(text, 'There are loss_type: "sigmoid" and "simpo" of it')
+        raise draft.refuse(text, 'Supported: loss_type "sigmoid" and "simpo"')
     numbers = [as_number(weight, "preference.beta") for weight in weights]
     if not all(isinstance(each, int | float) and each is not True and 0 < each < 1e300 for each in numbers):
         raise draft.refuse(f"loss_weights must be numbers above 0, not {weights}")
@@ -507,13 +507,13 @@ def _trl_preference(draft: Translation, kind: str) -> None:
     if "sft" in by_name:
         draft.put("preference.rpo_alpha", by_name["sft"] / by_name[loss], "loss_weights")
     elif numbers != [1.0]:
-        draft.lose("loss_weights", "the only loss has the weight 1", weights)
+        draft.lose("loss_weights", "a single loss has the weight 1", weights)
     if kind == "cpo" and draft.get("cpo_alpha") is None:
         draft.put("preference.rpo_alpha", 1.0, note="TRL's default of cpo_alpha")
 
 
 def _trl_datasets(draft: Translation) -> None:
-    """Translate the first of: a mixture, a list of data sets, names with weights, one name."""
+    """Translate the data sets, from the first key that is set: mixture, list, names with weights, or one name."""
     theirs = "dataset_mixture" if draft.get("dataset_mixture") else "datasets"
     mixture, mixer = draft.get(theirs), draft.peek("dataset_mixer")
     inner = draft.get(f"{theirs}.datasets") if isinstance(mixture, Mapping) else mixture
@@ -558,24 +558,24 @@ def _trl_dataset(draft: Translation, key: str, fields: Section) -> None:
         draft.put(f"{key}.weight", weight, f"{fields.path}.weight")
     others = [name for name in columns if name not in _COLUMNS] if isinstance(columns, list) else []
     if others:
-        draft.lose(f"{fields.path}.columns", "columns that the format does not have are not read", others)
+        draft.lose(f"{fields.path}.columns", "the format does not use these columns", others)
 
 
-# DeepSpeed: JSON in sections, without model and data.
+# DeepSpeed, whose JSON config does not contain model and data.
 
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-#: The version whose defaults are written into a translation.
+#: DeepSpeed version whose defaults a translation contains.
 DEEPSPEED_VERSION = "0.19.6"
 
 
 def _deepspeed(draft: Translation) -> None:
-    """Fill a draft from a config of DeepSpeed, which names no model and no data: the user has to fill them in."""
+    """Fill a draft from a config of DeepSpeed. The user has to fill in model and data, which the config lacks."""
     draft.fill_in("task", "sft", 'or "pretrain"')
     draft.fill_in("output_dir", "outputs/first", "folder of the run")
     draft.fill_in_model()
     draft.fill_in_data()
-    draft.lose_auto("the arguments of Hugging Face's Trainer decide it, which are not in this file")
+    draft.lose_auto("the arguments of Hugging Face's Trainer set it, but this file does not contain them")
     translate_keys(draft, draft.source.values)
     if draft.get("gradient_clipping") is None:
         note = "DeepSpeed's default since 0.19.3; write 0 for older versions, which do not clip"
@@ -597,27 +597,27 @@ def _deepspeed(draft: Translation) -> None:
 
 
 def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
-    """Write the number of processes if several can train; else one process trains the same rows.
+    """Set the number of processes if several processes can train. Otherwise, one process trains the same rows.
 
     Args:
-        draft: The translation, with task and optimizer.
-        number: Processes of all machines.
+        draft: Translation with task and optimizer.
+        number: Total number of processes on all machines.
     """
     key = "distributed.processes"
     optim, task = draft.entries.get("optimizer.optim"), draft.entries.get("task")
     if task is not None and task.value == "dpo":
-        draft.lose(key, "preferences are trained by one process here", number)
-    elif optim is not None and optim.value in ("adafactor", "muon"):  # one process must have whole matrices
-        draft.lose(key, f"{optim.value} is of one process here", number)
+        draft.lose(key, "preference training uses one process here", number)
+    elif optim is not None and optim.value in ("adafactor", "muon"):  # these need whole matrices in one process
+        draft.lose(key, f"{optim.value} uses one process here", number)
     elif num_hosts > 1:
         start = f"torchrun --nnodes {num_hosts} --nproc-per-node 1 ... -m megatrain run CONFIG"
-        draft.lose(key, f"each machine starts one process here: {start}; or start all processes on one machine", number)
+        draft.lose(key, f"start one process on each machine: {start}; or all processes on one machine", number)
     else:
-        draft.put(key, number, note="one for each GPU of this machine; 1: the same rows on one")
+        draft.put(key, number, note="one for each GPU of this machine; with 1, one process trains the same rows")
 
 
 def _deepspeed_batch(draft: Translation) -> None:
-    """Derive the micro-batch or the accumulation from train_batch_size, their product."""
+    """Derive the micro-batch size or the accumulation steps from train_batch_size, which is their product."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     rows, micro, accumulation = (_deepspeed_count(draft, name) for name in names)
     if rows is None:
@@ -625,7 +625,7 @@ def _deepspeed_batch(draft: Translation) -> None:
     if micro is not None:
         number = max(1, rows // micro)
         if accumulation != number:
-            draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows of all devices")
+            draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows on all devices")
         if accumulation is not None and number % accumulation:
             draft.lose("gradient_accumulation_steps", "train_batch_size is not a multiple of it", accumulation)
         elif accumulation is not None and (processes := number // accumulation) > 1:
@@ -637,7 +637,7 @@ def _deepspeed_batch(draft: Translation) -> None:
 
 
 def _deepspeed_count(draft: Translation, theirs: str) -> int | None:
-    """Return a whole number above 0, which may be text; list any other value as lost."""
+    """Return a whole number above 0, which may be given as text, or list an invalid value as lost."""
     value = draft.get(theirs)
     number = as_number(value, "training.per_device_train_batch_size")
     if isinstance(number, float) and number.is_integer():
@@ -649,28 +649,28 @@ def _deepspeed_count(draft: Translation, theirs: str) -> int | None:
 
 
 def _deepspeed_optimizer(draft: Translation) -> None:
-    """Write the defaults of the optimizer."""
+    """Set the defaults of DeepSpeed's optimizer."""
     table = mapping(draft.get("optimizer"))
     if "type" in table:
         draft.default({"optimizer.adam_beta2": 0.999, "optimizer.weight_decay": 0.0})
         if "lr" not in mapping(table.get("params")) and "adam" in str(table["type"]).lower():
             draft.default({"optimizer.learning_rate": 1e-3})
     elif "optimizer" not in draft.source.values:
-        draft.lose("optimizer", "the program makes it, which is not in this file; here [optimizer] describes it")
+        draft.lose("optimizer", "the training program creates the optimizer; configure it in [optimizer]")
 
 
 def _deepspeed_schedule(draft: Translation) -> None:
     kind, parameters = draft.section("scheduler").get("type"), draft.section("scheduler.params")
     if kind is None:
-        note = "DeepSpeed's default without a scheduler; a Trainer takes its own arguments"
+        note = "DeepSpeed's default without a scheduler; a Trainer uses its own arguments"
         draft.put("optimizer.lr_scheduler_type", "constant", note=note)
         return
     if not isinstance(kind, str) or kind not in _SCHEDULES:
-        draft.lose("scheduler.type", f"here: {', '.join(_SCHEDULES.values())}, and others of transformers", kind)
+        draft.lose("scheduler.type", f"use {', '.join(_SCHEDULES.values())} or other schedules of transformers", kind)
         return
 
     def given(name: str, default: Any) -> Any:
-        """Return a parameter; the default if the file has none, None if the Trainer or null decides it."""
+        """Return a parameter, its default if the file lacks it, or None if its value is "auto" or null."""
         value = parameters.get(name) if name in parameters.values else default
         return None if value == "auto" else value
 
@@ -681,7 +681,7 @@ def _deepspeed_schedule(draft: Translation) -> None:
     ):
         if (number := given(name, usual)) is not None:
             draft.put(ours, number, f"scheduler.params.{name}")
-    # WarmupLR without a peak takes the optimizer's rate.
+    # WarmupLR without warmup_max_lr uses the optimizer's learning rate.
     has_peak = kind != "WarmupCosineLR"
     peak = given("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None
     if peak is not None:
@@ -702,14 +702,14 @@ def _deepspeed_schedule(draft: Translation) -> None:
             draft.lose(f"scheduler.params.{name}", f"{why} here{origin}", value)
 
 
-# MegaTrain: YAML in sections.
+# MegaTrain, whose YAML config has sections.
 
 
 def _megatrain(draft: Translation) -> None:
-    """Fill a draft from a file of MegaTrain, and write down what MegaTrain does without a key for it."""
+    """Fill a draft from a file of MegaTrain, and set the keys that describe MegaTrain's fixed behavior."""
     for name, section in draft.source.values.items():
         if section is not None and not isinstance(section, Mapping):
-            raise draft.refuse(f"`{name}` must hold names with values")
+            raise draft.refuse(f"`{name}` must map names to values")
     draft.put("task", "sft")
     name = str(draft.get("model.name") or "model").rstrip("/").rpartition("/")[2]
     draft.put_path("output_dir", f"outputs/{name}", note="MegaTrain saves nothing")
@@ -726,7 +726,7 @@ def _megatrain(draft: Translation) -> None:
         draft.fill_in("data.train.0.path", str(folder / f"{name}.json"), note)
     else:
         draft.fill_in_data()
-    note = "as MegaTrain trains"
+    note = "as in MegaTrain"
     if "data.train_on" not in draft.entries:
         draft.put("data.train_on", "last_assistant", note=f"{note}; assistant trains on all answers")
     draft.put("data.packing", False, note=f"{note}, which pads every row; true is faster")

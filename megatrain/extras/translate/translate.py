@@ -1,4 +1,4 @@
-"""Translate another tool's file or command into the text of a config, and list the omitted keys."""
+"""Translation of another tool's config file or command to the text of a config, with a list of omitted keys."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ _LONGEST_VALUE = 60
 def translate_file(
     path: Path, tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
 ) -> Translation:
-    """Translate a YAML or JSON config, or a shell script that starts a training. Nothing is written.
+    """Translate a YAML or JSON config, or a shell script that starts a training, without writing a file.
 
     Args:
-        tool: The tool of the file; detected by default.
-        folder: The folder of the translation, to which its paths are relative. Default: ``base``.
-        base: The start folder of relative paths in the file, where the tool is started. Default: the current
-            folder.
+        tool: Tool of the file; detected by default.
+        folder: Folder of the new config, to which its paths are relative. Default: ``base``.
+        base: Folder in which the tool is started, to which paths in the file are relative. Default: the current folder.
 
     Raises:
-        TranslationError: The file cannot be read or parsed, or describes training that is not supported here.
+        TranslationError: The file cannot be read or parsed, or describes an unsupported training.
     """
     return _translate(read_source(path, tool), folder, base)
 
@@ -46,13 +45,13 @@ def translate_command_line(
     """Translate a command line that starts a training, like :func:`translate_file` for a file.
 
     Args:
-        words: The command and its arguments, as a shell passes them.
-        tool: as for :func:`translate_file`.
-        folder: as for :func:`translate_file`.
-        base: as for :func:`translate_file`.
+        words: Command and arguments, as a shell passes them.
+        tool: As in :func:`translate_file`.
+        folder: As in :func:`translate_file`.
+        base: As in :func:`translate_file`.
 
     Raises:
-        TranslationError: It starts no training, or one that is not supported here.
+        TranslationError: The command starts no training, or an unsupported one.
     """
     return _translate(read_command_line(words, tool), folder, base)
 
@@ -76,17 +75,17 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
 
 
 def _drop_evaluation_without_rows(draft: Translation) -> None:
-    """Remove the evaluation schedule of a config without evaluation rows."""
+    """Remove the evaluation schedule if the config has no evaluation rows."""
     if any(key.startswith("data.eval.") or key == "data.val_size" for key in draft.entries):
         return
     for key in [key for key in draft.entries if key.startswith("evaluation.")]:
         entry = draft.entries.pop(key)
         if entry.theirs and entry.value not in ("no", False):
-            draft.lose(entry.theirs, "there are no rows to evaluate on: name them in [[data.eval]]", entry.value)
+            draft.lose(entry.theirs, "there are no rows to evaluate on; set them in [[data.eval]]", entry.value)
 
 
 def _refuse_impossible_paths(draft: Translation) -> None:
-    """Refuse a path with a zero byte, a name that is too long or an unknown home folder."""
+    """Raise an error for a path that is impossible on this machine; see `can_be_path`."""
     for key, entry in draft.entries.items():
         is_path = entry.is_path or key == "output_dir" or key.endswith("path")
         if is_path and isinstance(entry.value, str) and not can_be_path(draft.base, entry.value):
@@ -95,33 +94,34 @@ def _refuse_impossible_paths(draft: Translation) -> None:
 
 
 def _gather_processes(draft: Translation) -> None:
-    """Take over the number of processes of a launcher; list its other options.
+    """Translate the number of processes of a launcher, and list the launcher's other options as not needed.
 
-    The rows of a step are counted over all processes here, and per process in other tools, so they are multiplied.
+    Other tools count the rows of a step per process. Here a step counts the rows of all processes, so the accumulation
+    steps are multiplied by the number of processes.
     """
     line, key = draft.source.line, "training.gradient_accumulation_steps"
     for name in line.unknown:
-        draft.lose(f"${{...}} in --{name}", "only a shell knows its value")
+        draft.lose(f"${{...}} in --{name}", "only a shell can compute its value")
     for other in draft.source.others:
-        draft.lose(other, "another training of the same script: import it by itself")
+        draft.lose(other, "another training in the same script; import it separately")
     for name, value in line.launch_options.items():
         if not is_world_size_option(line, name):
             draft.drop(f"{line.launcher or 'trl'} --{name}", RANKS, value)
     if line.num_processes is None:
         draft.lose(
             "launcher",
-            f"the number of processes is unknown: for the same rows per step multiply {key} by their number",
+            f"the number of processes is unknown; for the same rows per step, multiply {key} by this number",
         )
     elif line.num_processes > 1:
         before = draft.entries.get(key)
         steps = before.value if before is not None and isinstance(before.value, int) else 1
-        note = f"{steps} x {line.num_processes} processes: here a step counts the rows of all"
+        note = f"{steps} x {line.num_processes} processes, because a step counts the rows of all processes"
         draft.put(key, steps * line.num_processes, before.theirs if before is not None else "", note)
         put_processes(draft, line.num_processes, line.num_hosts)
 
 
 def _settle(draft: Translation) -> None:
-    """Remove entries that this release cannot use, until the rest is a valid config.
+    """Remove entries that this release cannot use, until the remaining entries are a valid config.
 
     Raises:
         TranslationError: A required key has no usable value.
@@ -130,7 +130,7 @@ def _settle(draft: Translation) -> None:
         _take_out(draft, key, f"this release has no {plain_key(key)}")
     model = draft.entries.get("model.model_name_or_path")
     if "model.revision" in draft.entries and (model is None or model.is_path or str(model.value).count("/") != 1):
-        _take_out(draft, "model.revision", "it is of a model on the hub, OWNER/NAME")
+        _take_out(draft, "model.revision", "it requires a model on the hub, OWNER/NAME")
     while True:
         problems = _problems(draft)
         if not problems:
@@ -141,11 +141,11 @@ def _settle(draft: Translation) -> None:
                 found = True
                 _take_out(draft, entry, why)
         if not found:
-            raise draft.refuse("no valid config comes of it: " + "; ".join(why for _, why in problems))
+            raise draft.refuse("the result is not a valid config: " + "; ".join(why for _, why in problems))
 
 
 def _problems(draft: Translation) -> list[tuple[str, str]]:
-    """Return (config key, reason) for each problem that makes the draft an invalid config."""
+    """Return (config key, reason) for each problem that makes the draft invalid."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
     config, found = validated(values)
     if config is None:
@@ -155,7 +155,7 @@ def _problems(draft: Translation) -> list[tuple[str, str]]:
 
 
 def _entries_behind(draft: Translation, key: str) -> list[str]:
-    """Return the entries that cause a problem with a key: of the key, inside it, or the nearest around it."""
+    """Return the entries that cause a problem with a key: entries at the key, inside it, or in the nearest outer table."""
     if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
         key = "optimizer.lr_scheduler_type"
     while key:
@@ -174,7 +174,7 @@ def _take_out(draft: Translation, key: str, why: str) -> None:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as nested tables and lists; the entries of a list must come in order."""
+    """Convert dotted keys to nested tables and lists. The entries of a list must be in order."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         at: Any = tree
@@ -191,7 +191,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
-    """Return an entry's value for a config in ``folder``."""
+    """Return an entry's value, with a relative path converted from ``base`` to ``folder``."""
     if not entry.is_path or Path(entry.value).expanduser().is_absolute():
         return entry.value
     return os.path.relpath(base / entry.value, folder)
@@ -220,7 +220,7 @@ def _to_toml(draft: Translation) -> str:
 
 
 def _collapsed(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
-    """Return entries with each free table as a single one, to be written inline."""
+    """Merge the entries of each free table into a single entry, which is written inline."""
     collapsed: dict[str, TranslatedValue] = {}
     for key, entry in entries.items():
         above, _, name = key.rpartition(".")
@@ -241,7 +241,7 @@ def _line(leaf: str, entry: TranslatedValue) -> str:
 
 
 def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
-    """Return keys in the order of the schema: the values of a table before the tables inside it."""
+    """Return keys in the order of the schema, with the values of a table before its nested tables."""
     order = {name: number for number, name in enumerate(NAMES)}
 
     def place(key: str) -> tuple[int, list[int], int]:
@@ -252,7 +252,7 @@ def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
 
 
 def one_line(left: Left) -> str:
-    """Return a left-out key on one line, with its value if that is short."""
+    """Return a line of text for an omitted key, with its value if the value is short."""
     value = left.value
     shown = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)
     if len(shown) > _LONGEST_VALUE:
@@ -261,6 +261,6 @@ def one_line(left: Left) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Return a text as one line of printable ASCII."""
+    """Convert a text to one line of printable ASCII."""
     words = " ".join(text.encode("ascii", "replace").decode().split())
     return "".join(char if char.isprintable() else "?" for char in words)

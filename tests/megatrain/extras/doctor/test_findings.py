@@ -1,6 +1,5 @@
 """The doctor's findings: one case for each, and none for good figures."""
 
-# ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
 
 from dataclasses import replace
@@ -101,11 +100,11 @@ def on(kind: str) -> dict[str, object]:
 
 
 DRIVE_CASES = {
-    "no O_DIRECT": ({"is_direct": False}, "warn", "refuses O_DIRECT", "ext4 or xfs"),
+    "no O_DIRECT": ({"is_direct": False}, "warn", "does not support O_DIRECT", "ext4 or xfs"),
     "memory": (on("tmpfs"), "warn", "is RAM", "tiers.ram"),
     "network": (on("nfs4"), "warn", "not on a drive of this machine", "local drive"),
-    "slow drive": ({"tier": Rates(0.2e9, 0.2e9, 0.2e9)}, "warn", "slow for this", "2 to 12 GB/s"),
-    "cache": ({"sustained": SustainedWrite(4e9, 1e9, 32 * GiB, 20.0)}, "warn", "slows under a long write", "rate at the end"),
+    "slow drive": ({"tier": Rates(0.2e9, 0.2e9, 0.2e9)}, "warn", "the drive is slow", "2 to 12 GB/s"),
+    "cache": ({"sustained": SustainedWrite(4e9, 1e9, 32 * GiB, 20.0)}, "warn", "slows down during", "rate at the end"),
 }  # fmt: skip
 
 

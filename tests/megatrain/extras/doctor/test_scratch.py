@@ -102,6 +102,6 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check_path(Path("/proc"))
     assert check_path(tmp_path) > drives.MIN_FREE_BYTES
     monkeypatch.setattr(drives, "MIN_FREE_BYTES", 1 << 60)
-    with pytest.raises(UnusablePathError, match=r"has .* free, measuring needs"):
+    with pytest.raises(UnusablePathError, match=r"has .* of free space, but the measurement needs"):
         check_path(tmp_path)
     assert os.listdir(tmp_path) == ["file"]

@@ -251,7 +251,7 @@ def test_lines_that_a_crash_cut_off_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotARunError, match="Give the output_dir"):
+    with pytest.raises(NotARunError, match="Pass the output_dir"):
         read_history(tmp_path)
 
 

@@ -40,20 +40,20 @@ def test_source_tool_can_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "x: [1\ny: 2\n", r"line 2: this is not YAML"),
+        ("a.yaml", "x: [1\ny: 2\n", r"line 2: invalid YAML"),
         ("a.yaml", "- 1\n- 2\n", "does not map names to values"),
         ("a.yaml", "3: x\n", "does not map names to values"),
         ("a.yaml", "", "does not map names to values"),
         ("a.yaml", "a: 2020-13-45\n", "cannot be parsed"),
-        ("a.json", '{"a": 1,}', "line 1: this is not JSON"),
+        ("a.json", '{"a": 1,}', "line 1: invalid JSON"),
         ("a.json", "[1]", "does not map names to values"),
-        ("a.yaml", "x: 1\n", "unknown tool.*Say --from llamafactory"),
+        ("a.yaml", "x: 1\n", "unknown tool.*Pass --from llamafactory"),
         ("a.yaml", "compute_environment: LOCAL_MACHINE\n", "launch config of accelerate"),
         ("a.json", '{"base_model": ' + "[" * 100 + "1" + "]" * 100 + "}", "more than 100 tables or lists are nested"),
         ("a.toml", "task: x\n", "a TOML file"),
         ("a.yaml", 'base_model: "\\ud800"\n', "half a character"),
         ("a.yaml", "base_model: x\nmax_steps: .inf\n", "not finite"),
-        ("a.yaml", "a: !!python/object/apply:os.system ['true']\n", "this is not YAML"),
+        ("a.yaml", "a: !!python/object/apply:os.system ['true']\n", "invalid YAML"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -88,5 +88,5 @@ def test_aliases_of_aliases_are_limited(tmp_path: Path) -> None:
 
 
 def test_a_file_without_end_is_refused() -> None:
-    with pytest.raises(TranslationError, match=r"/dev/zero: more than 16777216 bytes"):
+    with pytest.raises(TranslationError, match=r"/dev/zero: the file has more than 16777216 bytes"):
         read_mapping(Path("/dev/zero"))

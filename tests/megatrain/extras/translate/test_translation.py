@@ -691,7 +691,7 @@ def test_untranslatable_settings_are_refused_with_a_reason(tmp_path: Path, case:
 def test_preferences_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
-    with pytest.raises(TranslationError, match="`better` holds preferences"):
+    with pytest.raises(TranslationError, match="`better` contains preferences"):
         translate(tmp_path, "model_name_or_path: a\nstage: sft\nfinetuning_type: full\ndataset: better\n")
 
 
