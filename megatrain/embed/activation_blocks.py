@@ -1,7 +1,7 @@
-"""Bytes of saved tensors in the blocks of a store: written during the forward, prefetched during the backward.
+"""Storage of saved tensors in blocks of a store, written during the forward and prefetched during the backward.
 
-Sizes and order are not known before the first forward, and memory is freed by the garbage collector. So each stored
-tensor gets a block for as long as a graph needs it, and storages are followed by their version and by weak references.
+Sizes and order are unknown before the first forward, and the garbage collector frees the memory. Each stored tensor
+therefore has a block while a graph needs it, and storages are tracked by their version and by weak references.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tiered import Lease, Mode, TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, GiB, round_up
 
-#: Restored memory has the alignment of the source storage, modulo this: some kernels round by the address.
+#: Restored memory has the alignment of the source storage up to this size, because it affects the results of kernels.
 _ALIGNMENT_BYTES = 512
-#: A tensor is stored with its whole storage if the storage has at most this many times its bytes.
+#: The whole storage is stored if it has at most this factor times the tensor's bytes.
 _WHOLE_SHARE = 2
-#: A tensor is read from a stored whole storage if the storage has at most this many times its bytes.
+#: A stored whole storage is used for a tensor if it has at most this factor times the tensor's bytes.
 _SHARED_SHARE = 4
-#: Elements are copied as words of the same size, so that no bit of them is interpreted.
+#: Integer dtype for copies, by element size, so that copies never interpret the elements.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-#: A tensor stays in memory if the staging tier has no room for it within this time.
+#: A tensor stays in memory if the staging tier has no space for it within this time.
 _MAX_WAIT_S = 60.0
-#: Limits of the look-ahead: number of stored tensors to search, and number of transfers to request.
+#: Limits of the look-ahead: number of stored tensors to search, and number of requested transfers.
 _MAX_STEPS_BACK = 64
 _MAX_FETCHES = 16
 
 
 def can_be_placed(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain strided view of its storage; False for subclasses and other layouts."""
+    """Return whether a tensor is a plain strided view of its storage, without subclass or other layout."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -56,13 +56,13 @@ def can_be_placed(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a storage that one block holds, without the bytes between them.
+    """Elements of a storage that one block contains, without the bytes between these elements.
 
     Attributes:
-        itemsize: Bytes per element.
+
         start: First byte in the storage.
-        counts: Elements per dimension.
-        strides: Steps per dimension, in elements.
+        counts: Number of elements per dimension.
+        strides: Stride per dimension, in elements.
     """
 
     itemsize: int
@@ -72,7 +72,7 @@ class Elements:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Total bytes of the elements."""
         return self.itemsize * math.prod(self.counts)
 
     @property
@@ -81,11 +81,11 @@ class Elements:
         return self.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
     def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
-        """Copy the elements of a storage to ``nbytes`` bytes: contiguous, 1-D, uint8, any device."""
+        """Copy the elements of a storage to a contiguous 1-D uint8 tensor of ``nbytes`` on any device."""
         self._shaped(into).copy_(self._inside(storage, 0))
 
     def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
-        """Return new memory on ``device`` with the elements in their places; the bytes between are undefined."""
+        """Return new memory on ``device`` with the elements at their original positions. Other bytes are undefined."""
         last = sum((count - 1) * step for count, step in zip(self.counts, self.strides, strict=True))
         nbytes = self.start + (last + 1) * self.itemsize - self.first_byte
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -106,7 +106,7 @@ class Place:
 
     Attributes:
         start: First byte in the storage.
-        elements: Elements of the view; expanded dimensions count once.
+        elements: Elements of the view, without the repetitions of expanded dimensions.
     """
 
     shape: tuple[int, ...]
@@ -119,13 +119,13 @@ class Place:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
-        """Return the place of a tensor for which ``can_be_placed``."""
+        """Return the place of a tensor for which ``can_be_placed`` is true."""
         itemsize = tensor.dtype.itemsize
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         start = int(tensor.storage_offset()) * itemsize
         sizes = zip(shape, stride, strict=True)
         dimensions = sorted(((step, count) for count, step in sizes if step and count > 1), reverse=True)
-        merged: list[tuple[int, int]] = []  # a reshaped view has the same elements
+        merged: list[tuple[int, int]] = []  # merging dimensions makes reshaped views compare equal
         for step, count in dimensions:
             if merged and merged[-1][0] == count * step:
                 count *= merged.pop()[1]
@@ -137,7 +137,7 @@ class Place:
         return cls(shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg(), start, elements)
 
     def view(self, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
-        """Return the tensor as a view of memory whose byte 0 is byte ``first_byte`` of the source storage."""
+        """Return the tensor as a view of ``storage``, whose byte 0 is byte ``first_byte`` of the source storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         view = empty.set_(storage, (self.start - first_byte) // self.dtype.itemsize, self.shape, self.stride)
         view = view.conj() if self.is_conj else view
@@ -145,7 +145,7 @@ class Place:
 
 
 class WeakStorage:
-    """Weak reference to a storage. While it lives, no other storage gets the same address."""
+    """Weak reference to a storage. While the reference exists, no other storage gets the same address."""
 
     __slots__ = ("_reference",)
 
@@ -159,11 +159,11 @@ class WeakStorage:
 
 
 class SourceStorage:
-    """One version of a storage with parts saved for a backward. Keeps no memory alive.
+    """A version of a storage, of which parts are saved for a backward. It does not keep the memory alive.
 
     Attributes:
         stored: Stored parts, by their elements.
-        kept: Weak reference to a saved tensor that keeps the storage in memory; None without one.
+        kept: Weak reference to a saved tensor that keeps the storage in memory; None if there is no such tensor.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "kept", "stored")
@@ -176,23 +176,23 @@ class SourceStorage:
         self.kept: ref[Any] | None = None
 
     def is_still(self, version: int) -> bool:
-        """Return whether a tensor of this storage at that version has the recorded contents."""
+        """Return whether the storage is unchanged and a tensor with this version has the recorded contents."""
         return self._probe._version == self._version == version
 
     def memory(self) -> torch.UntypedStorage | None:
-        """Return the storage if other code keeps it alive with unchanged contents, else None."""
+        """Return the storage if other code keeps it alive with unchanged contents, otherwise None."""
         if self._probe._version != self._version:
             return None
         storage = self._reference()
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
     def to_store(self, place: Place) -> Elements:
-        """Return the elements to store for a tensor: the whole storage, or only its own elements."""
+        """Return the elements to store for a tensor: the whole storage, or only the tensor's elements."""
         is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
         return self._whole if is_large else place.elements
 
     def find(self, place: Place) -> StoredElements | None:
-        """Return a stored part that contains a tensor."""
+        """Return a stored part that contains the elements of a tensor, or None."""
         whole = self.stored.get(self._whole) if place.elements.nbytes * _SHARED_SHARE >= self._nbytes else None
         return self.stored.get(place.elements) if whole is None else whole
 
@@ -203,7 +203,7 @@ class SourceStorage:
 
 @dataclass(slots=True, eq=False)
 class ActivationBlock:
-    """A registered block of bytes. ``transfer`` is the last requested transfer."""
+    """A registered block of bytes, with its most recent requested transfer."""
 
     key: str
     home: str
@@ -214,31 +214,31 @@ class ActivationBlock:
 class ActivationBlocks:
     """The blocks of saved tensors in one store. Thread-safe.
 
-    Each stored tensor gets a new block. The tiers keep buffers and files of unregistered blocks for later blocks of the
-    same size, and drop them if they need the space.
+    Each stored tensor gets a new block. The tiers keep the buffers and files of unregistered blocks for later blocks of
+    the same size until they need the space.
 
     Attributes:
-        has_warned: Whether the lack of space was logged.
+        has_warned: Whether a lack of space was already logged.
     """
 
     def __init__(self) -> None:
         self.has_warned = False
         self._lock = threading.Lock()
-        # Finalizers run in any thread, even in one that holds the store's lock or this one: they only append.
+        # Finalizers only append, because they can run in any thread, even while it holds this lock or the store's.
         self._dead: deque[ActivationBlock] = deque()
         self._registered_bytes = self._num_names = 0
 
     def register(
         self, store: TieredStore, nbytes: int, homes: Sequence[str], max_bytes: int | None
     ) -> ActivationBlock | None:
-        """Return a new block of at least ``nbytes``, or None if there is no room for it.
+        """Return a new block of at least ``nbytes``, or None if no tier has space for it.
 
         Args:
             homes: Allowed home tiers, preferred first.
-            max_bytes: Limit of the total bytes of all blocks.
+            max_bytes: Limit on the total bytes of all blocks; None for no limit.
 
         Raises:
-            TransferError: A drive refused the files.
+            TransferError: A drive could not create the files.
         """
         if not homes:
             return None
@@ -260,23 +260,23 @@ class ActivationBlocks:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of blocks whose contents may still be read."""
+        """Bytes of blocks whose contents a backward may still read."""
         with self._lock:
             return self._registered_bytes - sum(block.nbytes for block in list(self._dead))
 
     def release(self, block: ActivationBlock) -> None:
-        """Release a block, whose contents are dead."""
+        """Release a block whose contents are no longer needed."""
         self._dead.append(block)
 
     def release_with(self, owner: object, block: ActivationBlock) -> None:
-        """Release a block when ``owner`` is freed, in any thread."""
+        """Release a block when ``owner`` is freed, which can happen in any thread."""
         weakref.finalize(owner, self._dead.append, block).atexit = False
 
     def collect(self, store: TieredStore, *, waits: bool = False) -> None:
-        """Unregister dead blocks, unless another thread is doing so.
+        """Unregister released blocks, unless another thread is already unregistering blocks.
 
         Args:
-            waits: Wait for that thread, and for blocks in transfer.
+            waits: Whether to wait for the other thread, and for blocks in transfer.
         """
         if self._dead and self._lock.acquire(blocking=waits):
             try:
@@ -285,7 +285,7 @@ class ActivationBlocks:
                 self._lock.release()
 
     def _collect_locked(self, store: TieredStore, *, waits: bool) -> None:
-        if store.is_closed:  # closing removed its blocks
+        if store.is_closed:  # closing the store has removed the blocks
             self._dead.clear()
             self._registered_bytes = 0
             return
@@ -295,13 +295,13 @@ class ActivationBlocks:
             if waits or block.transfer is None or block.transfer.done():
                 ended.append(block)
             else:
-                self._dead.append(block)  # unregistering it now would wait
-        store.unregister(*(block.key for block in ended))  # dead contents are never written back
+                self._dead.append(block)  # unregistering it now would wait for the transfer
+        store.unregister(*(block.key for block in ended))  # unregistered blocks are not written back
         self._registered_bytes -= sum(block.nbytes for block in ended)
 
 
 def rounded_bytes(nbytes: int) -> int:
-    """Return the size of a block for ``nbytes``: one of eight per power of two, so that near sizes share buffers."""
+    """Round ``nbytes`` up to one of eight sizes per power of two, so that blocks of similar size can share buffers."""
     step = max(PAGE_BYTES, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
     return round_up(max(nbytes, 1), step)
 
@@ -311,13 +311,13 @@ _BLOCKS: WeakKeyDictionary[TieredStore, ActivationBlocks] = WeakKeyDictionary()
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class StoredElements:
-    """Elements of a source storage in a block, which is released with this object.
+    """Elements of a source storage in a block. The block is released when this object is freed.
 
     Attributes:
         number: Position in the order of storing.
-        staging: Tier that they were written through.
-        is_near: Whether the staging tier has a copy, or its prefetch was requested.
-        restored: Weak reference to memory restored from it, and the stream that restored it.
+        staging: Tier through which the elements were written.
+        is_near: Whether the staging tier has a copy of the block, or a prefetch to it was requested.
+        restored: Weak reference to memory that was restored from the block, and the stream that restored it.
     """
 
     source: SourceStorage
@@ -332,7 +332,7 @@ class StoredElements:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Tiers for the memory of one device.
+    """Tiers for saved tensors of one device.
 
     Attributes:
         homes: Allowed home tiers of blocks, preferred first.
@@ -347,12 +347,12 @@ class _Route:
 class ActivationCache:
     """Writer and reader of storage elements in blocks of one store. Thread-safe.
 
-    The last ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older ones move to
-    their homes during the forward. Reading one prefetches those stored before it.
+    The last ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older elements move to
+    their homes during the forward. Reading an element set prefetches the sets that were stored before it.
 
     Attributes:
-        write_wait_s: Seconds that writes waited for space.
-        read_wait_s: Seconds that reads waited for bytes.
+        write_wait_s: Seconds for which writes waited for space.
+        read_wait_s: Seconds for which reads waited for transfers.
         written_bytes: Bytes copied to blocks.
         restored_bytes: Bytes read back.
     """
@@ -374,7 +374,7 @@ class ActivationCache:
         self.restored_bytes = self.written_bytes = 0
 
     def write(self, source: SourceStorage, elements: Elements, storage: torch.UntypedStorage) -> StoredElements | None:
-        """Copy elements of a storage into a block; return None if no tier has space for them.
+        """Copy elements of a storage into a new block, or return None if no tier has space for them.
 
         Raises:
             TransferError: A drive failed to provide reserved space, or an earlier write-back failed.
@@ -410,7 +410,7 @@ class ActivationCache:
         return stored
 
     def _note_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
-        """Add the newest element set; return the oldest ones that no longer fit into the look-ahead."""
+        """Add the newest element set, and return the oldest sets that no longer fit into the look-ahead."""
         self._staged.append((stored.block.nbytes, ref(stored)))
         self._staged_bytes += stored.block.nbytes
         leaving = []
@@ -424,12 +424,12 @@ class ActivationCache:
         return leaving
 
     def read(self, stored: StoredElements) -> torch.UntypedStorage:
-        """Return memory with the elements in their places, shared by all readers of one stream while it lives.
+        """Return memory with the elements at their original positions. Readers on one stream share it while it lives.
 
         Raises:
             CapacityError: This thread's leases fill the staging tiers.
             TransferError: The block could not be read back.
-            CorruptBlockError: The drive returned other bytes than were written.
+            CorruptBlockError: The drive returned different bytes than were written.
         """
         stream = _current_stream(stored.device)
         with self._lock:
@@ -451,7 +451,7 @@ class ActivationCache:
         return memory
 
     def _look_ahead(self, stored: StoredElements) -> None:
-        """Prefetch a block and the blocks that the backward needs next, in reverse order of the forward."""
+        """Prefetch a block and the blocks that the backward needs after it, in reverse order of storing."""
         route = self._route(stored.device)
         num_fetches, ahead_bytes = 0, 0
         for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
@@ -465,14 +465,14 @@ class ActivationCache:
             if other.is_near or (other is not stored and other.source.memory() is not None):
                 continue
             transfer = self._store.prefetch(other.block.key, route.staging[0])
-            if not transfer.skipped:  # skipped: no space, or a transfer of the block is in progress
+            if not transfer.skipped:  # skipped without space, or while another transfer of the block is in progress
                 other.is_near, other.block.transfer = True, transfer
             num_fetches += 1
             if num_fetches >= _MAX_FETCHES:
                 return
 
     def _acquire(self, block: ActivationBlock, route: _Route, mode: Mode) -> Lease:
-        """Lease a block in the fastest of its staging tiers that has space for it."""
+        """Lease a block in its fastest staging tier that has space for it."""
         home = self._names.index(block.home)
         staging = [name for name in route.staging if self._names.index(name) <= home] or [block.home]
         for name in staging[:-1]:
@@ -493,7 +493,7 @@ class ActivationCache:
         own = [name for name, place in places if place is not None and _is_same(place, device)]
         addressable = [name for name, place in places if place is not None]
         first = self._names.index((own or addressable)[0])
-        # A copy in the tensor's own tier frees no memory, so it needs an explicit ``tier``.
+        # Copies in the tensor's tier free no memory, so they are made only if ``tier`` selects this tier.
         slower = self._names[first + 1 :] if own else self._names[first:]
         homes = slower[::-1] if self._tier is None else (self._tier,)
         staging = tuple(name for name in self._names[first:] if name in addressable)

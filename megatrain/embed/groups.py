@@ -1,8 +1,8 @@
-"""Parameter groups of an embedded optimizer, updated in ``step`` or before the next use of their weights.
+"""Groups of parameters in an embedded optimizer, which are updated in ``step`` or before the next use of their weights.
 
-The engine's ``Updater`` applies the same settings of a step to every block group. In torch, parameter groups may change
-in every step and each parameter counts its steps, so an update has settings per parameter. Both call the update rules
-of ``megatrain.optim`` on the same blocks.
+The engine's ``Updater`` applies one set of settings per step to every block group. In torch, the settings of parameter
+groups can change in every step and each parameter counts its steps, so an update has settings per parameter. Both
+call the update rules of ``megatrain.optim``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Settings:
     """Settings for the update of one parameter in one step.
 
     Attributes:
-        arithmetic: update rule for the settings of its group.
-        step: number of this update of the parameter, from 1.
-        lr: learning rate of its group.
+        arithmetic: Optimizer with the settings of the parameter's group, which applies the update.
+        step: Number of this update of the parameter, from 1.
+        lr: Learning rate of the parameter's group.
     """
 
     arithmetic: Optimizer
@@ -46,12 +46,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class DueUpdate:
-    """An update of a group that is due.
+    """An update of a group that has not been applied yet.
 
     Attributes:
-        settings: by name, for the parameters that have a gradient.
-        grad_scale: factor on all gradients.
-        gradients: by name, for gradients that are ordinary tensors.
+        settings: Settings of each parameter that has a gradient, by name.
+        grad_scale: Factor on all gradients.
+        gradients: Gradients that are ordinary tensors, by name.
     """
 
     settings: Mapping[str, Settings]
@@ -63,9 +63,9 @@ class StateGroup(ABC):
     """A layout of parameters with one block per kind of state. The constructor registers and zeroes the blocks.
 
     Args:
-        root: prefix of the keys of its blocks.
-        parameters: by their name in the layout.
-        homes: allowed tiers of the state, preferred first.
+        root: Prefix of the keys of the group's blocks.
+        parameters: Parameters by name in the layout.
+        homes: Allowed home tiers of the state, preferred first.
 
     Attributes:
         gradients: block that receives gradients from autograd; None if they stay with the parameters.
@@ -87,7 +87,7 @@ class StateGroup(ABC):
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
         self.starts = {kind.name: kind.starts(layout) for kind in kinds}
-        self._elsewhere: list[str] = []  # keys of blocks whose home is not RAM
+        self._elsewhere: list[str] = []  # keys of state blocks whose home is not RAM
         for kind in kinds:
             key = self.keys[kind.name]
             home = shared_state(store).register(key, self._num_elements(kind), kind.dtype, homes, durable=True)
@@ -101,7 +101,7 @@ class StateGroup(ABC):
         return kind.num_elements(self.layout)
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
-        """Return and consume the gradients of a step by name; None for a gradient in ``gradients``."""
+        """Return the gradients of a step by name and mark them as consumed. Gradients in a block are None."""
         assert self.gradients is not None, self.layout.name
         return dict.fromkeys(self.gradients.consume())
 
@@ -111,12 +111,12 @@ class StateGroup(ABC):
         return self.gradients.squared_norms(threads)
 
     def gradients_now(self) -> object:
-        """Return a value that compares equal until a gradient is added, changed or removed."""
+        """Return a value that changes if a gradient is added, changed or removed."""
         assert self.gradients is not None, self.layout.name
         return self.gradients.num_changes
 
     def keys_at_once(self) -> list[str]:
-        """Return the keys of the blocks that an update needs in RAM at once."""
+        """Return the keys of the blocks that an update leases in RAM together."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
 
     def update(self, work: DueUpdate) -> None:
@@ -133,15 +133,15 @@ class StateGroup(ABC):
 
     @abstractmethod
     def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
-        """Call the update rules. ``tensors``: contents of all blocks, by key."""
+        """Call the update rules with ``tensors``, the contents of all blocks by key."""
 
     def prefetch(self) -> None:
-        """Prefetch the state for the next update as far as it fits."""
+        """Prefetch as much state for the next update as fits in RAM."""
         for key in self._elsewhere:
             self.store.prefetch(key, "ram")
 
     def _evict_state(self) -> None:
-        """Evict state right after its update, so that it is written back while other groups compute."""
+        """Start to evict the state right after its update, so that it is written back while other groups compute."""
         for key in self._elsewhere:
             self.store.evict(key, "ram")
 
@@ -163,22 +163,22 @@ class StateGroup(ABC):
         )
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return the flat state of a kind of one parameter."""
+        """Return the state of one kind and one parameter as a flat view."""
         return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
     @property
     def has_averages(self) -> bool:
-        """Whether each weight has an average."""
+        """Whether the group stores averages of its weights."""
         return EMA.name in self.keys
 
     def swap_averages(self, names: Mapping[str, object]) -> None:
         """Swap masters and their averages, in place. A second call restores both.
 
         Args:
-            names: parameters that have been updated.
+            names: Parameters that have been updated.
 
         Raises:
-            WeightInUseError: the weights are held.
+            WeightInUseError: The weights are in use.
         """
         requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self._keys_of_masters()]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
@@ -186,23 +186,23 @@ class StateGroup(ABC):
         self._evict_state()
 
     def _keys_of_masters(self) -> list[str]:
-        """Return the keys of the blocks with masters or their halves, and with averages."""
+        """Return the keys of the blocks that contain masters, halves of masters, or averages."""
         return [self.keys[kind] for kind in ("weight", "low", EMA.name) if kind in self.keys]
 
     @abstractmethod
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Swap masters and averages. ``tensors``: contents of these blocks, by key."""
+        """Swap masters and averages in ``tensors``, the contents of their blocks by key."""
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
-        """Return the entries of these names, in the order of the layout."""
+        """Return the layout entries with these names, in the order of the layout."""
         return (entry for entry in self.layout.entries if entry.name in names)
 
 
 class OffloadedGroup(StateGroup):
-    """The parameters of an offloaded module that share a block of weights.
+    """Parameters of an offloaded module that share a weight block.
 
     Args:
-        deferred: the optimizer's queue of updates that wait for the next use of the weights.
+        deferred: Queue of the optimizer's updates that wait for the next use of the weights.
     """
 
     def __init__(
@@ -231,16 +231,16 @@ class OffloadedGroup(StateGroup):
         self.weights.updater = self.gradients.updater = None
 
     def defer(self, work: DueUpdate) -> None:
-        """Defer an update to the next use of the weights. Graphs of earlier forwards become stale."""
+        """Defer an update until the next use of the weights. Graphs of earlier forwards become stale."""
         self._deferred.add(self, work)
         self.weights.version += 1
 
     def finish_update(self) -> None:
-        """Apply the due update, if there is one."""
+        """Apply the deferred update, if there is one."""
         self._deferred.finish(self)
 
     def keys_at_once(self) -> list[str]:
-        """Return the keys of the blocks that an update needs in RAM at once, including weights."""
+        """Return the keys of the blocks that an update leases in RAM together, including the weights."""
         return [self.weights.key, *super().keys_at_once()]
 
     def update(self, work: DueUpdate) -> None:
@@ -266,7 +266,7 @@ class OffloadedGroup(StateGroup):
     def swap_averages(self, names: Mapping[str, object]) -> None:
         self.weights.prepare_update()
         super().swap_averages(names)
-        self.weights.version += 1  # graphs of earlier forwards are stale
+        self.weights.version += 1  # graphs of earlier forwards become stale
 
     def _keys_of_masters(self) -> list[str]:
         return [self.weights.key, *super()._keys_of_masters()]
@@ -278,17 +278,17 @@ class OffloadedGroup(StateGroup):
     def _master_and_average(
         self, entry: TensorEntry, tensors: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return weight, low half and average of a parameter; weight and average have the same offsets."""
+        """Return the weight, the low half and the average of a parameter. Weight and average have the same offsets."""
         low = self.part("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
         weight, average = (tensors[key] for key in (self.weights.key, self.keys[EMA.name]))
         return self.part(EMA.name, weight, entry), low, self.part(EMA.name, average, entry)
 
     def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
-        """Return the segment of a parameter in the blocks of the group; None if they have no part of it."""
+        """Return the segment of a parameter in this process's blocks, or None if they contain no element of it."""
         return self.segment(entry, settings, entry.offset)
 
     def weights_changed(self, names: frozenset[str]) -> None:
-        """Zero the low half of masters whose weights were replaced."""
+        """Zero the low halves of masters whose weights were replaced."""
         if "low" not in self.keys:
             return
         with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
@@ -298,23 +298,22 @@ class OffloadedGroup(StateGroup):
 
 
 def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mapping[str, Tensor | None]]]:
-    """Take the gradients of a step from all groups, or from none.
+    """Consume and return the gradients of all groups in a step. If an error is raised, no gradient is consumed.
 
     Raises:
-        WeightInUseError: weights to be updated are held, by ``gathered`` or a running forward, which would continue
-            with old values.
+        WeightInUseError: ``gathered`` or a running forward uses weights that the step would change.
     """
     for group in groups:
         if isinstance(group, OffloadedGroup) and group.weights.is_held and group.gradients.filled:
             raise WeightInUseError(
-                f"optimizer.step() while {group.layout.name} is held: leave `with megatrain.gathered(...)` before, and "
-                "step after the forward has ended"
+                f"optimizer.step() while {group.layout.name} is in use. Call it outside of "
+                "`with megatrain.gathered(...)` and after the forward has ended"
             )
     return [(group, group.take_gradients()) for group in groups]
 
 
 def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
-    """Apply updates in order, prefetching the state of the next one during each."""
+    """Apply updates in order. During each update, the state for the next update is prefetched."""
     for group, following in zip_longest(works, list(works)[1:]):
         if following is not None:
             following.prefetch()
@@ -322,7 +321,7 @@ def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
 
 
 class InterruptedUpdateError(RuntimeError):
-    """Updates were partially applied: some weights have made a step that others have not."""
+    """Updates were partially applied, so only some weights have made the step."""
 
 
 class DeferredUpdates:
@@ -333,33 +332,33 @@ class DeferredUpdates:
         self._is_partial = False
 
     def add(self, group: OffloadedGroup, work: DueUpdate) -> None:
-        """Defer an update of a group that has none waiting."""
+        """Defer an update of a group, which has no other deferred update."""
         self._due[group] = work
 
     def finish(self, group: OffloadedGroup | None = None) -> None:
-        """Apply the waiting update of a group, or all waiting updates if no group is given.
+        """Apply the deferred update of a group, or all deferred updates if ``group`` is None.
 
         Raises:
-            InterruptedUpdateError: no group was given, and updates were partially applied before. Raised once.
+            InterruptedUpdateError: ``group`` is None, and earlier updates were partially applied. Raised only once.
         """
         if group is None and self._is_partial:
             self._is_partial = False
             raise InterruptedUpdateError(
-                "an update of this optimizer ended halfway, with an error or an interrupt: some weights have made the "
-                "step, others not. Load a saved state; or repeat this call to continue from here"
+                "an error or an interrupt ended an update of this optimizer halfway, so only some weights have made "
+                "the step. Load a saved state, or repeat this call to continue anyway"
             )
         for one in list(self._due) if group is None else [group]:
             if (work := self._due.get(one)) is not None:
                 with self.applying():
                     one.update(work)
-                del self._due[one]  # only now: if the store raised an error, the update is still due
+                del self._due[one]  # not earlier, because after an error of the store the update is still due
 
     @contextmanager
     def applying(self, *, is_atomic: bool = True) -> Iterator[None]:
-        """Record if the updates inside end halfway.
+        """Record whether the updates inside the context ended halfway.
 
         Args:
-            is_atomic: whether they belong to one group, so that an error of the store precedes any change.
+            is_atomic: Whether the updates belong to one group, so that an error of the store occurs before any change.
         """
         try:
             yield

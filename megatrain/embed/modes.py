@@ -1,4 +1,4 @@
-"""Operations of the store for a module are not operations of the module: dispatch modes do not see them."""
+"""Hiding of the store's operations from torch's dispatch modes, which observe the operations of a module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _T = TypeVar("_T")
 
 
 def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function bypass the active dispatch modes, except modes that emulate a device.
+    """Make a function bypass the active dispatch modes, except modes that emulate a device.
 
-    Fetching weights uses other operations in the second run of a layer than in the first, as a copy may still exist.
-    PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the two and would raise; a
-    counter of operations would count them.
+    Fetching weights can run different operations in the second run of a layer, when a copy may still exist. PyTorch's
+    selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of both runs and would
+    raise an error. Modes that count operations would count the fetches.
     """
 
     @functools.wraps(function)
@@ -37,7 +37,7 @@ def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _exchange(modes: Sequence[dispatch.TorchDispatchMode], others: Sequence[dispatch.TorchDispatchMode]) -> None:
-    """Replace the active dispatch modes by others; the last one sees an operation first."""
+    """Replace the active dispatch modes with ``others``, of which the last one handles operations first."""
     for _ in modes:
         dispatch._pop_mode()
     for mode in others:

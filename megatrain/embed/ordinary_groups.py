@@ -31,13 +31,11 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 
 
 class DeviceCopies:
-    """Copies between RAM and parameters on CUDA devices.
+    """Copies between RAM and parameters on CUDA devices. Used by one thread at a time.
 
-    They run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
-    gradients, and kernels that still read parameters.
-    Gradients are copied through one pinned buffer, as large as the largest gradient.
-
-    Used by one thread at a time. Touches no device before the first call.
+    Copies run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
+    gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the size of
+    the largest gradient. No device is used before the first call.
     """
 
     def __init__(self) -> None:
@@ -45,13 +43,13 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Order all later copies of a device after the work queued so far on the calling thread's current stream."""
+        """Make all later copies of a device wait for the work queued so far on the calling thread's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
 
     def to_ram(self, tensor: Tensor) -> Tensor:
-        """Return the dense, flat contents of a device tensor in RAM; valid until the next call."""
+        """Return the dense, flat contents of a device tensor in RAM. They are valid until the next call."""
         nbytes = tensor.numel() * tensor.element_size()
         if self._slab is None or self._slab.nbytes < nbytes:
             if self._slab is not None:
@@ -62,14 +60,14 @@ class DeviceCopies:
         return here
 
     def to_device(self, parameter: Tensor, contents: Tensor) -> None:
-        """Fill a parameter from RAM; kernels that are queued later read the new values."""
+        """Fill a parameter from RAM. Kernels that are queued afterwards read the new values."""
         self._copy(parameter, contents.view(parameter.shape), parameter.device)
 
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
-        """Make the source dense and of the target's shape, copy it, and wait for the copy.
+        """Convert the source to a dense tensor with the target's shape, copy it, and wait for the copy.
 
-        Everything runs on the copy stream. On the caller's stream, the conversion would be queued after the mark, and
-        the copy would read unwritten memory. The temporaries live until the host has waited.
+        Everything runs on the copy stream. A conversion on the caller's stream would be queued after the mark, so the
+        copy could read unwritten memory. The temporary tensors live until the copy has ended.
         """
         stream = self._stream(device)
         with torch.cuda.stream(stream):
@@ -88,18 +86,18 @@ class DeviceCopies:
 
 
 class OrdinaryGroup(StateGroup):
-    """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
+    """Ordinary parameters in RAM or on a CUDA device, whose state is in the store.
 
-    A parameter in RAM is the high half of its master, so nothing is stored twice. For a parameter on a device the
-    store has the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``) the layout has this
-    rank's part, which is updated without other ranks.
+    A bf16 parameter in RAM is the high half of its master, so no value is stored twice. For a parameter on a device,
+    the store contains the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``), the layout
+    describes this rank's part, which is updated without other ranks.
 
     Args:
-        offload_gradients: whether gradients move to the store when autograd computes them.
-        copies: copies between devices and RAM.
+        offload_gradients: Whether gradients move to the store when autograd computes them.
+        copies: Copies between devices and RAM.
 
     Attributes:
-        dtensors: names of the parameters that are sharded.
+        dtensors: Names of the sharded parameters.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class OrdinaryGroup(StateGroup):
     ) -> None:
         if offload_gradients and num_ranks() > 1:
             raise ValueError(
-                "offload_gradients=True with several ranks: gradients would leave before they are averaged"
+                "offload_gradients=True needs a single rank, because gradients would move before they are averaged"
             )
         self.dtensors = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
         self._firsts = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
@@ -124,7 +122,7 @@ class OrdinaryGroup(StateGroup):
         self._on_device = any(value.is_cuda for value in values.values())
         self._copies = copies
         self._places = {name: (value.dtype, value.device) for name, value in values.items()}
-        self._versions: dict[str, object] = {}  # of device parameters, at the time they equalled their masters
+        self._versions: dict[str, object] = {}  # versions of device parameters when they last equaled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
         if offload_gradients:
@@ -139,12 +137,12 @@ class OrdinaryGroup(StateGroup):
         return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
 
     def values(self, name: str) -> Tensor:
-        """Return this process's part of a parameter: the parameter itself unless it is sharded."""
+        """Return this process's part of a sharded parameter, or the whole parameter."""
         parameter = self.parameters[name]
         return local_of(parameter) if name in self.dtensors else parameter
 
     def copy_masters(self) -> None:
-        """Copy device parameters into their masters."""
+        """Copy device parameters to their masters."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
@@ -156,7 +154,7 @@ class OrdinaryGroup(StateGroup):
         self._versions[name] = version_of(self.parameters[name])
 
     def invalidate_masters(self) -> None:
-        """Compare masters with their parameters before the next update, because both were loaded separately."""
+        """Make the next update compare masters with their parameters, because both were loaded separately."""
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
@@ -197,7 +195,7 @@ class OrdinaryGroup(StateGroup):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters when their state was made."""
+        """Dtype that the parameters had when their state was created."""
         return next(iter(self._places.values()))[0]
 
     @property
@@ -206,23 +204,23 @@ class OrdinaryGroup(StateGroup):
         return not self._on_device and self.gradients is None and not self._elsewhere
 
     def check_place(self, name: str) -> None:
-        """Raise if a parameter's dtype or device has changed since its state was created.
+        """Raise an error if a parameter's dtype or device has changed since its state was created.
 
         Raises:
-            RuntimeError: the parameter was moved or converted.
+            RuntimeError: The parameter was moved or converted.
         """
         values, place = self.values(name), self._places[name]
         if (values.dtype, values.device) != place:
             raise RuntimeError(
                 f"a parameter of shape {tuple(values.shape)} was {place[0]} on {place[1]} when its optimizer was "
-                f"made, and is {values.dtype} on {values.device} now: move and convert the module before"
+                f"created, but is now {values.dtype} on {values.device}. Move or convert the module before that"
             )
 
     def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Initialize the averages of parameters in RAM, if there are any, before their first update.
+        """Initialize the averages of parameters in RAM before their first update, if the group has averages.
 
         Args:
-            tensors: contents of all blocks, by key.
+            tensors: Contents of all blocks, by key.
         """
         if not self.has_averages or not names:
             return
@@ -236,18 +234,18 @@ class OrdinaryGroup(StateGroup):
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for device in {device for _, device in self._places.values() if device.type == "cuda"}:
-            self._copies.mark(device)  # after kernels that still read the parameters
+            self._copies.mark(device)  # copies must wait for kernels that still read the parameters
         for entry in self.entries(names):
             with self._master(entry, tensors) as blocks:
                 swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
 
     @contextmanager
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield the state tensors of a parameter, including its weight; copy the updated weight back on exit.
+        """Yield the state tensors of a parameter with its weight, and copy the updated weight to the parameter on exit.
 
         Args:
-            entry: position of the parameter.
-            tensors: contents of the blocks, by key.
+            entry: Layout entry of the parameter.
+            tensors: Contents of the blocks, by key.
         """
         parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
@@ -269,13 +267,13 @@ class OrdinaryGroup(StateGroup):
             values.copy_(blocks["weight"].view(entry.shape))
             self._note_equal(entry.name)
         else:
-            increment_version(values)  # the kernel wrote without autograd: a graph that saved the tensor must raise
+            increment_version(values)  # autograd missed the kernel's write, but graphs that saved the tensor are stale
         if values is not parameter:
             increment_version(parameter)  # a DTensor has a separate version counter
             self._note_equal(entry.name)
 
     def _flat(self, gradient: Tensor) -> Tensor:
-        """Return a flat gradient, fp32 or bf16, in RAM; a copy from a device is valid until the next call."""
+        """Return a gradient as a flat fp32 or bf16 tensor in RAM. A copy from a device is valid until the next call."""
         gradient = gradient.detach()
         if gradient.is_cuda:
             flat = self._copies.to_ram(gradient)
@@ -285,7 +283,7 @@ class OrdinaryGroup(StateGroup):
 
 
 def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
-    """Copy a replaced parameter into its master; unchanged elements keep their low half."""
+    """Copy the values of a changed parameter to its master. Unchanged elements keep their low half."""
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != values, 0)
     blocks["weight"].copy_(values)

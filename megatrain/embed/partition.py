@@ -1,8 +1,8 @@
-"""Partition of any module into units: its repeated layers, and the other modules that own parameters.
+"""Partition of any module into units: repeated layers, and other modules that own parameters.
 
-The engine runs a unit's forward itself, so a unit of ``megatrain.models.graph`` owns everything inside, and Hugging
-Face defines the layers. Here hooks hold the weights that each module's forward reads, for any module. Outside of
-layers, a unit is the set of parameters that one module owns directly.
+The engine runs a unit's forward, so a unit of ``megatrain.models.graph`` owns everything inside, and Hugging Face's
+classes define the layers. An offloaded module can be of any class. Hooks hold the weights that each module's forward
+reads. Outside of layers, a unit is the set of parameters that one module owns directly.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from megatrain.embed.absent_parameters import holder_of
 from megatrain.engine.program import gradient_key, weight_key
 from megatrain.ranks.dtensors import is_dtensor
 
-#: Name of the part with the outermost module's direct parameters; no submodule can have this name.
+#: Name of the part with the direct parameters of the outermost module. No submodule can have this name.
 ROOT = "(root)"
 _OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class OffloadError(ValueError):
-    """A module that cannot be offloaded in its current form."""
+    """A module or setting is incompatible with offloading. The message contains the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Parameters that share a block, by full name: of one unit and dtype, all trained or all frozen.
+    """Parameters of a unit that share a block, because they have one dtype and are all trained or all frozen.
 
     Attributes:
-        name: name of the offloaded module in the store.
+        name: Name of the offloaded module in the store.
+        parameters: Parameters by full name.
     """
 
     name: str
@@ -49,38 +50,37 @@ class Part:
 
     @property
     def weight_key(self) -> str:
-        """Key of the block of its weights."""
+        """Key of the weight block."""
         return weight_key(self._root)
 
     @property
     def gradient_key(self) -> str:
-        """Key of the block of its gradients."""
+        """Key of the gradient block."""
         return gradient_key(self._root, 0)
 
     @property
     def _root(self) -> str:
-        """Name in characters that a key may have, unique for every part."""
+        """Unique name of the part, with only characters that a key may contain."""
         return f"{self.name}/" + re.sub(r"[^A-Za-z0-9_.]", lambda found: f"-{ord(found[0]):x}-", self.layout.name)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the block of its weights."""
+        """Bytes of the weight block."""
         return self.layout.num_elements * self.dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the block of its gradients; 0 if it is frozen."""
+        """Bytes of the gradient block; 0 if the part is frozen."""
         return self.layout.num_elements * torch.float32.itemsize if self.layout.trainable else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitPart:
-    """A module whose forward needs weights, and the parts that hold them.
+    """A module whose forward needs weights, and the parts that contain these weights.
 
     Attributes:
-        name: path of the module.
-        module: module whose forward holds the weights.
-        parts: the unit's parts, and for a tied parameter a part of another unit.
+        name: Path of the module.
+        parts: Parts of the unit, and parts of other units that contain its tied parameters.
     """
 
     name: str
@@ -89,27 +89,28 @@ class UnitPart:
 
 
 def parts_of(units: Iterable[UnitPart]) -> list[Part]:
-    """Return the parts of all units, each once, in definition order."""
+    """Return the parts of all units in definition order, without duplicates."""
     return list(dict.fromkeys(part for unit in units for part in unit.parts))
 
 
 def parts_around(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
-    """Return the parts of a unit and of its enclosing modules, whose forwards run at the same time."""
+    """Return the parts of a unit and of its enclosing modules, whose forwards run concurrently with the unit's."""
     return parts_of(other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}."))
 
 
 def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[UnitPart]:
-    """Return the units of a module, in definition order; together they contain all its parameters.
+    """Return the units of a module in definition order. Together they contain all parameters to offload.
 
     Items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that contain modules are units. Outside of
-    these items, each module that directly owns parameters is a unit. A parameter belongs to the first unit that has it.
+    these items, each module that directly owns parameters is a unit. A parameter belongs to the first unit that uses
+    it.
 
     Args:
-        name: name of the module in the store.
-        leave: globs of names of parameters that stay ordinary.
+        name: Name of the module in the store.
+        leave: Globs of names of parameters that stay ordinary parameters.
 
     Raises:
-        OffloadError: nothing to offload, a dtype without master weights, or parameters that are in a store already.
+        OffloadError: There is nothing to offload, a dtype has no master weights, or a parameter is already in a store.
     """
     chosen = {
         path: parameter
@@ -140,24 +141,24 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
 
 def _check(name: str, parameter: nn.Parameter) -> None:
     if holder_of(parameter) is not None:
-        raise OffloadError(f"{name} is in a store already: megatrain.offload was called before")
+        raise OffloadError(f"{name} is already in a store, because megatrain.offload was called before")
     if is_dtensor(parameter):
         raise OffloadError(
-            f"{name} is sharded (DTensor): its weights are torch's to gather. Leave the module as it is and keep the "
+            f"{name} is sharded (DTensor), so torch gathers its weights. Leave the module ordinary, and keep the "
             "optimizer's state in the store: megatrain.TieredAdamW(model.parameters(), store=store)"
         )
     if not parameter.is_floating_point():
-        raise OffloadError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
+        raise OffloadError(f'{name} has the dtype {parameter.dtype}. Leave it out: leave=["{name}"]')
     if parameter.requires_grad and parameter.dtype not in _DTYPES:
         raise OffloadError(
-            f"{name} is trained in {parameter.dtype}; master weights exist for float32 and bfloat16. Convert the model "
-            "before: model.to(torch.bfloat16)"
+            f"{name} is trained in {parameter.dtype}, but master weights exist only for float32 and bfloat16. First "
+            "convert the model: model.to(torch.bfloat16)"
         )
     optimizer = _OPTIMIZERS.get(parameter, _no_optimizer)()
     if optimizer is not None and optimizer.groups:
         raise OffloadError(
-            f"{name} was given to {type(optimizer).__name__} before. The order is: megatrain.offload(model, store), "
-            "then the optimizer with model.parameters()"
+            f"{name} already belongs to a {type(optimizer).__name__}. First call megatrain.offload(model, store), "
+            "then create the optimizer with model.parameters()"
         )
 
 
@@ -166,14 +167,14 @@ def _no_optimizer() -> None:
 
 
 def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Record that ordinary parameters have an optimizer with state in a store, so they can no longer be offloaded."""
+    """Record the optimizer of ordinary parameters. Parameters with state in a store can no longer be offloaded."""
     reference = weakref.ref(optimizer)
     for parameter in parameters:
         _OPTIMIZERS[parameter] = reference
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse two parameters over the same memory, which would silently become independent in the store."""
+    """Raise an error if two parameters share memory, because they would silently become independent in the store."""
     spans = []
     for name, parameter in parameters.items():
         if parameter.device.type != "meta" and parameter.numel():
@@ -184,13 +185,13 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
         if device == other_device and start < stop:
             raise OffloadError(
-                f"{name} and {other} are two parameters over the same memory. Tie them by making them one: "
-                f"module.{other.rpartition('.')[2]} = the other module's parameter"
+                f"{name} and {other} are two parameters that share memory. Tie them by assigning one parameter to both "
+                f"modules: module.{other.rpartition('.')[2]} = the other module's parameter"
             )
 
 
 def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (path, module, whether the unit owns everything inside)."""
+    """Yield (path, module, whether the unit includes all submodules)."""
     if is_layer:
         yield path, module, True
         return
@@ -203,10 +204,10 @@ def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[
 
 
 def _layers_of(items: nn.Module) -> frozenset[str]:
-    """Return the names of a list's items that are layers; other items are stages of layers, or have no submodules.
+    """Return the names of a list's items that are layers. Other items are stages of layers, or have no submodules.
 
-    Stages of one list are treated alike. In a UNet, one stage may have attention, whose layers show that it is a stage;
-    then a stage without attention is also split.
+    If one item of a list is recognized as a stage, similar items are also stages. In a UNet, for example, only stages
+    with attention are recognized directly, but stages without attention must be split too.
     """
     inside = {leaf: item for leaf, item in items.named_children() if _has_inside(item)}
     stages = {leaf for leaf, item in inside.items() if _has_list_of(_is_deep, item)}
@@ -216,10 +217,7 @@ def _layers_of(items: nn.Module) -> frozenset[str]:
 
 
 def _has_list_of(kind: Callable[[nn.Module], bool], module: nn.Module) -> bool:
-    """Return whether a list inside a module has an item of a kind.
-
-    A stage that is a list of layers is split; the experts or heads of one layer are not.
-    """
+    """Return whether a list inside a module has an item for which ``kind`` returns True."""
     return any(
         isinstance(child, nn.ModuleList | nn.Sequential) and any(map(kind, child.children()))
         for child in module.modules()
@@ -233,12 +231,12 @@ def _has_inside(module: nn.Module) -> bool:
 
 
 def _is_deep(module: nn.Module) -> bool:
-    """Return whether a module has submodules with submodules: a layer, not an expert or a head."""
+    """Return whether a module has nested submodules, like a layer, but unlike an expert or a head."""
     return any(map(_has_inside, _children(module)))
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the submodules of a module without peft's adapters, which do not change the partition."""
+    """Return the submodules of a module, without peft's adapters, so that adapters do not affect the partition."""
     while hasattr(type(module), "get_base_layer"):
         base: nn.Module = module.get_base_layer()  # type: ignore[operator]
         if base is module:

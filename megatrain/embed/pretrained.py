@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face folder directly into the store; the whole model is never in memory."""
+"""Loading of a Hugging Face folder directly into a store, without having the whole model in memory."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def load_pretrained(
     trainable: bool = True,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return an offloaded causal language model with the weights of a folder, read into the store unit by unit.
+    """Return an offloaded causal language model whose weights are read from a folder into the store, unit by unit.
 
     Args:
-        folder: a Hugging Face folder with safetensors, or the id of a model on the hub.
-        dtype: dtype of the weights, as "bfloat16" or ``torch.bfloat16``; "auto" for the dtype of the config.
-        attn_implementation: as in transformers; "auto" for its default.
-        revision: branch, tag or commit of a model on the hub.
-        trainable: False for a teacher or a reference, which is frozen and has no gradients.
-        options: arguments of ``offload``.
+        folder: Hugging Face folder with safetensors files, or id of a model on the hub.
+        dtype: Dtype of the weights, such as "bfloat16" or ``torch.bfloat16``; "auto" for the dtype in the config.
+        attn_implementation: As in transformers; "auto" for transformers' default.
+        revision: Branch, tag or commit of a model on the hub.
+        trainable: False for a teacher or a reference model, which is frozen and has no gradients.
+        options: Arguments of ``offload``.
 
     Raises:
-        ValueError: no such dtype.
-        ModelFolderError: the folder is damaged or its weights do not fit its config; as ``HubError``, a hub model
-            cannot be fetched.
-        UnsupportedModelError: not a causal language model, or quantized weights.
-        CapacityError: the store is too small.
+        ValueError: The dtype does not exist.
+        ModelFolderError: The folder is damaged, or its weights do not match its config. The subclass ``HubError`` means
+            that a hub model cannot be fetched.
+        UnsupportedModelError: The model is not a causal language model, or its weights are quantized.
+        CapacityError: The store is too small.
     """
     hub = locate(str(folder), revision)
     if hub is not None:
@@ -69,7 +69,7 @@ def load_pretrained(
     weights = WeightLoader(folder, model)
     if left := [name for name, owner in weights.origin.passthrough.owners.items() if owner != "buffers"]:
         warnings.warn(
-            f"{folder}: {len(left)} tensors are no part of {type(model).__name__} and are not in what it saves: "
+            f"{folder}: {len(left)} tensors do not belong to {type(model).__name__} and will not be saved: "
             f"{some(left)}",
             stacklevel=2,
         )
@@ -90,12 +90,12 @@ def load_pretrained(
 def _dtype(name: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(found, torch.dtype):
-        raise ValueError(f'dtype="{name}": give "bfloat16", "float32" or "auto"')
+        raise ValueError(f'dtype="{name}" does not exist. Pass "bfloat16", "float32" or "auto"')
     return found
 
 
 def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
-    """Load the parameters that stay ordinary."""
+    """Load the parameters that are not offloaded."""
     left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
     if not left:
         return

@@ -1,4 +1,4 @@
-"""Space in the store for an offloaded module, and the leases of its blocks by one process."""
+"""Checks that an offloaded module fits in a store, and leases of its blocks by a single process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatrain.embed.stores import Wanted, compute_tier, room_for_homes, shared_
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
-#: Bytes in RAM per trained parameter in an update: weights, gradient and the largest optimizer state.
+#: Bytes of RAM per trained parameter during an update: weight, gradient and the largest optimizer state.
 _STATE_BYTES = 4 + 4 + 8
-#: Bytes per trained parameter of an update and of the weights of the next unit.
+#: Bytes per trained parameter for an update while the weights of the next unit are fetched.
 UPDATE_BYTES = _STATE_BYTES + 2 * 4
 
 
@@ -41,10 +41,10 @@ class WeightLease(Protocol):
 
 
 class WholeBlocks:
-    """Blocks of a module in a single process. ``ModuleRanks`` overrides it for several ranks.
+    """Access to a module's blocks in a single process. The subclass ``ModuleRanks`` is for several ranks.
 
     Attributes:
-        tier: Tier that blocks are leased in.
+        tier: Tier in which blocks are leased.
     """
 
     def __init__(self, store: TieredStore) -> None:
@@ -62,30 +62,30 @@ class WholeBlocks:
 
     @contextmanager
     def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield zeros of a layout's length, which become the contents of the block."""
+        """Yield a flat tensor of zeros; its values on exit become the contents of the block."""
         with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease:
             lease.tensor.zero_()
             yield lease.tensor
 
     def is_copy(self, home: str) -> bool:
-        """Return whether a lease copies the block from another tier."""
+        """Return whether a lease copies the block from its home in another tier."""
         return self.tier != home
 
     def drop(self, key: str) -> None:
-        """Drop a leased copy that was changed without permission."""
+        """Evict a copy that was changed during a read-only lease."""
         self.store.evict(key, self.tier)
 
     def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
-        """Return the registered gradients of a part."""
+        """Register the gradient block of a part and return it."""
         return GradientBlock(self.store, part.gradient_key, part.layout, part.parameters, homes)
 
     # -- room --------------------------------------------------------------------------------------------------
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Check a module before changing any of it.
+        """Check whether a module can be offloaded, before anything is changed.
 
         Args:
-            check_room: Raises for a module that does not fit, and reserves its working set.
+            check_room: Raises an error if the module does not fit, and otherwise reserves its working set.
         """
         check_room()
 
@@ -94,7 +94,7 @@ class WholeBlocks:
         return {part.gradient_key: part.gradient_bytes}
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
-        """Return the RAM for the update of one unit and the weights of the next; a frozen unit has only weights."""
+        """Return the bytes of RAM that the update of a unit and the weights of the next unit need at most."""
         return max(
             sum(
                 UPDATE_BYTES * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes
@@ -104,19 +104,19 @@ class WholeBlocks:
         )
 
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
-        """Reserve memory outside of blocks: nothing for a single process."""
+        """Reserve memory outside of blocks. A single process needs none."""
 
     def check_working_set(
         self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
     ) -> None:
-        """Raise if a layer does not fit the compute tier in addition to its homes and the enclosing modules.
+        """Raise an error if a layer and its enclosing modules do not fit in the compute tier next to the homes there.
 
         Args:
             homes: Home tiers of the module's blocks, by key.
             taken: Returns the bytes of these homes in a tier.
 
         Raises:
-            CapacityError: Reports the tier and the bytes that it needs.
+            CapacityError: A layer does not fit. The error contains the tier and the bytes that the layer needs.
         """
         where = self.tier
         tier = self.store.tier(where)
@@ -130,14 +130,14 @@ class WholeBlocks:
                     where,
                     need,
                     max(0, room),
-                    detail=f"to run {unit.name or 'the module'} with its weights and gradients. Give {where} more room",
+                    detail=f"to run {unit.name or 'the module'} with its parts. Increase the size of {where}",
                 )
 
 
 def check_room(
     access: WholeBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
 ) -> None:
-    """Raise for a module that does not fit the store, as homes or during a layer; reserve the working set.
+    """Reserve the working set of a module, or raise an error if its blocks or its largest layer do not fit.
 
     Args:
         name: Name of the module in the store.
@@ -145,8 +145,8 @@ def check_room(
         gradients: Tiers for gradients, preferred first.
 
     Raises:
-        CapacityError: Reports the tier and the bytes that it needs.
-        OffloadError: The name is in use.
+        CapacityError: The module does not fit. The error contains the tier and the needed bytes.
+        OffloadError: The store already contains a module with this name.
     """
     store, parts = access.store, parts_of(units)
     wanted = [
@@ -161,7 +161,9 @@ def check_room(
     ]
     known = {spec.key for spec in store.blocks()}
     if any(block.key in known for block in wanted):
-        raise OffloadError(f'this store has a module of that name: megatrain.offload(..., name="..."), not "{name}"')
+        raise OffloadError(
+            f'this store already has a module "{name}". Choose another: megatrain.offload(..., name="...")'
+        )
     shared = shared_state(store)
     before = shared.working_bytes
     shared.working_bytes = max(before, access.working_bytes(units))

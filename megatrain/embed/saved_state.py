@@ -1,4 +1,4 @@
-"""The saved state of an optimizer: a generation of its store, or tensors under torch's names."""
+"""Saving and loading of optimizer state, as a generation of the store or as tensors under torch's names."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tiered.errors import GenerationError
 
 _log = logging.getLogger(__name__)
 
-#: Version of the store's entry from ``SavedState.record``.
+#: Version of the format of ``SavedState.record``.
 _FORMAT = 1
-#: Key of random text in the record of a generation, which distinguishes it from another one of the same number.
+#: Key of random text in a record, which distinguishes generations with the same number.
 _MARK = "mark"
-#: Name of the fp32 master in the tensors of a state; for bf16 parameters, which are its high halves.
+#: Name of the fp32 master in saved tensors. Only bf16 parameters need it, because they are only its high halves.
 _MASTER = "master"
 
 
 class _SavedOptimizer(Protocol):
-    """The parts of an optimizer that are saved.
+    """The members of an optimizer that saving uses.
 
     Attributes:
-        groups: parameters that have state, grouped by shared blocks.
-        steps: number of updates of each parameter; without those that were never updated.
+        groups: Parameters that have state, grouped by shared blocks.
+        steps: Number of updates of each parameter. Parameters without an update are missing.
     """
 
     groups: list[StateGroup]
@@ -72,13 +72,14 @@ class SavedState:
     # -- as a generation of the store --------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
-        """Return the number of a committed generation with weights and state, and data to verify that it fits.
+        """Return a record that identifies a committed generation with weights and state, and verifies it on loading.
 
-        Commits if anything has changed since the last commit, and returns when that would survive a power cut.
+        If anything has changed since the last commit, it commits a generation and returns when this generation survives
+        a power failure.
 
         Raises:
-            GenerationError: the store has no folder.
-            TransferError: a drive reported an error.
+            GenerationError: The store has no folder.
+            TransferError: A drive reported an error.
         """
         generation = _commit_changes(self._store)
         numbers = {id(parameter): number for number, parameter in enumerate(self._optimizer.parameters())}
@@ -93,16 +94,16 @@ class SavedState:
         }
 
     def load_generation(self, record: Mapping[str, Any]) -> None:
-        """Load weights, state and steps of the generation that ``state_dict`` committed."""
+        """Load the weights, state and steps of a generation that ``record`` returned."""
         if record["format"] > _FORMAT:
             raise ValueError(
                 f"this state was saved by a newer version (format {record['format']}): update megatrain-tier"
             )
         if (saved_by := record.get("shards")) != self._shards:
             raise ValueError(
-                f"this state names a generation of {_owner_of(saved_by)}, and this is {_owner_of(self._shards)}: each "
-                "rank loads what it saved, with the same number of ranks. For checkpoints that more or fewer ranks can "
-                f'load, make the optimizer with checkpoint="tensors" ({type(self._optimizer).__name__})'
+                f"this state names a generation of {_owner_of(saved_by)}, but this is {_owner_of(self._shards)}. Each "
+                "rank can load only its own state, with the same number of ranks. For checkpoints that any number of "
+                f'ranks can load, create {type(self._optimizer).__name__} with checkpoint="tensors"'
             )
         self._load_blocks(record)
         parameters = self._optimizer.parameters()
@@ -113,14 +114,14 @@ class SavedState:
         generation = record["generation"]
         if generation is None:
             if shared.num_changes:
-                raise ValueError("this state is from before the first step, which was not kept: start again")
+                raise ValueError("this state is from before the first step and contains no values. Start again")
             return
         if shared.committed == (shared.num_changes, generation) and record["mark"] == shared.mark:
             return
         if record["blocks"] != _fingerprint(store):
             raise ValueError(
-                f"generation {generation} of {record['store']} is of other parameters or another kind of optimizer: "
-                "make model, freezing and optimizer as they were when it was saved"
+                f"generation {generation} of {record['store']} has different parameters or a different kind of "
+                "optimizer. Create the same model, frozen parameters and optimizer as when it was saved"
             )
         path = _find_generation(store, record)
         if store.path is not None and path == Path(store.path).resolve():
@@ -148,10 +149,10 @@ class SavedState:
     # -- as tensors ---------------------------------------------------------------------------------------------
 
     def tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
-        """Return copies of the state of one parameter, under torch's names; zeros if it was never updated.
+        """Return copies of the state of one parameter under torch's names. They are zeros before the first update.
 
         Args:
-            with_master: also return the whole master of a parameter that is its high half.
+            with_master: Whether to include the fp32 master of a parameter that is only the high half of its master.
         """
         group, name = self.group_of(parameter)
         _check_not_shared(group)
@@ -174,7 +175,7 @@ class SavedState:
         """Load the state of torch's equivalent optimizer."""
         parameters = self._optimizer.parameters()
         if state and not self._optimizer.torch_names:
-            raise ValueError(f"{type(self._optimizer).__name__} cannot take over the state of another optimizer")
+            raise ValueError(f"{type(self._optimizer).__name__} cannot load the state of a different optimizer")
         for number, values in state.items():
             for torch_name in (*self._optimizer.torch_names_of(parameters[number]).values(), EMA.name):
                 found, shape = values.get(torch_name), tuple(parameters[number].shape)
@@ -198,7 +199,7 @@ class SavedState:
                 self._set_master(group, entry, _flat_local(master))
             if group.has_averages:
                 average = values.get(EMA.name)
-                if average is None:  # the saved optimizer had no average: begin with the master
+                if average is None:  # the saved optimizer had no average, so it begins as the master
                     average = self.master_of(parameter, group, entry)
                 self._set_moment(group, EMA.name, entry, _flat_local(average))
             self._optimizer.steps.pop(parameter, None)
@@ -207,7 +208,7 @@ class SavedState:
         shared_state(self._store).num_changes += 1
 
     def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, str]:
-        """Return the group of a parameter and its name there."""
+        """Return the group of a parameter, and the parameter's name in the group."""
         for group in self._optimizer.groups:
             for name, own in group.parameters.items():
                 if own is parameter:
@@ -218,7 +219,7 @@ class SavedState:
         """Return a flat copy of the fp32 master of a bf16 parameter."""
         with self._store.acquire(group.keys["low"], "ram") as lease:
             upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # like the kernels: low is signed
+            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # low is signed, as in the kernels
             return mapped_copy(joined.view(torch.float32), self._store)
 
     def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
@@ -234,17 +235,17 @@ class SavedState:
         return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
 
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
-        """Replace the low half of a master, and the high half if the store has it. ``values`` is flat."""
+        """Replace the low half of a master, and the high half if it is in the store. ``values`` is flat."""
         bits = values.view(torch.int32)
         with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
-            group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # the lower 16 bits
+            group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
         if "weight" in group.keys:
             upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
             with self._store.acquire(group.keys["weight"], "ram", "rw") as lease:
                 group.part("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
-        """Return a flat fp32 copy of a kind of state of one parameter."""
+        """Return a flat fp32 copy of one kind of state of a parameter."""
         with self._store.acquire(group.keys[kind], "ram") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -254,7 +255,7 @@ class SavedState:
                 return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
-        """Replace a kind of state of one parameter, rounding to nearest. ``values`` is flat; None for zeros."""
+        """Set one kind of state of a parameter, rounded to nearest. ``values`` is flat, or None for zeros."""
         with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -267,56 +268,56 @@ class SavedState:
 
 
 def _check_not_shared(group: StateGroup) -> None:
-    """Refuse access to the whole state of a parameter of which this rank has a shard.
+    """Raise an error if this rank has only a shard of the state.
 
     Raises:
-        TypeError: the state is sharded.
+        TypeError: The state is sharded.
     """
     if isinstance(group, SharedGroup):
         raise TypeError(
-            f"this rank has a shard of the state of {group.layout.name}: state_dict() saves it on each rank, and "
-            "load_state_dict() loads that"
+            f"this rank has only a shard of the state of {group.layout.name}. Use state_dict() and load_state_dict() "
+            "on each rank"
         )
 
 
 def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
-    """Raise if loaded state is not sharded like its parameter.
+    """Raise an error if loaded state is not sharded like its parameter.
 
     Raises:
-        ValueError: the sharding differs.
+        ValueError: The sharding differs.
     """
     if is_dtensor(parameter) != is_dtensor(values):
         raise ValueError(
-            f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, and the parameter is not: load "
-            "it with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which cuts it"
+            f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, but the parameter is not. Load "
+            "it with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which shards it"
         )
     if is_dtensor(parameter) and is_dtensor(values):
         found, wanted = (values.device_mesh, values.placements), (parameter.device_mesh, parameter.placements)
         if found != wanted:
             raise ValueError(
-                f"{what} has the placements {found[1]} on {found[0]}, the parameter {wanted[1]} on {wanted[0]}: "
-                "redistribute it, or load it with torch.distributed.checkpoint, which does"
+                f"{what} has the placements {found[1]} on {found[0]}, the parameter has {wanted[1]} on {wanted[0]}. "
+                "Redistribute it, or load it with torch.distributed.checkpoint, which redistributes"
             )
 
 
 def _flat_local(values: Tensor) -> Tensor:
-    """Return this process's part of a loaded tensor, flat, as fp32 in RAM."""
+    """Return this process's part of a loaded tensor as a flat fp32 tensor in RAM."""
     return local_of(values.detach()).reshape(-1).to("cpu", torch.float32)
 
 
 def _owner_of(shards: Sequence[int] | None) -> str:
-    """Return the owner of a generation, for messages."""
+    """Describe the owner of a generation in messages."""
     return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
 
 
 def _commit_changes(store: TieredStore) -> int | None:
-    """Return the generation with the current contents; commit one if needed. None if nothing has changed yet.
+    """Return the generation with the current contents, after committing it if needed, or None before any change.
 
-    Applies due updates, also of other optimizers. Returns when the generation would survive a power cut.
+    Due updates of all optimizers in the store are applied first. The returned generation survives a power failure.
 
     Raises:
-        GenerationError: the store has no folder.
-        TransferError: a drive reported an error.
+        GenerationError: The store has no folder.
+        TransferError: A drive reported an error.
     """
     shared = shared_state(store)
     for optimizer in shared.optimizers:
@@ -326,12 +327,12 @@ def _commit_changes(store: TieredStore) -> int | None:
     if when == shared.num_changes:
         return generation
     if store.path is None:
-        raise GenerationError("this store has no folder to save to: open_store(path=...) or open_store(nvme=[...])")
+        raise GenerationError("this store has no folder to save to. Use open_store(path=...) or open_store(nvme=[...])")
     if generation is None and (earlier := list_generations(store.path)):
         _log.warning(
-            "'%s' holds generations %s of an earlier program, and this one has loaded none: new checkpoints replace "
-            "them. To keep them, stop now and open the store in another folder, or load the one to continue with "
-            "load_state_dict",
+            "'%s' contains generations %s of an earlier program, which this program has not loaded. New checkpoints "
+            "replace them. To keep them, stop now and open the store in another folder. To resume from one, load it "
+            "with load_state_dict",
             store.path,
             ", ".join(map(str, earlier)),
         )
@@ -345,10 +346,10 @@ def _commit_changes(store: TieredStore) -> int | None:
 
 
 def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder with exactly the saved generation: this store's, else the store's in which it was saved.
+    """Return the folder that contains the recorded generation: of this store, or of the store that saved it.
 
     Raises:
-        GenerationError: neither folder has it.
+        GenerationError: Neither folder contains the generation.
     """
     generation = record["generation"]
     looked = []
@@ -360,16 +361,16 @@ def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
             continue
         if manifest.meta.get(_MARK) == record["mark"]:
             return path
-        looked.append(f"{path} has another generation {generation}, of another run")
+        looked.append(f"{path} has a generation {generation} of a different run")
     raise GenerationError(
-        f"the optimizer's state names generation {generation} of {record['store']}, which is not there: "
-        f"{'; '.join(looked)}. A store keeps only its newest generations, open_store(keep_generations=...); if "
-        "its folder was moved, open the store there"
+        f"the optimizer's state names generation {generation} of {record['store']}, which does not exist: "
+        f"{'; '.join(looked)}. A store keeps only its newest generations, see open_store(keep_generations=...). If "
+        "its folder was moved, open the store at the new path"
     )
 
 
 def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
-    """Fill all durable blocks from a generation of another store."""
+    """Fill all durable blocks with the contents of another store's generation."""
     reader = GenerationReader(path, generation, [path])
     homes = {spec.key: spec.home for spec in store.blocks() if spec.durable}
     for key, home in homes.items():
@@ -380,7 +381,7 @@ def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
 
 
 def _fingerprint(store: TieredStore) -> str:
-    """Return a checksum that identifies the durable blocks of a store by keys, shapes and dtypes."""
+    """Return a checksum of the keys, shapes and dtypes of a store's durable blocks."""
     specs = sorted((spec.key, tuple(spec.shape), str(spec.dtype)) for spec in store.blocks() if spec.durable)
     return hashlib.sha256(repr(specs).encode()).hexdigest()[:16]
 

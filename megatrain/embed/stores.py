@@ -1,7 +1,8 @@
-"""A store for other trainers: opened with one call, with a home for each block by preference.
+"""Stores for other trainers: opening with one call, and block homes by preference.
 
-The engine's placement knows the program and minimises its traffic (``megatrain.plan.placement``). Here modules and
-optimizers are added one by one, and their use is unknown, so each block goes to the first tier with space.
+The engine's placement minimizes the traffic of a known program (``megatrain.plan.placement``). In other trainers,
+modules and optimizers are added one at a time and their use is unknown, so each block goes to the first tier with free
+space.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from tiered import CopyState, GpuTier, NvmeTier, RamTier, Tier, TieredStore
 from tiered.errors import CapacityError, LeaseError
 from tiered.units import GiB, KiB, MiB, format_size
 
-#: Bytes, or text as in a config: "110GiB", "90%", "auto".
+#: A number of bytes, or text as in a config: "110GiB", "90%", "auto".
 Size = int | str
 _log = logging.getLogger(__name__)
 _RAM_MARGIN = 0.05
-#: A smaller number is assumed to be a mistake, because such a tier is useless. Text with a unit may be smaller.
+#: Smaller numbers raise an error, because they probably lack a unit. Text with a unit may be smaller.
 _LEAST_NUMBER = 64 * KiB
 _FREE_DISK_SHARE = 0.9
 
@@ -49,37 +50,38 @@ def open_store(
 ) -> TieredStore:
     """Open a store for ``offload``, ``TieredAdamW`` and ``offload_activations``. A context manager.
 
-    Without ``with`` or ``close`` it is closed at the end of the program.
+    Without ``with`` or ``close``, the store is closed when the program ends.
 
-    With ``torch.distributed`` initialised every rank gets separate folders (``.../rank0``) for its state. Shares of the
-    machine and "auto" are then divided by the number of ranks on the machine.
+    If ``torch.distributed`` is initialized, every rank uses separate folders (``.../rank0``) for its state. Percentages
+    and "auto" are then divided by the number of ranks on the machine.
 
     Args:
-        ram: size in RAM: bytes, "110GiB", "90%" of the machine, or "auto" for the free RAM minus a margin. It is never
-            exceeded; gradients, activations and the user's code need additional memory.
-        nvme: folders on drives; several are striped.
-        nvme_size: total size on drives; "auto": nine tenths of the free space. None means the same, with a warning.
-        gpu: memory of the current CUDA device, where modules then compute. None if they compute on the CPU.
-        path: folder of checkpoints; default: the first of ``nvme``. Without either, nothing can be saved.
-        keep_generations: checkpoints to keep in addition to those that a host trainer's checkpoints name.
-        on_full: behavior when a drive fills up during a run.
+        ram: Size of the RAM tier: bytes, "110GiB", "90%" of the machine, or "auto" for the free RAM minus a margin. The
+            store never exceeds it. Gradients, activations and the user's code need additional memory.
+        nvme: Folders on drives. Several folders are striped.
+        nvme_size: Total size on drives; "auto" for nine tenths of the free space, which is also the default, with a
+            warning.
+        gpu: Size of the tier on the current CUDA device, where modules then compute. None to compute on the CPU.
+        path: Folder of checkpoints; default: the first folder of ``nvme``. Without both, saving is impossible.
+        keep_generations: Number of generations to keep, in addition to generations that a trainer's checkpoints name.
+        on_full: Behavior when a drive fills up during a run.
 
     Raises:
-        ValueError: a size that cannot be parsed, exceeds the machine, or is for a drive that is not named; or there is
-            no CUDA device.
-        LockedError: another process uses one of the folders.
+        ValueError: A size cannot be parsed, exceeds the machine, or is for drives without folders; or there is no CUDA
+            device.
+        LockedError: Another process uses one of the folders.
     """
     if on_full not in ("pause", "error"):
-        raise ValueError(f'on_full="{on_full}": there are "pause" and "error"')
+        raise ValueError(f'on_full="{on_full}" is invalid. Pass "pause" or "error"')
     folders = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
     if nvme_size is not None and not folders:
-        raise ValueError(f'nvme_size={nvme_size!r} without a drive: name its folder, nvme="state/store"')
+        raise ValueError(f'nvme_size={nvme_size!r} needs a folder on a drive: nvme="state/store"')
     rank = _rank_folder()
     drives = [Path(folder, rank).expanduser() for folder in folders]
     tiers: list[Tier] = []
     if gpu is not None:
         if not torch.cuda.is_available():
-            raise ValueError(f"gpu={gpu!r}: torch finds no CUDA device. Leave gpu out: modules then compute on the CPU")
+            raise ValueError(f"gpu={gpu!r}, but torch finds no CUDA device. Leave gpu out to compute on the CPU")
         device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
         tiers.append(GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device)))
@@ -87,7 +89,7 @@ def open_store(
     available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
     ram_bytes, total = _bytes("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
     if ram_bytes > total:
-        text = f"ram={ram!r} is more than the {format_size(total)} of this machine. Give less, or a drive: nvme="
+        text = f"ram={ram!r} exceeds the {format_size(total)} of this machine. Pass less, or add a drive with nvme="
         raise ValueError(text)
     tiers.append(RamTier(ram_bytes))
     try:
@@ -96,8 +98,8 @@ def open_store(
             size = _bytes("nvme_size", nvme_size or "auto", free // here, int(free * _FREE_DISK_SHARE) // here)
             if nvme_size is None:
                 _log.warning(
-                    "no nvme_size is given: up to %s of %s may be filled, nine tenths of what is free. For less: "
-                    'nvme_size="%s"',
+                    "nvme_size is not set, so the store may use up to %s of %s, nine tenths of the free space. "
+                    'For less: nvme_size="%s"',
                     format_size(size),
                     ", ".join(map(str, drives)),
                     _example_of(size),
@@ -107,7 +109,7 @@ def open_store(
             tiers,
             path=None if path is None else str(Path(path, rank).expanduser()),
             keep_generations=keep_generations,
-            overwrite=True,  # a later load_state_dict decides which generation to resume
+            overwrite=True,  # start empty, because load_state_dict can load an earlier generation later
             on_full=on_full,
         )
     except BaseException:
@@ -121,23 +123,23 @@ def open_store(
 
 
 def _close(found: ref[TieredStore]) -> None:
-    """Close the store if the program ends without closing it; otherwise its files would stay until the next run."""
+    """Close the store if the program ends without closing it, so that its files do not stay until the next run."""
     if (store := found()) is not None:
         store.give_up_waiting()
         store.close()
 
 
 def release(store: TieredStore, tier: str) -> int:
-    """Give the memory of a tier back to its device between two steps; return the bytes that stay in use.
+    """Return a tier's memory to its device between two steps, and return the bytes that stay in use.
 
-    Copies are evicted (changed ones are written back first) and free buffers dropped. Another program, such as a
-    rollout engine on the same GPU, may then use that memory. Homes and reservations stay, so give blocks no home on the
-    GPU. The next forward takes memory again and fetches the blocks from the tiers below. Call it outside of forwards
-    and backwards.
+    Copies are written back if they are dirty, and evicted, and free buffers are dropped. Another program, such as a
+    rollout engine on the same GPU, can then use the memory. Homes and reservations stay, so blocks should have no home
+    on the GPU. The next forward allocates memory again and fetches the blocks from slower tiers. Call this function
+    outside of forwards and backwards.
 
     Raises:
-        LeaseError: a copy is in use, or pinned.
-        TransferError: a write-back failed.
+        LeaseError: A copy is in use or pinned.
+        TransferError: A write-back failed.
     """
     owner = store.tier(tier)
     homes = {spec.key: spec.home for spec in store.blocks()}
@@ -147,9 +149,9 @@ def release(store: TieredStore, tier: str) -> int:
     store.wait_idle()
     held = [key for key in copies if store.where(key).get(tier, CopyState.ABSENT) is not CopyState.ABSENT]
     if held:
-        raise LeaseError(f"{held[0]} is in use in tier '{tier}': release it between steps, outside of a forward")
+        raise LeaseError(f"{held[0]} is in use in tier '{tier}'. Call release() between steps, outside of a forward")
     free = owner.usage().free_bytes
-    store.reserve(tier, free)  # evicts kept buffers
+    store.reserve(tier, free)  # makes the tier drop its free buffers
     store.reserve(tier, -free)
     return owner.usage().used_bytes
 
@@ -176,18 +178,14 @@ def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
 
 
 def check_store(store: object, call: str) -> None:
-    """Raise ``TypeError`` for an object that is not a store, such as a size.
-
-    Args:
-        call: the function, for the message.
-    """
+    """Raise ``TypeError`` if the argument of the function ``call`` is not a store, but a size for example."""
     if not isinstance(store, TieredStore):
         given = f'ram="{store}"' if isinstance(store, str) else 'ram="auto"'
         raise TypeError(f"{call} takes the store that megatrain.open_store({given}) returns, not {store!r:.60}")
 
 
 def compute_tier(store: TieredStore) -> str:
-    """Return the tier in which modules compute: the fastest one."""
+    """Return the tier in which modules compute, which is the fastest tier."""
     return next(iter(store.stats().tiers))
 
 
@@ -200,7 +198,7 @@ def compute_device(store: TieredStore) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A block that needs a home. ``homes``: tiers, preferred first."""
+    """A block that needs a home in one of the tiers in ``homes``, preferred first."""
 
     key: str
     nbytes: int
@@ -212,14 +210,14 @@ class SharedState:
     """State that the offloaded modules, optimizers and activations of one store share.
 
     Attributes:
-        working_bytes: bytes of RAM without homes, reserved for fetching blocks from other tiers.
-        num_changes: updates and other writes of weights and state so far.
+        working_bytes: Bytes of RAM that are reserved for fetching blocks from other tiers, and contain no homes.
+        num_changes: Number of updates and other writes of weights and state so far.
         committed: (num_changes, generation) of the last commit or load.
-        mark: random text that identifies that generation among others of its number.
+        mark: Random text that distinguishes the committed generation from others with the same number.
     """
 
     def __init__(self, store: TieredStore) -> None:
-        self._of = ref(store)  # weak, because the store is the key of this object
+        self._of = ref(store)  # weak, because this object is a value of a dictionary with weak store keys
         self._last_tier = tuple(store.stats().tiers)[-1]
         self._undo: list[str] | None = None
         self.working_bytes = 0
@@ -236,18 +234,18 @@ class SharedState:
         return store
 
     def finish_updates(self) -> None:
-        """Apply the updates that optimizers of this store have deferred."""
+        """Apply the deferred updates of all optimizers of this store."""
         for optimizer in list(self.optimizers):
             optimizer.finish_updates()
 
     def register(self, key: str, num_elements: int, dtype: torch.dtype, homes: Sequence[str], *, durable: bool) -> str:
-        """Register a block in the first of ``homes`` that has space for it; return that tier.
+        """Register a block in the first tier of ``homes`` that has space for it, and return this tier.
 
-        A durable block on a drive also reserves the space of its copies in generations.
+        For a durable block on a drive, space for the copies in generations is also reserved.
 
         Raises:
-            CapacityError: no tier has space.
-            ValueError: a block of that name exists.
+            CapacityError: No tier has space.
+            ValueError: A block with this key exists.
         """
         store = self._store
         wanted = Wanted(key, num_elements * dtype.itemsize, tuple(homes), durable)
@@ -261,10 +259,10 @@ class SharedState:
         return name
 
     def placed(self, blocks: Sequence[Wanted]) -> list[str]:
-        """Return the homes that ``register`` would give to the blocks, in this order.
+        """Return the homes that the blocks would get if they were registered in this order.
 
         Raises:
-            CapacityError: a block has no home.
+            CapacityError: No tier has space for a block.
         """
         store = self._store
         taken: dict[str, int] = {}
@@ -278,15 +276,15 @@ class SharedState:
                 need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
                 other_bytes = open_bytes + taken.get(name, 0)
                 free = tier.usage().free_bytes
-                if need + other_bytes > free:  # copies also take space, but can be evicted
+                if need + other_bytes > free:  # count space of copies as free, because copies can be evicted
                     free = room_for_homes(store, name)
                 if need + other_bytes <= free:
                     taken[name] = taken.get(name, 0) + need
                     names.append(name)
                     break
-                tried.append(f"{name} has {format_size(max(0, free - other_bytes))} left for homes")
+                tried.append(f"{name} has {format_size(max(0, free - other_bytes))} left")
             else:
-                hint = "Give a tier more room, or open the store with nvme=[...]"
+                hint = "Increase the size of a tier, or open the store with nvme=[...]"
                 raise CapacityError(
                     block.homes[-1],
                     block.nbytes,
@@ -297,7 +295,7 @@ class SharedState:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Unregister the blocks that were registered inside, if the context ends with an error."""
+        """Unregister the blocks that were registered inside the context if it ends with an error."""
         assert self._undo is None, self._undo
         registered: list[str] = []
         self._undo = registered
@@ -310,7 +308,7 @@ class SharedState:
             self._undo = None
 
     def unregister(self, *keys: str) -> None:
-        """Unregister blocks, and give back the space reserved for their generations."""
+        """Unregister blocks and release the space reserved for their generations."""
         store = self._store
         specs = {spec.key: spec for spec in store.blocks()}
         for key in keys:
@@ -325,31 +323,31 @@ _SHARED: WeakKeyDictionary[TieredStore, SharedState] = WeakKeyDictionary()
 
 
 def shared_state(store: TieredStore) -> SharedState:
-    """Return the shared state of a store, created on the first call."""
+    """Return the shared state of a store. The first call creates it."""
     if store not in _SHARED:
         _SHARED[store] = SharedState(store)
     return _SHARED[store]
 
 
 def room_for_homes(store: TieredStore, name: str) -> int:
-    """Return the bytes of a tier without homes; copies do not count as used."""
+    """Return the bytes of a tier that are available for homes. Copies count as free."""
     tier = store.tier(name)
     if tier.device is None:
-        return tier.usage().free_bytes  # files: no copies exist, and generations also take space
+        return tier.usage().free_bytes  # a drive has no copies, and its generations also use space
     return tier.capacity_bytes - store.stats().tiers[name].home_bytes
 
 
 def _kept_bytes(store: TieredStore, name: str, block: Wanted) -> int:
-    """Return the bytes on a drive that generations take for one block in addition to its home."""
+    """Return the bytes on a drive that generations of a block use in addition to its home."""
     tier = store.tier(name)
     return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0
 
 
 def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the allowed home tiers, preferred first; "auto": RAM, then drives.
+    """Return the allowed home tiers, preferred first. "auto" means RAM, then drives.
 
     Raises:
-        ValueError: the store has no such tier.
+        ValueError: The store has no tier with this name.
     """
     names = tuple(store.stats().tiers)
     if homes == "auto":
@@ -357,7 +355,7 @@ def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...
     wanted = (homes,) if isinstance(homes, str) else tuple(homes)
     for name in wanted:
         if name not in names:
-            raise ValueError(f'no tier "{name}" in this store; it has {", ".join(names)}. Write "auto" or one of these')
+            raise ValueError(f'this store has no tier "{name}", only {", ".join(names)}. Pass "auto" or one of these')
     return wanted
 
 
@@ -371,28 +369,28 @@ def _bytes(what: str, size: Size, total: int, auto: int) -> int:
 
 
 def _counted_bytes(what: str, size: object) -> int:
-    """Return a size given as a number of bytes; raise for a small number, which probably lacks a unit."""
+    """Return a size given as a number of bytes. Raise an error for a small number, which probably lacks a unit."""
     forms = f'{what}="4GiB", "90%" or "auto"'
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise ValueError(
-            f"{what}={size!r} is no size: a number means bytes and is a whole one. Write for example {forms}"
+            f"{what}={size!r} is not a size, which is text or a whole number of bytes. Write for example {forms}"
         )
     nbytes = operator.index(size)
     if nbytes <= 0:
-        raise ValueError(f"{what}={nbytes} is no size. Write for example {forms}")
+        raise ValueError(f"{what}={nbytes} is not a size. Write for example {forms}")
     if nbytes < _LEAST_NUMBER:
         raise ValueError(f'{what}={nbytes} means {nbytes} bytes. Write the unit: {what}="{nbytes}GiB"')
     return nbytes
 
 
 def _example_of(nbytes: int) -> str:
-    """Return a round example size of at most ``nbytes``."""
+    """Return text with a round size of at most ``nbytes``, as an example."""
     unit, name = (GiB, "GiB") if nbytes >= 2 * GiB else (MiB, "MiB")
     return f"{max(1, nbytes // 2 // unit)}{name}"
 
 
 def _free_bytes(folders: Sequence[Path]) -> int:
-    """Return the free bytes on the file systems of the folders, each file system counted once."""
+    """Return the free bytes on the file systems of the folders, counting each file system once."""
     found: Mapping[int, int] = {}
     for folder in folders:
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -418,5 +416,5 @@ def _rank_folder() -> str:
 
 
 def _processes_here() -> int:
-    """Return the number of ranks on this machine, as set by ``torchrun``."""
+    """Return the number of ranks on this machine, which ``torchrun`` sets."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _rank_folder() else 1

@@ -24,7 +24,7 @@ from megatrain.optim.threads import KernelThreads, elements_per_call, share_out
 
 @dataclass(slots=True)
 class _Batch:
-    """Parameters that one kernel call can update: the lists have one entry per parameter.
+    """Parameters that one kernel call can update. The lists have one entry per parameter.
 
     Attributes:
         split_master: Whether masters have a low half.
@@ -40,14 +40,14 @@ class _Batch:
 
 @dataclass(slots=True)
 class _KernelTable:
-    """Rows of a kernel call, valid while no tensor moves.
+    """Address rows of a batch, which are valid while no tensor moves.
 
     Attributes:
-        places: everything that the rows depend on.
-        rows: arguments of the kernel except the addresses of gradients.
-        of: index of each row's parameter.
-        offsets: first element of each row in its parameter.
-        calls: (first row, end row) of each call.
+        places: All values that the rows depend on.
+        rows: Kernel arguments; the addresses of gradients are filled in before each step.
+        of: Index of each row's parameter.
+        offsets: Index of each row's first element in its parameter.
+        calls: Rows (first, stop) of each kernel call.
     """
 
     places: tuple[object, ...]
@@ -58,10 +58,10 @@ class _KernelTable:
 
 
 class UpdatesInRam:
-    """Batches of updates that fetch nothing.
+    """Batched updates of groups whose tensors are all in RAM.
 
-    One kernel call updates many small parameters, so that they use all threads at little cost each. Addresses are
-    looked up again only after a tensor has moved. Results are bitwise equal to ``OrdinaryGroup.update``.
+    One kernel call updates many small parameters, which keeps all threads busy at little cost per parameter. Addresses
+    are looked up again only after a tensor has moved. Results are bit-identical to ``OrdinaryGroup.update``.
     """
 
     def __init__(self, threads: KernelThreads) -> None:
@@ -69,7 +69,7 @@ class UpdatesInRam:
         self._tables: dict[int, _KernelTable] = {}
 
     def update(self, works: Mapping[StateGroup, DueUpdate]) -> dict[StateGroup, DueUpdate]:
-        """Apply the updates of groups that are in RAM; return the others."""
+        """Apply the updates of groups that are in RAM, and return the updates of all other groups."""
         mine, alike = _sorted_by_kind(works)
         if mine:
             store, grad_scale = mine[0].store, works[mine[0]].grad_scale
@@ -110,9 +110,9 @@ class UpdatesInRam:
 
 
 def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
-    """Return the sums of squares of gradients that kernels can read in place, in a few calls.
+    """Return the sums of squares of gradients that kernels can read in place, with a few kernel calls.
 
-    Groups with any other gradient are skipped.
+    Groups that contain a different gradient are skipped.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for group in groups:
@@ -126,7 +126,7 @@ def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn
 
 
 def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
-    """Return the groups whose tensors the kernels can use in place, and their parameters in batches of equal kind."""
+    """Return the groups whose tensors the kernels can use in place, and batches of their parameters by kind."""
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
     for group, work in works.items():
@@ -181,7 +181,7 @@ def _make_table(
 def _place(
     group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return (address, element size) of a parameter's state of a kind; zeros if the kind is not stored."""
+    """Return (address, element size) of one kind of state of a parameter, or zeros if the kind is not stored."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
     if kind not in group.keys:

@@ -176,7 +176,7 @@ def test_unknown_number_of_processes_is_reported(tmp_path: Path, monkeypatch: py
         ("-- make all", "starts no training with options"),
         ("-- python train.py --lr 3", "unknown tool"),
         ("train.py", "Pass the command line that starts it: megatrain-tier import -- python train.py"),
-        ("empty.sh", "no command in this script starts a training"),
+        ("empty.sh", "no command in this script starts a supported training"),
         ("acc.yaml", "import -- accelerate launch"),
         ("empty.sh --form trl", 'import reads only one FILE; unexpected argument "--form"'),
     ],

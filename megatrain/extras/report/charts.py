@@ -1,7 +1,7 @@
 """Charts of a report: loss, tokens per second, and memory per tier with its budget.
 
 The module computes geometry in the units of an SVG view box, which ``page.html.j2`` draws. A chart has at most
-``MAX_COLUMNS`` points per curve and averages the steps of longer runs, so the page does not grow with the run.
+``MAX_COLUMNS`` points per curve and shows means of the steps of longer runs, so the page does not grow with the run.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Translation:
         return value
 
     def section(self, path: str) -> Section:
-        """Return the tool's table at a dotted path. A value that is not a table stays unanswered and is listed as lost."""
+        """Return the tool's table at a dotted path. Any other value stays unanswered and is listed as lost."""
         return Section(self, path, mapping(self.peek(path)))
 
     def rows(self, how: str) -> dict[str, Row]:

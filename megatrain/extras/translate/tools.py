@@ -154,7 +154,7 @@ def _train_on(draft: Translation) -> None:
 
 
 def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
-    """Return ``dataset_info.json`` and its folder, searched in the start folder, the config's folder and its parents."""
+    """Return ``dataset_info.json`` and its folder, found from the start folder or the config's folder upward."""
     name = draft.get("dataset_dir", "data")
     if not isinstance(name, str):
         draft.lose("dataset_dir", "write the path of a folder", name)

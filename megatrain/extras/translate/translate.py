@@ -155,7 +155,7 @@ def _problems(draft: Translation) -> list[tuple[str, str]]:
 
 
 def _entries_behind(draft: Translation, key: str) -> list[str]:
-    """Return the entries that cause a problem with a key: entries at the key, inside it, or in the nearest outer table."""
+    """Return the entries that cause a problem with a key: at the key, inside it, or in the nearest outer table."""
     if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
         key = "optimizer.lr_scheduler_type"
     while key:

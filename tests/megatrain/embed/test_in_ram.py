@@ -138,7 +138,7 @@ def test_a_converted_parameter_is_refused(tmp_path: Path) -> None:
         optimizer.step()
         own[0].data = own[0].data.bfloat16()
         own[0].grad = torch.ones(7, dtype=torch.bfloat16)
-        with pytest.raises(RuntimeError, match="move and convert the module before"):
+        with pytest.raises(RuntimeError, match="Move or convert the module before"):
             optimizer.step()
 
 

@@ -365,7 +365,7 @@ def test_unsupported_settings_are_refused_before_the_first_step(store: TieredSto
     refused(tmp_path, store, "clip by norm", model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
     model.make = adamw
     refused(tmp_path, store, "configure_optimizers returned AdamW", model)
-    refused(tmp_path, store, "has a module of that name")
+    refused(tmp_path, store, "already has a module")
     assert model.losses == []
     with open_store(ram="1MiB") as only_ram:
         refused(tmp_path, only_ram, "no folder for state", enable_checkpointing=True)

@@ -42,15 +42,15 @@ def test_sizes(tmp_path: Path) -> None:
         ({"ram": -5}, "ram"),
         ({"ram": 4}, 'ram=4 means 4 bytes. Write the unit: ram="4GiB"'),
         ({"ram": "4"}, '4 has no unit. Write "4GiB"'),
-        ({"ram": 0.9}, 'whole one.*"90%"'),
-        ({"ram": True}, "ram=True is no size"),
+        ({"ram": 0.9}, 'whole number.*"90%"'),
+        ({"ram": True}, "ram=True is not a size"),
         ({"ram": None}, "ram=None is not a size"),
         ({"ram": "8MiB", "nvme": "DIR", "nvme_size": 40}, 'nvme_size="40GiB"'),
-        ({"ram": "8MiB", "nvme_size": "40GiB"}, 'without a drive: name its folder, nvme="state/store"'),
+        ({"ram": "8MiB", "nvme_size": "40GiB"}, 'needs a folder on a drive: nvme="state/store"'),
         ({"ram": "8MiB", "nvme": "DIR", "nvme_size": "12 bananas"}, "nvme_size"),
         ({"ram": "8MiB", "nvme": "DIR", "on_full": "explode"}, "explode"),
-        ({"ram": "999TiB"}, "ram=.999TiB. is more than the .* of this machine"),
-        ({"ram": 1 << 60}, "is more than the .* of this machine"),
+        ({"ram": "999TiB"}, "ram=.999TiB. exceeds the .* of this machine"),
+        ({"ram": 1 << 60}, "exceeds the .* of this machine"),
     ],
 )
 def test_invalid_store_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_drive_without_a_size_reports_its_limit(tmp_path: Path, caplog: pytest.L
     with megatrain.open_store(ram="8MiB", nvme=tmp_path / "told") as store:
         size = format_size(store.stats().tiers["nvme"].capacity_bytes)
     (record,) = caplog.records
-    assert f"no nvme_size is given: up to {size} of {tmp_path / 'told'}" in record.message
+    assert f"nvme_size is not set, so the store may use up to {size} of {tmp_path / 'told'}" in record.message
     bound = re.search(r'nvme_size="(\w+)"', record.message)
     assert bound is not None
     caplog.clear()

@@ -157,7 +157,7 @@ def test_invalid_optimizer_arguments_are_refused(tmp_path: Path) -> None:
         optimizer.step()
         module.bfloat16()
         run_backward(module, batches(1, torch.bfloat16)[0])
-        with pytest.raises(RuntimeError, match="move and convert the module before"):
+        with pytest.raises(RuntimeError, match="Move or convert the module before"):
             optimizer.step()
 
 
@@ -183,14 +183,14 @@ def test_constructor_without_space_raises_and_leaves_no_blocks(tmp_path: Path) -
     with megatrain.open_store(ram="1200KiB", path=tmp_path) as store:
         megatrain.offload(module, store, name="a", gradients="ram")
         known = [spec.key for spec in store.blocks()]
-        with pytest.raises(CapacityError, match=r"ram.*Give a tier more room.*nvme=") as caught:
+        with pytest.raises(CapacityError, match=r"ram.*Increase the size of a tier.*nvme=") as caught:
             megatrain.TieredAdamW(module.parameters())
         assert caught.value.tier == "ram"
         assert [spec.key for spec in store.blocks()] == known
         megatrain.TieredSGD(module.parameters(), lr=1e-2)  # it has no state
     other = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with megatrain.open_store(ram="1000KiB", path=tmp_path) as store:
-        with pytest.raises(CapacityError, match="Give a tier more room"):
+        with pytest.raises(CapacityError, match="Increase the size of a tier"):
             megatrain.offload(other, store)
         assert not list(store.blocks())
         other(torch.zeros(1, 256)).sum().backward()  # as it was
@@ -202,7 +202,7 @@ def test_state_too_large_for_the_remaining_ram_is_refused(tmp_path: Path) -> Non
         megatrain.TieredAdamW(first.parameters(), store=store, state="ram")
         with pytest.raises(CapacityError) as caught:
             megatrain.TieredAdamW(second.parameters(), store=store, name="second", offload_gradients=True)
-        assert caught.value.tier == "ram" and "Give ram more room" in str(caught.value)
+        assert caught.value.tier == "ram" and "Increase the size of ram" in str(caught.value)
 
 
 def test_partial_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_partial_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             patched.setattr("megatrain.optim.elementwise.AdamW.update", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.finish_updates()
-        with pytest.raises(RuntimeError, match="ended halfway"):
+        with pytest.raises(RuntimeError, match="halfway"):
             optimizer.state_dict()
         run_backward(module, batches(1)[0])
         optimizer.step()
@@ -232,7 +232,7 @@ def test_step_during_a_gather_is_refused_without_loss(tmp_path: Path) -> None:
         megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=0.1)
         run_backward(module, batches(1)[0])
-        with megatrain.gathered(module), pytest.raises(WeightInUseError, match=r"step\(\) while .* is held"):
+        with megatrain.gathered(module), pytest.raises(WeightInUseError, match=r"step\(\) while .* is in use"):
             optimizer.step()
         assert_same_weights(plain, module)
         run_backward(plain, batches(1)[0])

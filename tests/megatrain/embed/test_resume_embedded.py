@@ -110,7 +110,7 @@ def test_replaced_generations_are_reported_without_a_load(tmp_path: Path, caplog
             module, optimizer = build(store)
             steps(module, optimizer, 0, 1)
             optimizer.state_dict()
-            assert ("holds generations 1, 2 of an earlier program" in caplog.text) == (run == 1)
+            assert ("contains generations 1, 2 of an earlier program" in caplog.text) == (run == 1)
             steps(module, optimizer, 1, 2)
             caplog.clear()
             state = optimizer.state_dict()
@@ -228,7 +228,7 @@ def test_mismatched_state_is_refused_without_loss(tmp_path: Path) -> None:
             (without("tiered", blocks="other"), ValueError, "other parameters or another kind"),
             (without("tiered", format=99), ValueError, "newer version"),
             (without("tiered", generation=77), GenerationError, "keep_generations"),
-            (without("tiered", mark="of another run"), GenerationError, "of another run"),
+            (without("tiered", mark="of another run"), GenerationError, "of a different run"),
             (without("tiered", generation=None), ValueError, "start again"),
         ):
             with pytest.raises(kind, match=message):

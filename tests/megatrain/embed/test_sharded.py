@@ -141,15 +141,15 @@ def test_a_generation_is_not_taken_for_tensors() -> None:
 
 
 REFUSED = {
-    "offload": "its weights are torch's to gather",
+    "offload": "so torch gathers its weights",
     "gradients": "offload_gradients=True with a sharded parameter",
     "whole": "TieredAdafactor needs whole matrices",
     "matrix": "TieredMuon needs whole matrices",
     "partial": "a term of a sum, which cannot be trained",
     "checkpoint": 'Make the optimizer with checkpoint="tensors"',
     "gradient": "has the placements (Replicate(),), the parameter (Shard(dim=0),)",
-    "rank": "this state names a generation of rank {other} of 2, and this is rank {own} of 2",
-    "world": "this state names a generation of rank 0 of 4, and this is rank {own} of 2",
+    "rank": "this state names a generation of rank {other} of 2, but this is rank {own} of 2",
+    "world": "this state names a generation of rank 0 of 4, but this is rank {own} of 2",
     "replaced": "make the optimizer after that",
 }
 

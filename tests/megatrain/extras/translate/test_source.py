@@ -52,7 +52,7 @@ def test_source_tool_can_be_given(tmp_path: Path) -> None:
         ("a.json", '{"base_model": ' + "[" * 100 + "1" + "]" * 100 + "}", "more than 100 tables or lists are nested"),
         ("a.toml", "task: x\n", "a TOML file"),
         ("a.yaml", 'base_model: "\\ud800"\n', "half a character"),
-        ("a.yaml", "base_model: x\nmax_steps: .inf\n", "not finite"),
+        ("a.yaml", "base_model: x\nmax_steps: .inf\n", "non-finite"),
         ("a.yaml", "a: !!python/object/apply:os.system ['true']\n", "invalid YAML"),
     ],
 )

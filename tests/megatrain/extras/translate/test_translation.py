@@ -676,7 +676,7 @@ REFUSED = {
     "an unknown home folder": ("base_model: a\noutput_dir: ~no_such_user/x\n", "output_dir: .* cannot be a path"),
     "a name that is too long": (f"base_model: {'x' * 300}\n", "base_model: .* cannot be a path"),
     "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
-    "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must hold"),
+    "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must map"),
 }  # fmt: skip
 
 
@@ -896,8 +896,8 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
     [
         ("llama3", "<|start_header_id|>{{ role }}", "which also writes <|start_header_id|>", False),
         ("qwen3_nothink", "<|im_start|>{{ role }}", "which also writes <|im_start|>", False),
-        ("alpaca", "<|im_start|>{{ role }}", "which is different: it does not contain ### Instruction", True),
-        ("llama3", "", "no chat template, which rows of chats need: write it into a .jinja file", True),
+        ("alpaca", "<|im_start|>{{ role }}", "which differs, because it does not contain ### Instruction", True),
+        ("llama3", "", "no chat template, which chats need; write it into a .jinja file", True),
         ("a_template_of_mine", "<|im_start|>{{ role }}", "a different template changes every text", True),
     ],
 )
