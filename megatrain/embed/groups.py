@@ -68,8 +68,8 @@ class StateGroup(ABC):
         homes: Allowed home tiers of the state, preferred first.
 
     Attributes:
-        gradients: block that receives gradients from autograd; None if they stay with the parameters.
-        names: name in the layout -> name in segments, which must not depend on the location of the state.
+        gradients: Block that receives gradients from autograd; None if gradients stay with the parameters.
+        names: Names in segments, by name in the layout. They must not depend on the location of the state.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class StateGroup(ABC):
             self.store.evict(key, "ram")
 
     def segment(self, entry: TensorEntry, settings: Settings, start: int, *, first: int = 0) -> Segment:
-        """Return the range of a parameter in a block, with its update settings.
+        """Return the range of a parameter in a block with its update settings.
 
         Args:
             first: index of the range's first element in the whole parameter.
