@@ -27,7 +27,7 @@ class SystemFacts:
 
     Attributes:
         num_cpus: Number of CPUs that this process may use.
-        load: Load average of the last minute.
+        load: Mean number of running processes in the last minute.
         cpu_quota: Number of CPUs that a cgroup grants; None without a limit.
         ram_limit_bytes: RAM within the limit of a cgroup.
         memlock_bytes: Maximum pinned bytes of this user; None without a limit.

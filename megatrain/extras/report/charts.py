@@ -158,7 +158,7 @@ def lay_out(chart: Chart) -> Drawing | None:
 
 
 def column_means(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Point]:
-    """Average adjacent points to at most ``num_columns`` points, each at the last step of the averaged points."""
+    """Reduce points to at most ``num_columns`` means of adjacent points, each at the last step of these points."""
     if len(points) <= num_columns:
         return list(points)
     edges = [round(number * len(points) / num_columns) for number in range(num_columns + 1)]
