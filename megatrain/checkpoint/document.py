@@ -209,7 +209,7 @@ class Checkpoint:
         return f"the {what} of step {self.step} in '{self.folder}' ({number})"
 
     @contextmanager
-    def naming(self, rank: int) -> Iterator[None]:
+    def errors_with_rank(self, rank: int) -> Iterator[None]:
         """Add the rank's number to errors about its part, if there are several ranks."""
         try:
             yield
@@ -382,7 +382,7 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
     found: list[Manifest] = []
     for rank, each in enumerate(checkpoint.ranks):
         directory = checkpoint.folder / each.path
-        with checkpoint.naming(rank):
+        with checkpoint.errors_with_rank(rank):
             if each.xxh3_64 and (sum_ := manifest_checksum(directory, each.generation)) != each.xxh3_64:
                 raise GenerationError(
                     f"the manifest of generation {each.generation} has checksum {sum_}, {RANKS_NAME} says "
@@ -467,7 +467,7 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
     left = [each for each in read_checkpoints(folder) if each.ranks != checkpoint.ranks]
     if checkpoint.is_listed:
         write_document(folder, [each for each in left if each.is_listed])
-    named = _named(left)
+    named = _named_generations(left)
     for rank in checkpoint.ranks:
         directory = folder / rank.path
         if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
@@ -488,7 +488,7 @@ def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
         OSError: a file cannot be removed.
     """
     _read_document(folder)
-    named = _named(stay)
+    named = _named_generations(stay)
     for name in ["", *sorted(path.name for path in folder.glob("rank?????"))]:
         if name not in own:
             for generation in list_generations(folder / name):
@@ -496,7 +496,7 @@ def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
                     _remove_generation(folder / name, generation)
 
 
-def _named(checkpoints: Sequence[Checkpoint]) -> set[tuple[str, int]]:
+def _named_generations(checkpoints: Sequence[Checkpoint]) -> set[tuple[str, int]]:
     return {(rank.path, rank.generation) for each in checkpoints for rank in each.ranks}
 
 

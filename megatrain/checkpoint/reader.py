@@ -46,7 +46,7 @@ class CheckpointReader:
         self._readers: list[GenerationReader] = []
         for rank, each in enumerate(checkpoint.ranks):
             own = [Path(path, each.path) for path in search]
-            with checkpoint.naming(rank):
+            with checkpoint.errors_with_rank(rank):
                 self._readers.append(GenerationReader(checkpoint.folder / each.path, each.generation, own))
 
     def spec(self, key: str) -> BlockSpec:
@@ -88,7 +88,7 @@ class CheckpointReader:
         for rank, reader in enumerate(self._readers):
             first, last = max(start, rank * length), min(stop, (rank + 1) * length)
             if first < last:
-                with self.checkpoint.naming(rank):
+                with self.checkpoint.errors_with_rank(rank):
                     parts.append(reader.read_range(key, first - rank * length, last - rank * length))
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
 

@@ -215,7 +215,7 @@ class RemoteFolder:
             advice = f"pip install {package}" if package else "Name a URL that fsspec knows, such as s3://bucket/folder"
             if package == "s3fs":
                 advice += " (it is in megatrain-tier[remote])"
-            text = f"checkpoint.save_copy: '{url}' cannot be opened: {_plain(str(error)).rstrip('.')}. {advice}"
+            text = f"checkpoint.save_copy: '{url}' cannot be opened: {_mask_secrets(str(error)).rstrip('.')}. {advice}"
             raise RemoteError(text) from error
         except Exception as error:
             raise self._error("it cannot be opened", error) from error
@@ -288,7 +288,7 @@ class RemoteFolder:
                 raise RemoteError(f"'{self.url}/{name}' is of a newer version of this program: upgrade")
             if _body_sha256(body) != document["sha256"]:
                 return None
-            parts = tuple(map(_part, body["parts"]))
+            parts = tuple(map(_parse_part, body["parts"]))
             step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
             paths = [part.path for part in parts]
             if not paths or paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
@@ -324,7 +324,7 @@ class RemoteFolder:
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_objects(reader, upload))
         for each, file in (files or {}).items():
-            objects[f"{_RUN_FILES_NAME}/{each}"] = partial(_file, file)
+            objects[f"{_RUN_FILES_NAME}/{each}"] = partial(_yield_file, file)
         self._in_parallel(partial(self._send, prefix, upload), [each for each in objects.items()])
         self._in_parallel(partial(self._compare, prefix, upload), list(objects))
         sums = {each: upload.sums[each] for each in sorted(objects)}
@@ -411,7 +411,7 @@ class RemoteFolder:
         """Read all objects of a copy and yield a sentence about each object that is missing or differs."""
         for part in checkpoint.parts:
             try:
-                objects = self._listed(checkpoint, part)
+                objects = self._list_objects(checkpoint, part)
             except DamagedError as error:
                 yield str(error)
                 continue
@@ -447,7 +447,7 @@ class RemoteFolder:
         objects = [
             (part.path, name, nbytes, sum_)
             for part in checkpoint.parts
-            for name, (nbytes, sum_) in self._listed(checkpoint, part).items()
+            for name, (nbytes, sum_) in self._list_objects(checkpoint, part).items()
         ]
         try:
             for other in part_dir.iterdir() if part_dir.is_dir() else ():
@@ -471,7 +471,7 @@ class RemoteFolder:
         except (OSError, TieredError) as error:
             raise RemoteError(f"'{self.url}/{checkpoint.name}' cannot be downloaded: {error}") from error
 
-    def _listed(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
+    def _list_objects(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
         """Return the objects of a rank's part: size and SHA-256 by name."""
         path = "/".join(filter(None, (checkpoint.name, part.path, OBJECTS_NAME)))
         text = self._read(path)
@@ -597,7 +597,7 @@ class RemoteFolder:
             raise self._error(what, error) from error
 
     def _error(self, what: str, error: Exception) -> RemoteError:
-        text = _plain(str(error) or type(error).__name__).rstrip(".")
+        text = _mask_secrets(str(error) or type(error).__name__).rstrip(".")
         names = [each.__name__ for each in type(error).__mro__]
         is_anonymous = "NoCredentialsError" in names or "locate credentials" in text
         if is_anonymous or "PartialCredentialsError" in names or "DefaultCredentialsError" in names:
@@ -628,24 +628,24 @@ def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _C
     generation = {"generation": reader.generation}
     meta, store = dict(reader.manifest.meta), reader.manifest.store
     body = {**generation, "meta": meta, "paths": {}, "store": store, "blocks": blocks}
-    yield "MANIFEST.json", partial(_once, _manifest_bytes(generation))
-    yield f"{folder}/MANIFEST.json", partial(_once, _manifest_bytes(body))
+    yield "MANIFEST.json", partial(_yield_once, _manifest_bytes(generation))
+    yield f"{folder}/MANIFEST.json", partial(_yield_once, _manifest_bytes(body))
     for record in reader.manifest.blocks:
         chunk_bytes = _chunk_bytes(record.nbytes)
         document = json.loads((reader.place(record.key) / "zarr.json").read_bytes())
         itemsize = reader.spec(record.key).dtype.itemsize
         document["chunk_grid"]["configuration"]["chunk_shape"] = [chunk_bytes // itemsize]
-        yield f"{folder}/{record.key}/zarr.json", partial(_once, json.dumps(document).encode())
+        yield f"{folder}/{record.key}/zarr.json", partial(_yield_once, json.dumps(document).encode())
         for number, start in enumerate(range(0, record.nbytes, chunk_bytes)):
-            contents = partial(_chunk, reader, record.key, start, chunk_bytes, upload)
+            contents = partial(_yield_chunk, reader, record.key, start, chunk_bytes, upload)
             yield f"{folder}/{record.key}/c/{number}", contents
 
 
-def _once(text: bytes) -> Iterator[bytes]:
+def _yield_once(text: bytes) -> Iterator[bytes]:
     yield text
 
 
-def _file(path: Path) -> Iterator[bytes]:
+def _yield_file(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(PART_BYTES):
             yield part
@@ -657,7 +657,7 @@ def find_run_files(output_dir: Path) -> dict[str, Path]:
     return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
 
 
-def _part(values: Mapping[str, Any]) -> RemotePart:
+def _parse_part(values: Mapping[str, Any]) -> RemotePart:
     """Return a rank's part of a copy. Raises ``TypeError`` or ``ValueError`` for invalid values."""
     part = RemotePart(**values)
     texts, counts = (part.path, part.sha256), (part.generation, part.num_objects, part.nbytes)
@@ -679,7 +679,7 @@ def _restore_run_files(folder: Path, output_dir: Path) -> None:
             os.replace(file, target)
 
 
-def _chunk(
+def _yield_chunk(
     reader: GenerationReader, key: str, start: int, chunk_bytes: int, upload: Upload
 ) -> Iterator[memoryview | bytes]:
     """Yield a verified, zero-padded chunk of a block's array. Pause after each read for as long as the read took."""
@@ -720,7 +720,7 @@ def _sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _plain(text: str) -> str:
+def _mask_secrets(text: str) -> str:
     """Return the text of an error with possible secrets masked."""
     for name in _SECRETS:
         if value := os.environ.get(name):
@@ -780,7 +780,7 @@ def download_newest(
     """
     url = spec.table.copy_url
     assert url is not None
-    folder, own = RemoteFolder(url), _own(spec)
+    folder, own = RemoteFolder(url), _local_checkpoints(spec)
     usable = [each for each in own if each.problem is None]
     folder.claim(spec.output_dir, is_empty=not own)
     newest = max(map(order_key, usable), default=(0, ""))
@@ -815,7 +815,7 @@ def download_newest(
         )
 
 
-def _own(spec: CheckpointSpec) -> list[Checkpoint]:
+def _local_checkpoints(spec: CheckpointSpec) -> list[Checkpoint]:
     """Return the checkpoints and copies in the run's folder, including unusable ones."""
     folders = [spec.output_dir / name for name in (CHECKPOINTS_NAME, COPIES_NAME)]
     return [each for folder in folders for each in scan(folder, spec.drives, on_damage=lambda error: None)]

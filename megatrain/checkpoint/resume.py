@@ -88,7 +88,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
         CheckpointError: The folder holds checkpoints although the config forbids resuming, or the source holds none.
     """
     source = spec.table.resume_from_checkpoint
-    found = _all(spec.output_dir, spec.drives, on_notice)
+    found = _readable_in_run(spec.output_dir, spec.drives, on_notice)
     if source == "no":
         if found:
             raise CheckpointError(
@@ -101,7 +101,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
         return _with_all_parts(found, spec.output_dir, on_notice)
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
-        found = _with_all_parts(_all(other, spec.drives, on_notice), other, on_notice)
+        found = _with_all_parts(_readable_in_run(other, spec.drives, on_notice), other, on_notice)
     else:  # the source is itself a directory of generations
         found = _readable(other, spec.drives, on_notice)
     if not found:
@@ -135,7 +135,7 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
     return None
 
 
-def _all(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
+def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
     """Return the readable checkpoints of a run and their copies, newest first.
 
     If there is no copy, errors of ``_readable`` are raised.

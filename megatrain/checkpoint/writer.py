@@ -122,13 +122,13 @@ class CheckpointFolder:
             try:
                 found = find(), None
             except (TieredError, CheckpointError, OSError) as error:
-                found = None, self.named(str(error))
+                found = None, self.with_rank(str(error))
         result, problem = self.gather(found)[0]
         if problem is not None:
             raise CheckpointError(problem)
         return result
 
-    def named(self, problem: str) -> str:
+    def with_rank(self, problem: str) -> str:
         """Add this rank's number to an error message, if there are several ranks."""
         return f"rank {self.rank}: {problem}" if self.is_listed else problem
 
@@ -190,12 +190,12 @@ class CheckpointWriter:
         return max(1, self.folder.keep - 1)
 
     @property
-    def _past(self) -> list[Checkpoint]:
+    def _past_checkpoints(self) -> list[Checkpoint]:
         return [each for each in self.folder.known if self._is_past(each)]
 
     def outgoing(self) -> list[Checkpoint]:
         """Return the checkpoints that the next one replaces."""
-        stay = [each.ranks for each in self.folder.newest(self._past, self.folder.keep - 1)]
+        stay = [each.ranks for each in self.folder.newest(self._past_checkpoints, self.folder.keep - 1)]
         return [each for each in self.folder.known if each.ranks not in stay]
 
     def agree_on_free_space(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
@@ -205,7 +205,7 @@ class CheckpointWriter:
         """
         free = 0
         if self.folder.rank == 0:
-            left = self.folder.newest(self._past, self._num_left)
+            left = self.folder.newest(self._past_checkpoints, self._num_left)
             named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
             named |= {(path, number) for path, numbers in self._unnamed.items() for number in numbers}
             for path in self.folder.paths:
@@ -234,7 +234,7 @@ class CheckpointWriter:
             CheckpointError: A rank could not write its part. The document is unchanged.
             TransferError: The single process could not write its generation.
         """
-        folder, ranks = self.folder, self._whole_on_all(commit)
+        folder, ranks = self.folder, self._wait_for_all_ranks(commit)
         number = ranks[0].generation
         if folder.is_listed:
             number = 1 + max((each.number for each in folder.known), default=0)
@@ -243,7 +243,7 @@ class CheckpointWriter:
         self._unnamed = {}
         return made
 
-    def _whole_on_all(self, commit: Commit) -> tuple[RankGeneration, ...]:
+    def _wait_for_all_ranks(self, commit: Commit) -> tuple[RankGeneration, ...]:
         """Wait until the generations of all ranks are whole, and return them."""
         folder = self.folder
         own: tuple[RankGeneration | None, str]
@@ -254,7 +254,7 @@ class CheckpointWriter:
         except (TieredError, OSError) as error:
             if not folder.is_listed:
                 raise
-            own = None, folder.named(str(error))
+            own = None, folder.with_rank(str(error))
         everyone = folder.gather(own)
         failed = [problem for generation, problem in everyone if generation is None]
         if failed:
@@ -306,7 +306,7 @@ class CopyWriter:
                 own = rank_generation(folder, figures.generation)
             except GenerationError as failure:
                 problem = str(failure)
-        everyone = folder.gather((own, figures, folder.named(problem)))
+        everyone = folder.gather((own, figures, folder.with_rank(problem)))
         failed = [text for generation, _, text in everyone if generation is None]
         if failed:
             return None, "; ".join(failed)

@@ -581,7 +581,7 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
     measured = [machine.measured_at, *(drive.measured_at for drive in costs.drives)]
     age = age_days(min(measured))
     quick = ", quick" if machine.is_quick or any(drive.is_quick for drive in costs.drives) else ""
-    line = f"rates           measured by doctor {_days(age)}{quick}"
+    line = f"rates           measured by doctor {_days_ago(age)}{quick}"
     if age > STALE_DAYS:
         line += f". They are older than {STALE_DAYS} days: measure again"
     return (*notes, line, *loaded.ranks)
@@ -596,7 +596,7 @@ def _striping(shape: StepShape) -> Sequence[str]:
     )
 
 
-def _days(days: float) -> str:
+def _days_ago(days: float) -> str:
     return "today" if days < 1 else f"{int(days)} day{'s' if int(days) > 1 else ''} ago"
 
 

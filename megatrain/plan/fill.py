@@ -62,7 +62,7 @@ def with_results(
     best, best_s = plan, seconds(plan)
     low, high, count = 0, most + 1, most  # best number so far, smallest number known as too large, next number to try
     while low < count < high:
-        other = placed(_saving(plan, order[:count]))
+        other = placed(_with_saved(plan, order[:count]))
         other_s = math.inf if other is None else seconds(other)
         if other is not None and other_s < best_s:
             best, best_s, low = other, other_s, count
@@ -99,7 +99,7 @@ def _free_bytes(plan: Plan) -> float:
     return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if budgets[tier].is_addressable)
 
 
-def _saving(plan: Plan, admitted: Sequence[_Results]) -> Plan:
+def _with_saved(plan: Plan, admitted: Sequence[_Results]) -> Plan:
     results = frozenset(each.visit for each in admitted if each.with_products)
     attention = frozenset(each.visit for each in admitted) - results
     program = saving_results(plan.program, plan.trace, attention)

@@ -90,17 +90,17 @@ class GraphKeeper:
         """
         saved = frozenset() if results == "auto" else self._last_with_results(results)
         visits = frozenset[int]() if wanted == "auto" else frozenset(self._last_candidates(wanted))
-        found = self._solved(visits, saved)
+        found = self._solve_for(visits, saved)
         while not isinstance(found, Shortfall):
             away = {visit for visit in visits if not self._is_at_home(found.placement, visit)}
             if not away:
                 return self._fill_free_memory(found, graphs=wanted == "auto", results=results == "auto")
             visits -= away
-            found = self._solved(visits, saved)
+            found = self._solve_for(visits, saved)
         is_asked_for = wanted != "auto" and (visits or saved)
         return self._with_advice(found, visits, saved) if is_asked_for else found
 
-    def _solved(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs | Shortfall:
+    def _solve_for(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs | Shortfall:
         nbytes = self.nbytes(visits)
         program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
         program = saving_results(program, self.trace, saved - visits, with_products=True)
@@ -204,10 +204,10 @@ class _FreeMemory:
             visits -= self._kept["results"]
         for visit in sorted(visits - self._kept[what], reverse=True):
             others = {kind: kept - {visit} for kind, kept in self._kept.items()}
-            if not self._try({**others, what: self._kept[what] | {visit}}):
+            if not self._try_to_keep({**others, what: self._kept[what] | {visit}}):
                 return
 
-    def _try(self, kept: Mapping[What, frozenset[int]]) -> bool:
+    def _try_to_keep(self, kept: Mapping[What, frozenset[int]]) -> bool:
         budget = self._found.budgets[self._tier]
         grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
         used = self._found.placement.peak_bytes(self._tier) + grown + self._added_bytes(kept)
@@ -271,13 +271,13 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
             sum(visit.recompute.computed_flops for visit in visits),
             sum(visit.memory.graph_nbytes for visit in visits),
         ),
-        "results": _value(visit.results for visit in visits),
-        "attention": _value(visit.attention for visit in visits),
+        "results": _flops_and_bytes(visit.results for visit in visits),
+        "attention": _flops_and_bytes(visit.attention for visit in visits),
     }
     return {what: operations / nbytes for what, (operations, nbytes) in found.items() if nbytes}
 
 
-def _value(results: Iterable[Savable]) -> tuple[int, int]:
+def _flops_and_bytes(results: Iterable[Savable]) -> tuple[int, int]:
     """Return the operations and bytes of results."""
     found = list(results)
     return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)

@@ -119,32 +119,32 @@ def find_objections(
         needs: Tier -> smallest capacity that the plan needs, or None without a plan.
     """
     if tiers.machine is not None:
-        return tuple(_planned(tiers, tiers.machine, device))
+        return tuple(_compare_planned_machine(tiers, tiers.machine, device))
     paths = drive_paths(tiers.table.nvme)
     found = [
-        *_ram(tiers, needs or {}),
-        *_gpu(tiers, device, needs or {}),
-        *_drive_sizes(paths),
-        *(each for path in paths for each in _place(path, allows_tmpfs=tiers.table.allow_tmpfs)),
-        *_same_disk(paths),
+        *_compare_ram(tiers, needs or {}),
+        *_compare_gpu(tiers, device, needs or {}),
+        *_check_drive_sizes(paths),
+        *(each for path in paths for each in _check_place(path, allows_tmpfs=tiers.table.allow_tmpfs)),
+        *_check_same_disk(paths),
     ]
     return tuple(sorted(found, key=lambda each: not each.refuses))
 
 
-def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
+def _compare_planned_machine(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
     """Compare the configured sizes with the planned machine."""
-    yield from _memory(
+    yield from _compare_memory(
         {"tiers.ram.size": tiers.table.ram.size}
         | ({"tiers.gpu.size": tiers.table.gpu.size} if tiers.emulates_gpu else {}),
         0,
         planned.ram_bytes,
         planned.free_ram_bytes,
-        f"{planned.name} has {_of(planned.ram_bytes, planned.free_ram_bytes)} of RAM",
+        f"{planned.name} has {_total_and_free(planned.ram_bytes, planned.free_ram_bytes)} of RAM",
     )
     if device.type == "cuda" and planned.gpu_bytes is not None and not tiers.table.gpu.size.is_auto:
         total = planned.gpu_bytes
         has = f"a GPU of {planned.name} has {format_size(total)} of memory"
-        yield from _memory({"tiers.gpu.size": tiers.table.gpu.size}, 0, total, total, has)
+        yield from _compare_memory({"tiers.gpu.size": tiers.table.gpu.size}, 0, total, total, has)
     if len(tiers.table.nvme) > len(planned.drives):
         text = f"{len(tiers.table.nvme)} paths in [[tiers.nvme]], but {planned.name} has {len(planned.drives)} drives"
         yield Objection("tiers.nvme", text, "Name no more paths than drives", "place")
@@ -154,14 +154,14 @@ def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) ->
             key = f"tiers.nvme.{number}.size"
             has = f"{planned.name} has {format_size(there.total_bytes)} there ({there.name})"
             text = f'{key} = "{drive.size.text}" is too large: {has}'
-            yield Objection(key, text, f'Write at most "{_whole(there.total_bytes)}", or "auto"', "size")
+            yield Objection(key, text, f'Write at most "{_round_down(there.total_bytes)}", or "auto"', "size")
     if len(tiers.table.nvme) < len(planned.drives):
         unused = len(planned.drives) - len(tiers.table.nvme)
         text = f"{planned.name} has {len(planned.drives)} drives, but {unused} of them are not in [[tiers.nvme]]"
         yield Objection("tiers.nvme", text, "More drives are faster if the plan is bound by nvme", "note")
 
 
-def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
+def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
     """Compare the RAM tier, and the GPU tier that is emulated in RAM, with the RAM of this process."""
     sizes = {"tiers.ram.size": tiers.table.ram.size}
     names = ["ram"]
@@ -169,21 +169,21 @@ def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
         sizes["tiers.gpu.size"] = tiers.table.gpu.size
         names.append("gpu")
     total, free = machine.total_ram_bytes(), machine.available_ram_bytes()
-    has = f"this machine has {_of(total, free)} of RAM"
+    has = f"this machine has {_total_and_free(total, free)} of RAM"
     if total < psutil.virtual_memory().total:
-        has = f"a cgroup (of a container or a job) allows this process {_of(total, free)} of RAM"
-    yield from _memory(sizes, sum(needs.get(tier, 0) for tier in names), total, free, has)
+        has = f"a cgroup (of a container or a job) allows this process {_total_and_free(total, free)} of RAM"
+    yield from _compare_memory(sizes, sum(needs.get(tier, 0) for tier in names), total, free, has)
 
 
-def _gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
+def _compare_gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
     if device.type != "cuda" or tiers.table.gpu.size.is_auto:
         return
     free, total = machine.gpu_memory_bytes(device)
-    has = f"this GPU, {machine.gpu_name(device)}, has {_of(total, free)} of memory"
-    yield from _memory({"tiers.gpu.size": tiers.table.gpu.size}, needs.get("gpu", 0), total, free, has)
+    has = f"this GPU, {machine.gpu_name(device)}, has {_total_and_free(total, free)} of memory"
+    yield from _compare_memory({"tiers.gpu.size": tiers.table.gpu.size}, needs.get("gpu", 0), total, free, has)
 
 
-def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
+def _compare_memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
     """Compare the total size of the tiers that share one memory with the size of that memory.
 
     Args:
@@ -197,7 +197,9 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
     wanted = sum(size.resolve(total) for size in sizes.values() if not size.is_auto)
     what = " and ".join(given)
     is_are = "is" if len(given) == 1 else "together are"
-    at_most = f'Write at most "{_whole(free)}" together' if len(given) > 1 else f'Write at most "{_whole(free)}"'
+    at_most = (
+        f'Write at most "{_round_down(free)}" together' if len(given) > 1 else f'Write at most "{_round_down(free)}"'
+    )
     if wanted > total:
         advice = f'{at_most}, or "auto"' if len(given) == 1 else at_most
         yield Objection(key, f"{what} {is_are} too large: {has}", advice, "size")
@@ -209,7 +211,7 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
         yield Objection(key, text, at_most, "note")
 
 
-def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
+def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     together: dict[int, list[DrivePath]] = {}
     for path in paths:
         if path.size_bytes and path.total_bytes:  # /proc and the like report 0 bytes and allow no folders
@@ -224,11 +226,11 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
         text = (
             f"{given} {is_are} too large: the file system of {first.spec.path} ({first.file_system}) has {first.room}"
         )
-        advice = f'Write at most "{_whole(first.free_bytes)}"{" together" if len(group) > 1 else ""}, or "auto"'
+        advice = f'Write at most "{_round_down(first.free_bytes)}"{" together" if len(group) > 1 else ""}, or "auto"'
         yield Objection(f"{first.key}.size", text, advice, "size")
 
 
-def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
+def _check_place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     """Check the kind of file system under a path, and whether it is the expected mount."""
     key, shown, file_system = f"{path.key}.path", path.spec.path, path.file_system
     if file_system.nature == "memory" and not allows_tmpfs:
@@ -252,7 +254,7 @@ def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
         yield Objection(key, text, f'Mount it; mount_point = "{missing}" refuses a run without it', "note")
 
 
-def _same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
+def _check_same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     disks: dict[str, list[DrivePath]] = {}
     for path in paths:
         disks.setdefault(disk_of(path.file_system), []).append(path)
@@ -264,10 +266,10 @@ def _same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
             yield Objection(f"{group[1].key}.path", text, advice, "note")
 
 
-def _of(total: int, free: int) -> str:
+def _total_and_free(total: int, free: int) -> str:
     return f"{format_size(total)} ({format_size(free)} free now)"
 
 
-def _whole(nbytes: int) -> str:
+def _round_down(nbytes: int) -> str:
     """Return a size in the notation of the config, rounded down."""
     return f"{nbytes // GiB}GiB" if nbytes >= GiB else f"{max(1, nbytes // MiB)}MiB"

@@ -78,7 +78,7 @@ class SharedMemoryTier:
             for ring, count in counts.items():
                 self._slabs[ring] = []
                 for _ in range(count):
-                    self._slabs[ring].append(_filled(ring))
+                    self._slabs[ring].append(_make_slab(ring))
         except BaseException:
             self.close()
             raise
@@ -160,7 +160,7 @@ def _own_ring(block: BlockPlan) -> _Ring:
     return _Ring(kind, block.dtype, round_up(block.nbytes, PAGE_BYTES))
 
 
-def _filled(ring: _Ring) -> HostSlab:
+def _make_slab(ring: _Ring) -> HostSlab:
     slab = HostSlab(ring.slot_bytes)
     if ring.kind == "weights" and ring.slot_bytes and ring.dtype.is_floating_point:  # packed bytes stay zeros
         slab.tensor.view(ring.dtype).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT)
@@ -225,7 +225,7 @@ def measure_ticks(
                 with store.acquire(block.key, "ram", "w"):
                     pass
             steps = _Steps(plan, store, threads)
-            return _measured(plan, steps, budget_s, tier.memory_bytes + workspace)
+            return _time_steps(plan, steps, budget_s, tier.memory_bytes + workspace)
     finally:
         threads.close()
 
@@ -243,7 +243,7 @@ def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
         kind_bytes = kind_bytes // 2 if kind_bytes > MiB else 0
 
 
-def _measured(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> MeasuredTicks:
+def _time_steps(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> MeasuredTicks:
     """Time steps with the largest affordable number of micro-batches, and extrapolate linearly to the rest."""
     most = plan.num_micro_batches
     num_few, num_many = 1, most
@@ -256,8 +256,8 @@ def _measured(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> 
         each_s = max(two_s - one_s, 0.2 * one_s)
         affordable = 2 + int((budget_s / LEAST_STEPS - two_s) / each_s)
         num_many = max(2, min(most, affordable))
-    few: list[_Timed] = []
-    many: list[_Timed] = []
+    few: list[_TimedStep] = []
+    many: list[_TimedStep] = []
     start_s = time.perf_counter()
     while len(many) < LEAST_STEPS or (time.perf_counter() - start_s < budget_s and len(many) < MOST_STEPS):
         many.append(steps.run(num_many))
@@ -278,13 +278,13 @@ def _measured(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> 
     )
 
 
-def _medians(steps: Sequence[_Timed]) -> tuple[list[float], float]:
+def _medians(steps: Sequence[_TimedStep]) -> tuple[list[float], float]:
     by_tick = zip(*(step.seconds for step in steps), strict=True)
     return [statistics.median(each) for each in by_tick], statistics.median(step.between_s for step in steps)
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class _TimedStep:
     """Seconds of one step: of each tick by its number, and in total."""
 
     seconds: tuple[float, ...]
@@ -295,7 +295,7 @@ class _Timed:
         return max(0.0, self.total_s - sum(self.seconds))
 
 
-class _Watch(Timeline):
+class _TickTimer(Timeline):
     """Timer of the ticks of a program."""
 
     def __init__(self, program: StepProgram) -> None:
@@ -326,7 +326,7 @@ class _Steps:
         clip.warm_up()
         self.takes_any_number = run.batch.order == "layer"
         self._micro_batches = synthetic_batches(plan)
-        self._watch = _Watch(plan.program)
+        self._watch = _TickTimer(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
         # With the compute tier set to RAM, a step computes the same, even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
@@ -342,13 +342,13 @@ class _Steps:
         )
         self._number = 0
 
-    def run(self, num_micro_batches: int) -> _Timed:
+    def run(self, num_micro_batches: int) -> _TimedStep:
         """Run a step with the first ``num_micro_batches`` micro-batches."""
         start_s = time.perf_counter()
         self._engine.step(self._micro_batches[:num_micro_batches], number=self._number, lr=0.0)
         total_s = time.perf_counter() - start_s
         self._number += 1
-        return _Timed(self._watch.take(), total_s)
+        return _TimedStep(self._watch.take(), total_s)
 
 
 def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:

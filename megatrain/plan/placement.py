@@ -396,9 +396,9 @@ class _Fill:
         self._used_in = [solver.program.tier_of(tick, homes) for tick in self._ticks]
         self._working = {name: _WorkingSets(len(self._ticks)) for name in solver.order}
         for number in range(len(self._ticks)):
-            self._measure(number)
+            self._recount(number)
 
-    def _measure(self, number: int) -> None:
+    def _recount(self, number: int) -> None:
         """Recount the working set of a tick."""
         tick, used_in, solver = self._ticks[number], self._used_in[number], self.solver
         groups = (tick.held, *tick.passing)
@@ -550,7 +550,7 @@ class _Fill:
             used_in = solver.program.tier_of(self._ticks[number], self.homes)
             if used_in != self._used_in[number]:  # the whole tick now runs in another tier
                 self._used_in[number] = used_in
-                self._measure(number)
+                self._recount(number)
 
     def _count(self, block: BlockPlan, tier: str, times: int) -> None:
         nbytes = times * self.solver.slots[tier][block.key]

@@ -81,17 +81,17 @@ def plan_run(
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
     attempts = Attempts(model.run, model, profile_of(model.run.tiers), capacities or {}, most_ahead, passes_parts)
-    plan = _planned(attempts)
+    plan = _plan_first_fit(attempts)
     if isinstance(plan, Shortfall):
         raise DoesNotFitError(_add_remedies(plan, attempts) if with_remedies else plan)
     if model.run.one_at_a_time is not None and _may_run_one_at_a_time(plan):
-        other = _planned(replace(attempts, run=model.run.one_at_a_time))
+        other = _plan_first_fit(replace(attempts, run=model.run.one_at_a_time))
         if not isinstance(other, Shortfall) and not _uses_drives(other) and _is_shorter(other, plan):
             plan = other
     return replace(plan, objections=objections_to(plan))
 
 
-def _planned(attempts: Attempts) -> Plan | Shortfall:
+def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
     """Return the plan of the first program that fits, with the shortest step found, else the smallest shortfall."""
     placed, profile = attempts.first_that_fits(), attempts.profile
     if isinstance(placed, Shortfall):
@@ -126,7 +126,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan
-    program = _streaming(plan, count)
+    program = _with_streamed_updates(plan, count)
     if not program.updates.streamed:
         return plan
     return estimated(next(_with_new_placement(replace(plan, program=program)), plan), profile)
@@ -140,7 +140,7 @@ def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
     plan = _with_results(plan, profile)
     if plan.run.advanced.stream_updates != "auto":
         return plan
-    sharing = _sharing_updates(plan, profile.machine)
+    sharing = _plans_with_streamed_updates(plan, profile.machine)
     return fastest(chain((plan,), (estimated(other, profile) for other in sharing)))
 
 
@@ -189,10 +189,10 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
     """Compare a plan with this machine. Objections that refuse a run come first."""
     run = plan.run
-    return (*_unseen_layers(plan), *find_objections(run.tiers, run.device, plan.totals))
+    return (*_object_to_untraced_layers(plan), *find_objections(run.tiers, run.device, plan.totals))
 
 
-def _unseen_layers(plan: Plan) -> Iterator[Objection]:
+def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
     """Object to an automatic GPU tier size if the trace could not determine the layers' memory outside the tier.
 
     The forward of each layer failed on fake tensors, so the plan assumes that it computes nothing.
@@ -231,7 +231,7 @@ def _too_few_lanes(run: RunSpec) -> Problem:
         f"training.gradient_lanes = {run.num_lanes}: {run.world.size} processes need at least one lane each. "
         "A run keeps its number of lanes, because it affects the last bits of the results"
     )
-    advice = f"Start at most {_processes(run.num_lanes)}, or begin a new run with more lanes"
+    advice = f"Start at most {_count_processes(run.num_lanes)}, or begin a new run with more lanes"
     return Problem("training.gradient_lanes", message, advice)
 
 
@@ -276,7 +276,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
     # A new run has one lane per process unless the config sets the number.
     most = max(n for n in range(1, size) if _has_work_for_all(n, n if lanes == size else lanes, count))
     enough = next(n for n in range(size, lanes + 1) if _has_work_for_all(size, lanes, n))
-    fewer = f"or start at most {_processes(most)}"
+    fewer = f"or start at most {_count_processes(most)}"
     if batch.given_rows is None:
         what = "rows" if together == 1 else "examples of two rows"
         message = (
@@ -303,7 +303,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
     return Problem("training.gradient_accumulation_steps", message, advice)
 
 
-def _processes(count: int) -> str:
+def _count_processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
@@ -355,7 +355,7 @@ def _replayed_s(plan: Plan) -> float:
     return math.inf if replayed is None else replayed.step_s
 
 
-def _streaming(plan: Plan, count: int) -> StepProgram:
+def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
     """Return the program that updates ``count`` of the groups in RAM in the compute tier, spread over the step.
 
     While the CPU updates the groups in between, the bus has time to fetch a streamed group.
@@ -375,7 +375,7 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
     return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in own)
 
 
-def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
+def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
     """Yield plans in which a GPU updates the number of groups from RAM that balances its bus with the CPU.
 
     A second plan has half that number, because the bus also carries other bytes.
@@ -391,7 +391,7 @@ def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Pla
     up_s = sum(nbytes for nbytes, mode in uses if mode != "r") / gpu.d2h_bytes_per_s
     balanced = round(len(ticks) * host_s / (host_s + max(down_s, up_s)))
     for count in sorted({balanced, balanced // 2} - {0}, reverse=True):
-        yield from _with_new_placement(replace(plan, program=_streaming(plan, count)))
+        yield from _with_new_placement(replace(plan, program=_with_streamed_updates(plan, count)))
 
 
 def _with_new_placement(plan: Plan) -> Iterator[Plan]:

@@ -143,10 +143,10 @@ class ResidentChooser:
             if not keys or self._cost_of(number, keys, homes) != cost:  # the entry is stale
                 continue
             if try_move(keys):
-                self._follow(keys, homes)
+                self._update_tick_tiers(keys, homes)
                 self._push(queue, self._affected_candidates(keys, homes), homes)
 
-    def _follow(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
+    def _update_tick_tiers(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
         """Update the tiers of ticks after blocks have moved."""
         for tick, tier in self._tiers_with(keys, homes).items():
             if self._tiers_now[tick] != tier:

@@ -142,7 +142,7 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
     return [text]
 
 
-def _experts(plan: Plan) -> tuple[str, ...]:
+def _expert_notes(plan: Plan) -> tuple[str, ...]:
     """Return a message on the number of expert parts that the tokens of a step will probably reach."""
     parts = [visit for visit in plan.trace.visits if visit.chance_of_no_token]
     if not parts or not plan.run.world.is_single:
@@ -159,7 +159,7 @@ def _traffic_notes(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
     updates: tuple[str, ...] = (plan.passthrough_tensors,) if plan.passthrough_tensors else ()
-    updates += () if compute == "ram" or not plan.updates else (_updates(plan),)
+    updates += () if compute == "ram" or not plan.updates else (_update_note(plan),)
     if plan.run.checkpoint.table.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(plan.checkpoint_bytes_on_drives)
         count = plan.run.checkpoint.table.num_copies
@@ -174,7 +174,7 @@ def _traffic_notes(plan: Plan) -> tuple[str, ...]:
     if not any(plan.traffic.values()):
         return (f"every block is resident in {compute}: nothing is streamed", *updates)
     held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
-    updates += _experts(plan)
+    updates += _expert_notes(plan)
     return (
         f"{format_size(capacity - held)} of {compute} are prefetch room. Half of the ticks need at most "
         f"{format_size(placement.median_working_bytes[compute])} of it; the rest prefetches",
@@ -182,7 +182,7 @@ def _traffic_notes(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _updates(plan: Plan) -> str:
+def _update_note(plan: Plan) -> str:
     if plan.traced.host_updates:
         return f"updates run in ram: {plan.traced.host_updates}"
     streamed = plan.program.updates.streamed
@@ -227,14 +227,14 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
     if estimate.step_s:
         line = f"predicted step  {format_duration(estimate.step_s)}{'' if estimate.is_timed else ' at best'}, "
         line += f"{estimate.tokens_per_step / estimate.step_s:,.0f} "
-        lines.append(f"{line}tokens/s   bound by: {estimate.bound_by}{_crossing(estimate)}")
+        lines.append(f"{line}tokens/s   bound by: {estimate.bound_by}{_crossing_text(estimate)}")
     if estimate.written_bytes and any(estimate.written_bytes.values()):
-        lines.append(_wear(estimate))
-    lines += [line for each in estimate.occasions if (line := _occasion(each))]
+        lines.append(_wear_line(estimate))
+    lines += [line for each in estimate.occasions if (line := _occasion_line(each))]
     return (*lines, *estimate.notes)
 
 
-def _occasion(occasion: Occasion) -> str:
+def _occasion_line(occasion: Occasion) -> str:
     """Return a line on an operation outside the steps, or "" if it moves nothing."""
     read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
     parts = {
@@ -258,13 +258,13 @@ def _occasion(occasion: Occasion) -> str:
     return f"{occasion.name:<16}{text}" if text else ""
 
 
-def _crossing(estimate: Estimate) -> str:
+def _crossing_text(estimate: Estimate) -> str:
     if not estimate.crossing_tokens:
         return ""
     return f"   T* = {estimate.crossing_tokens:,.0f} tokens/step (here {estimate.tokens_per_step:,})"
 
 
-def _wear(estimate: Estimate) -> str:
+def _wear_line(estimate: Estimate) -> str:
     written = estimate.written_bytes or {}
     each = (
         "  ".join(f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items())

@@ -63,7 +63,7 @@ def choose_stays(
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}
-    for stay in sorted(_possible(program, homes, slot_bytes), key=lambda stay: (stay.num_held, stay.start)):
+    for stay in sorted(_possible_stays(program, homes, slot_bytes), key=lambda stay: (stay.num_held, stay.start)):
         if not stay.fits(left[stay.tier]):
             continue
         if buffers is None or stay.tier not in buffers or buffers[stay.tier].add(stay, len(program.ticks)):
@@ -73,7 +73,7 @@ def choose_stays(
     return chosen
 
 
-def _possible(
+def _possible_stays(
     program: StepProgram, homes: Mapping[str, str], slot_bytes: Mapping[str, Callable[[int], int]]
 ) -> Iterator[Stay]:
     length = len(program.ticks)

@@ -17,10 +17,10 @@ from megatrain.run.signals import RunSignals
 from megatrain.training.start import describe_model
 from megatrain.training.step_report import StepUsage
 
-__all__ = ["Consensus", "check_alike"]
+__all__ = ["Consensus", "check_ranks_agree"]
 
 
-def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None:
+def check_ranks_agree(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None:
     """Check that all ranks have the same config, model and program. A collective.
 
     Args:

@@ -20,7 +20,7 @@ from megatrain.ranks.record import StepRecord
 from megatrain.trace.counting import step_flops
 from tiered import StoreStats, TieredStore
 
-__all__ = ["StepMeter", "StepUsage", "added", "link_bytes"]
+__all__ = ["StepMeter", "StepUsage", "add_by_key", "link_bytes"]
 
 #: Number of latest steps in the mean step time. The first steps are slower, because they compile kernels.
 _MEAN_OF_STEPS = 20
@@ -87,10 +87,12 @@ class StepMeter:
         now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
         before, self._moved_outside = self._moved_outside, now
         links = MovedByLink(
-            added(moved.due_bytes, added(now.num_bytes, before.num_bytes, -1)),
-            added({name: link.busy_s for name, link in moved.links.items()}, added(now.busy_s, before.busy_s, -1)),
+            add_by_key(moved.due_bytes, add_by_key(now.num_bytes, before.num_bytes, -1)),
+            add_by_key(
+                {name: link.busy_s for name, link in moved.links.items()}, add_by_key(now.busy_s, before.busy_s, -1)
+            ),
         )
-        return StepUsage(step_s, moved, links, added(_process_usage(), self._process_before, -1))
+        return StepUsage(step_s, moved, links, add_by_key(_process_usage(), self._process_before, -1))
 
     def metrics(
         self,
@@ -161,6 +163,6 @@ def link_bytes(moved: StoreStats) -> dict[str, int]:
     return {name: link.num_bytes for name, link in moved.links.items()}
 
 
-def added(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
+def add_by_key(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
     """Add two mappings by key, with the values of ``others`` multiplied by ``factor``."""
     return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}

@@ -42,21 +42,21 @@ from megatrain.tasks.advice import warmup_notice
 from megatrain.tasks.evaluation import Evaluator
 from megatrain.tasks.registry import task_class
 from megatrain.tasks.task import PrepareContext
-from megatrain.training.consensus import Consensus, check_alike
+from megatrain.training.consensus import Consensus, check_ranks_agree
 from megatrain.training.final import FinalExport
 from megatrain.training.open_run import OpenRun, StartWeights, open_run
 from megatrain.training.prepare import CheckResult, Preparation, with_choices
 from megatrain.training.resolve import resolve
 from megatrain.training.saving import make_copier, make_writer
 from megatrain.training.start import RunStart, with_kept_rules
-from megatrain.training.step_report import StepMeter, added, link_bytes
+from megatrain.training.step_report import StepMeter, add_by_key, link_bytes
 from megatrain.training.weights import ExportStopped
 from tiered import StoreStats
 
 __all__ = ["Trainer"]
 
 
-def _planned(run: RunSpec, group: RankGroup) -> Plan:
+def _plan_for_rank(run: RunSpec, group: RankGroup) -> Plan:
     """Plan the run for this rank. A collective."""
     return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
 
@@ -114,7 +114,7 @@ class Trainer:
             text = f"Trainer takes a config, not the name of its file: Trainer(megatrain.load_config({str(config)!r}))"
             raise TypeError(text)
         self.group = group or RankGroup.single()
-        self.plan = plan or _planned(with_kept_rules(resolve(config)), self.group)
+        self.plan = plan or _plan_for_rank(with_kept_rules(resolve(config)), self.group)
         self.run = self.plan.run
         self.config = with_commit(with_choices(config, self.run), self.run.model.hub)
         self.observer = observer or RunObserver()
@@ -149,7 +149,7 @@ class Trainer:
                 checkpoint is kept.
             KeyboardInterrupt: A second signal, or a signal after which the run could not save.
         """
-        check_alike(self.plan, dict(config_lines(self.config)), self.group)
+        check_ranks_agree(self.plan, dict(config_lines(self.config)), self.group)
         lines = [each.line for each in self.prepare()]
         with self._in_folder():
             self.group.wait_for_all()  # ranks write nothing before rank 0 owns the folder
@@ -189,8 +189,8 @@ class Trainer:
             self.opened.store.wait_idle()
             moved = self.opened.store.stats() - before
             # Evaluations also move bytes between ranks.
-            moved_outside = added(moved_outside, self.evaluator.moved_bytes)
-            summary = partial(self._summary, moved, added(link_bytes(moved), moved_outside))
+            moved_outside = add_by_key(moved_outside, self.evaluator.moved_bytes)
+            summary = partial(self._summary, moved, add_by_key(link_bytes(moved), moved_outside))
             if self.consensus.stops:
                 self._finish_copies()
                 return summary(interrupted=True)
@@ -507,9 +507,9 @@ class Trainer:
             self.opened.finish_updates()
             self.evaluator.run(self.state.step)
             self._schedule_to_next_stop()
-            self._compare()
+            self._update_best()
 
-    def _compare(self) -> None:
+    def _update_best(self) -> None:
         """Update the best evaluation after this step. Skip step 0, because it has no checkpoint."""
         step = self.state.step
         found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}

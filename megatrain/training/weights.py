@@ -148,7 +148,7 @@ class AdaptedWeights:
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             if entry.name in mine:
                 place = out[entry.offset + first - start : entry.offset + last - start]
-                place.copy_(self._trained(entry).view(-1)[first:last])
+                place.copy_(self._adapter_tensor(entry).view(-1)[first:last])
         if layout.name not in self._plain:
             entries = tuple(entry for entry in layout.entries if entry.name not in mine)
             self._plain[layout.name] = replace(layout, entries=entries)
@@ -156,7 +156,7 @@ class AdaptedWeights:
             with self._graph.plain_model():
                 self._loader.read(self._plain[layout.name], start, out)
 
-    def _trained(self, entry: TensorEntry) -> Tensor:
+    def _adapter_tensor(self, entry: TensorEntry) -> Tensor:
         """Return a tensor that is not in the model's folder. The last tensor is cached for its next range."""
         if self._last is None or self._last[0] != entry.name:
             tensor = torch.zeros(entry.shape)
@@ -271,7 +271,7 @@ class Weights:
             self._fill(list(layouts))
             self._begin_state()
         else:
-            self._fill([layout for layout in layouts if self._weight(layout).in_folder])
+            self._fill([layout for layout in layouts if self._first_block(layout).in_folder])
         self.source.load_buffers()
         return checkpoint
 
@@ -320,7 +320,7 @@ class Weights:
                     else:
                         _read_elements(reader, key, place.owned.start, out)
             self._evict_streamed(key)
-            self._count(key)
+            self._report_moved(key)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
         """Raise an error if state has another format than the run, because a conversion would change the run."""
@@ -362,7 +362,7 @@ class Weights:
                 out[at - start : stop - start] = found.view(out.dtype)
             begin = end
 
-    def _weight(self, layout: UnitLayout) -> BlockPlan:
+    def _first_block(self, layout: UnitLayout) -> BlockPlan:
         """Return the first block of a weight. All blocks of a weight have the same properties."""
         return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
 
@@ -371,7 +371,7 @@ class Weights:
         self._activity.begin(doing, num_bytes=self._durable_bytes)
         for number, layout in enumerate(layouts):
             self._activity.begin_part(number, unit=layout.name, num_parts=len(layouts))
-            home = self._plan.placement.homes[self._weight(layout).key]
+            home = self._plan.placement.homes[self._first_block(layout).key]
             if not self._plan.budgets_by_tier[home].is_read_only:  # weights at read-only homes are read at each use
                 self._fill_layout(layout)
 
@@ -384,7 +384,7 @@ class Weights:
             for read in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
                 read(lease.tensor)
         self._evict_streamed(key)
-        self._count(key)
+        self._report_moved(key)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
         if layout.name in self._plan.program.encodings:
@@ -405,7 +405,7 @@ class Weights:
                         own = lows[number : number + 1] if len(lows) == len(weights) else lows
                         self._fill_halves(layout, part, lease.tensor, own, buffer)
                 self._evict_streamed(weight)
-                self._count(weight)
+                self._report_moved(weight)
 
     def _fill_halves(
         self,
@@ -431,7 +431,7 @@ class Weights:
                         encode(master, place, low_half)
             if low is not None:
                 self._evict_streamed(low)
-                self._count(low)
+                self._report_moved(low)
 
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
         """Return the blocks of a weight, each with its range of elements."""
@@ -462,7 +462,7 @@ class Weights:
                 with self._store.acquire(block.key, "ram", "w") as lease:
                     lease.tensor.zero_()
                 self._evict_streamed(block.key)
-                self._count(block.key)
+                self._report_moved(block.key)
         for layout in self._plan.graph.layouts.values():
             for kind in copies:
                 owned = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
@@ -479,13 +479,13 @@ class Weights:
                     lease.tensor[start - part.start : stop - part.start] = read(start, stop)
                 lease.tensor[len(part) :].zero_()
             self._evict_streamed(key)
-            self._count(key)
+            self._report_moved(key)
 
     @property
     def _durable_bytes(self) -> int:
         return sum(block.nbytes for block in self._plan.program.blocks.values() if block.is_saved)
 
-    def _count(self, *keys: str) -> None:
+    def _report_moved(self, *keys: str) -> None:
         blocks = self._plan.program.blocks
         self._activity.moved(sum(blocks[key].nbytes for key in keys))
 
@@ -504,8 +504,8 @@ class Weights:
             return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
         with (
-            _OneLease(self._store, self._evict_streamed) as current_weight,
-            _OneLease(self._store, self._evict_streamed) as current,
+            _LastBlockLease(self._store, self._evict_streamed) as current_weight,
+            _LastBlockLease(self._store, self._evict_streamed) as current,
         ):
 
             def high(start: int, stop: int) -> Tensor:
@@ -593,7 +593,7 @@ class GatheredWeights:
                     current = name
                     read = stack.enter_context(self._weights.exported(self._plan.graph.layouts[name]))
                 assert read is not None
-                for first, last in self._pieces(self._group.world.rank, name, start, stop):
+                for first, last in self._owned_subranges(self._group.world.rank, name, start, stop):
                     self._group.send(read(first, last).contiguous(), 0)
 
     @contextmanager
@@ -608,7 +608,7 @@ class GatheredWeights:
                 self._group.broadcast((layout.name, start, stop))
                 master = torch.empty(stop - start)
                 for rank in range(self._group.world.size):
-                    for first, last in self._pieces(rank, layout.name, start, stop):
+                    for first, last in self._owned_subranges(rank, layout.name, start, stop):
                         place = master[first - start : last - start]
                         if rank == 0:
                             place.copy_(read_own(first, last))
@@ -618,7 +618,7 @@ class GatheredWeights:
 
             yield read
 
-    def _pieces(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _owned_subranges(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the subranges of a range that a rank owns."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         for part in program.weight_parts_of(layout):
@@ -628,7 +628,7 @@ class GatheredWeights:
                 yield first, last
 
 
-class _OneLease:
+class _LastBlockLease:
     """Context manager of a lease on the block that was read last.
 
     Args:
@@ -640,7 +640,7 @@ class _OneLease:
         self._lease: Lease | None = None
         self._key = ""
 
-    def __enter__(self) -> _OneLease:
+    def __enter__(self) -> _LastBlockLease:
         return self
 
     def __exit__(self, *exception: object) -> None:
