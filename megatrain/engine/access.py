@@ -116,7 +116,7 @@ class StoreAccess:
             step: Number of the step, counted from 0. It determines the tick numbers in the schedule.
             pending: Deferred update of the previous step.
             immediate: Update of this step, if updates are not deferred.
-            scales: Scales the gradient of each layer in an immediate update.
+            scales: Factors on the layers' gradients in an immediate update without a global norm.
             num_tokens: Number of tokens of the step; None to assume that tokens reach all experts.
         """
         # Clean up first: a failed step may have left work on a device, and may still hold memory that this step needs.

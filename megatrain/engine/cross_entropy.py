@@ -50,7 +50,7 @@ class CrossEntropy(Loss, MicroBatchLoss):
         return ""
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Smooth the labels where the model's own forward computes the loss from whole logits."""
+        """Replace the model's own loss function within the context by one with label smoothing, if smoothing is on."""
         factor = self.label_smoothing_factor
         return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
 

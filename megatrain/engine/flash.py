@@ -127,7 +127,7 @@ def check_repeatable(kernels: FlashKernels, device: torch.device) -> None:
     """
     _compare_backwards(kernels, device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the plan assigns this memory to the run
+        torch.cuda.empty_cache()  # free the memory, which the plan assigns to the run
 
 
 def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:

@@ -150,7 +150,7 @@ class GenerationRunner:
             if not units:
                 if self._any_rank is None or planned is None:
                     return
-                units = {planned[visit]}  # run along, because prompts of other ranks continue
+                units = {planned[visit]}  # join the pass, because prompts of other ranks continue
             if len(units) > 1:
                 names = sorted(self._graph.units[unit].name for unit in units)
                 raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
@@ -351,9 +351,10 @@ def generation_program(
     num_micro_batches: int,
     is_first: bool,
 ) -> StepProgram:
-    """Return the program of one pass: the first pass processes all prompt tokens, later passes one token per prompt.
+    """Return the program of one pass. The first pass processes all prompt tokens, later passes one token per prompt.
 
-    With several ranks, each rank has some of the prompts and a shard of each weight. Ticks gather it before each visit.
+    With several ranks, each rank has some of the prompts and a shard of each weight. Ticks gather the weights before
+    each visit.
 
     Args:
         program: Program with the blocks of the weights. Only its durable blocks are used.

@@ -44,7 +44,7 @@ class StepGradients:
         """Reset the state of the previous step.
 
         Args:
-            scales: Scales each complete gradient; None if the norm of the whole step determines the scale.
+            scales: Factors on the layers' gradients; None if the norm of the whole step determines one factor.
         """
         self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self.uses.items()}
         # Create new objects, because a pending update uses the objects of the previous step.

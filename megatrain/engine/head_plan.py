@@ -272,7 +272,7 @@ class _Product:
     def __init__(self, owner: str, rows: Tensor, bias: Tensor | None) -> None:
         self.owner, self.rows, self.bias = owner, rows, bias
         self.is_cuttable = True
-        self.is_changed = False  # whether an operator changes it before the loss
+        self.is_changed = False  # whether an operator changes the product before the loss
 
 
 class CutProbe:

@@ -126,7 +126,7 @@ class HeadWeights:
         yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
 
     def places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
-        """Yield a context for each block of the cut weight and of its gradient, like ``blocks`` but in reverse.
+        """Yield contexts like ``blocks``, in reverse order, that also lease the gradient's block.
 
         If all parts are leased already, they count as one block.
         """

@@ -261,7 +261,7 @@ class LeasedGradients:
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Yield sums in leased blocks; see ``GradientPlace``."""
+        """Lease blocks, and yield the sums in them; see ``GradientPlace``."""
         names = [layout.name for layout in layouts]
         own = {
             layout.name: self._program.gradient_keys(layout, self._gradients.use_of(layout.name, visit))

@@ -596,7 +596,7 @@ class BlockAccess(WeightAccess, Protocol):
         """Record that an activation is the tensor at ``place``, an earlier (visit, index), and shares its block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation, bit-identical to the tensor that was put, which is dead after its own visit's lease."""
+        """Lease an activation, bit-identical to what was put. The contents are dead after its own visit's lease."""
 
     def results_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
         """Lease the block of saved results, uint8 [N]. The forward writes it, and the backward reads it once.

@@ -389,7 +389,7 @@ class FullCopies:
         waiting = self._full.get((op.phase, op.visit))
         if waiting:
             full = waiting.popleft()
-            self._window.wait_for_model()  # because the next gather reuses the memory
+            self._window.wait_for_model()  # wait, because the next gather reuses the memory
             self._window.count(-sum(each.nbytes for each in full.tensors.values()))
 
     @contextmanager
@@ -438,7 +438,7 @@ class FullCopies:
             self._window.count(copy.nbytes)
             self._gather_part(copy, shards[key])
         yield copy
-        self._window.wait_for_model()  # because the next gather reuses the memory
+        self._window.wait_for_model()  # wait, because the next gather reuses the memory
         self._window.count(-copy.nbytes)
 
 
@@ -485,7 +485,7 @@ class ExchangedGradients:
     def drop_sent_sums(self) -> None:
         """Drop the sums that earlier exchanges sent."""
         for leaving in self._sending:
-            torch.cuda.current_stream().wait_event(leaving.event)  # because the next sums reuse the memory
+            torch.cuda.current_stream().wait_event(leaving.event)  # wait, because the next sums reuse the memory
             self._window.count(-sum(each.nbytes for each in leaving.sums))
         self._sending.clear()
 
@@ -528,7 +528,7 @@ class ExchangedGradients:
 
     def exchange(self, op: Op) -> None:
         """Add up the sums of all ranks. Each rank adds and stores its own shards."""
-        self._window.wait_for_model()  # because the model computes the sums
+        self._window.wait_for_model()  # wait until the model has computed the sums
         sent: list[Tensor] = []
         with self._window.on_side_stream():
             for group in op.passing:

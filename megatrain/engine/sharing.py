@@ -119,12 +119,12 @@ def _lifetimes(program: StepProgram) -> list[_Lifetime]:
 
 
 def _with_blocks(tick: Tick, moved: dict[str, BlockPlan]) -> Tick:
-    def of(group: Group) -> Group:
+    def with_moved_keys(group: Group) -> Group:
         return tuple((moved[key].key if key in moved else key, mode) for key, mode in group)
 
     return replace(
         tick,
-        held=of(tick.held),
-        passing=tuple(of(group) for group in tick.passing),
+        held=with_moved_keys(tick.held),
+        passing=tuple(with_moved_keys(group) for group in tick.passing),
         spent=frozenset(moved[key].key if key in moved else key for key in tick.spent),
     )

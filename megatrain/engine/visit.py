@@ -107,7 +107,7 @@ class UnitVisit:
         else:
             result = run.compute(run.with_activations(run.leaves()), self.visits.random, keep_graph=False)
         forward.random_state = self.visits.random.get()
-        result.outputs = []  # drops the inner graph, unless it is kept
+        result.outputs = []  # frees the inner graph if it is not kept
         return _FirstRun(result, inputs, slice(start, len(self.pending_outputs)), tensors, originals, forward)
 
     # -- backward ----------------------------------------------------------------------------------------------

@@ -84,9 +84,8 @@ def visit_transients(
 ) -> Iterator[Transient]:
     """Yield the memory of visits: their workspace, gradient sums outside of blocks, and waiting rows.
 
-    Between two units, the hidden states of all micro-batches are live: inputs, outputs, and once the bytes that stay
-    until the backward. One micro-batch computes at a time. Weights are decoded into one buffer, which lives for the
-    whole step.
+    Between two units, each micro-batch holds its inputs, its outputs, and the bytes that stay until the backward. One
+    micro-batch computes at a time. Weights are decoded into one buffer, which lives for the whole step.
     """
     step = (0, 0), (len(program.ticks), 0)
     moves = max((visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits), default=0)

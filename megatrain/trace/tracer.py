@@ -351,7 +351,7 @@ class Tracer:
         if saved and not is_head and unit.part is None and not reused:
             attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
         by_part = self.runner.by_part_in_head
-        if not is_head:  # a look-up runs again, but saved inputs can be read only once
+        if not is_head:  # a look-up is another run, but saved inputs are read only once
             rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
             by_part = frozenset() if saved else frozenset(rows)
         return TracedVisit(
