@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-#: Entries of ``RunState.model`` that change results, and their names in messages.
+#: Entries of ``RunState.model`` that affect results, with their names in messages.
 WHAT_DECIDES = {
     "config_xxh3_64": "the model's config.json, as a checksum",
     "dtype": "precision.compute_dtype as resolved",
@@ -51,7 +51,7 @@ _KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # keys that determine the format o
 
 
 class ConfigChangedError(Exception):
-    """The config would change the results of the run that wrote the checkpoint."""
+    """The config has changes that would alter the results of the run that wrote the checkpoint."""
 
 
 class NoSuchCheckpointError(CheckpointError):

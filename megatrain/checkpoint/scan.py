@@ -50,7 +50,7 @@ class Lost:
         return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
-        """Return advice if no checkpoint is usable. It suggests removal only if no drive may just be unmounted."""
+        """Return advice if no checkpoint is usable. It suggests removal only if the folders of all lost parts exist."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.is_absent:
             back = "Restore that folder (mount its drive, restore a backup) and run again"

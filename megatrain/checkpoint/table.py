@@ -136,7 +136,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def _most_kept(self) -> int:
-        return max(self.save_total_limit, MIN_GENERATIONS)  # a save never removes the previous one
+        return max(self.save_total_limit, MIN_GENERATIONS)  # a save keeps the previous checkpoint
 
     def without_saves(self) -> CheckpointConfig:
         """Return a copy of the table for a run that never saves."""

@@ -366,7 +366,7 @@ class _Costs:
         return share / num_apart
 
     def _timed_s(self, *, updates: bool) -> float:
-        """Return the seconds of all update ticks, or of everything else."""
+        """Return the measured seconds of all update ticks if ``updates`` is True, else of the rest of a step."""
         plan = self._plan
         assert plan.ticks is not None
         timed = zip(plan.program.ticks, plan.ticks.seconds, strict=True)

@@ -278,7 +278,7 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
 
 
 def _flops_and_bytes(results: Iterable[Savable]) -> tuple[int, int]:
-    """Return the operations and bytes of results."""
+    """Return the total operations and bytes of results."""
     found = list(results)
     return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)
 

@@ -194,7 +194,7 @@ class _Replay:
         self._drive: SimulatedChannel | None = None
         # The step's thread queues kernels, so it can run an update on the host while a GPU computes.
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
-        self._queued_s = 0.0  # seconds of GPU ticks since the last host tick; the real queue may be longer
+        self._queued_s = 0.0  # seconds of GPU ticks since the last host tick
         tiers = [
             SimulatedTier(
                 name,

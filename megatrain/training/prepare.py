@@ -445,7 +445,7 @@ class _WholeCheck:
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._dataset: TokenDataset | None = None
         self._prepared: Preparation | None = None
-        self._is_cut = False  # whether rows are split into the batches of steps
+        self._is_cut = False  # whether the rows are already split into batches
         self._device: torch.device | None = None
         self._weight_names: Sequence[str] = ()
 

@@ -273,7 +273,7 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
     kernels of liger and flash attention. They affect the plan, so call this function before planning.
     """
     kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
-    if kept is None and run.checkpoint.table.copy_url is not None:  # this machine has no checkpoints yet
+    if kept is None and run.checkpoint.table.copy_url is not None:  # there is no local checkpoint
         kept = rules_at_url(run.checkpoint.table.copy_url)
     if run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto":
         rule = "parts" if kept is None else kept.muon_fused

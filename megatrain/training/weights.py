@@ -537,7 +537,7 @@ class Weights:
             yield read
 
     def _read_packed(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return elements of a packed layout, read from the model's folder and rounded to the precision of layers."""
+        """Return elements of a packed layout, read from the model's folder and rounded to the compute dtype."""
         numbers = torch.zeros(stop - start)
         self.source.read(layout, start, numbers)
         if self._is_split:

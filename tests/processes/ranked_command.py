@@ -37,7 +37,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),
     "own generation whole": (Commit, "wait", True),
-    "all whole": (CheckpointWriter, "_whole_on_all", True),
+    "all whole": (CheckpointWriter, "_wait_for_all_ranks", True),
     "document written": (writer, "write_document", True),  # by rank 0
     "saved": (CheckpointWriter, "finish", True),
 }

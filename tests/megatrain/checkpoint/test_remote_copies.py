@@ -549,5 +549,5 @@ def test_only_known_files_enter_the_folder_of_a_run(tmp_path: Path) -> None:
 
 def test_a_secret_in_an_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    text = remote._plain("no hunter2 at https://me:pw1234@host/x?X-Amz-Signature=pw1234&a=b: ftp://u:pw1234@h")
+    text = remote._mask_secrets("no hunter2 at https://me:pw1234@host/x?X-Amz-Signature=pw1234&a=b: ftp://u:pw1234@h")
     assert "hunter2" not in text and "pw1234" not in text and "a=b" in text

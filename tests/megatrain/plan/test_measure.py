@@ -148,7 +148,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
 
     def run(self: Any, num_micro_batches: int) -> Any:
         asked.append(num_micro_batches)
-        return measure._Timed(tuple(1.0 + 2 * num_micro_batches for _ in plan.program.ticks), 1e4)
+        return measure._TimedStep(tuple(1.0 + 2 * num_micro_batches for _ in plan.program.ticks), 1e4)
 
     monkeypatch.setattr(measure._Steps, "run", run)
     ticks = measure_ticks(plan, budget_s=0.0)
