@@ -132,7 +132,7 @@ def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -
         dataset = loader.dataset
         lengths = dataset.lengths()
         keys = [[(dataset.key_of(document), int(lengths[document])) for document in row] for row in group]
-        found = teacher.of_rows(keys, batch["input_ids"].shape[1])["teacher_log_probs"]
+        found = teacher.batch_scores(keys, batch["input_ids"].shape[1])["teacher_log_probs"]
         asked = (batch["labels"][:, 1:] != -100).unsqueeze(-1)
         difference = max(difference, float(((found - top)[:, :-1] * asked).abs().max()))
     return num_tokens, seconds, difference

@@ -224,8 +224,8 @@ def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
 
     sets, val_size = [source.name for source in spec.sources], plan.run.data.table.val_size
     if val_size is not None:
-        share = f"{val_size:.4g} of the rows, excluded from training"
-        sets = [share if val_size < 1 else f"{val_size:,.0f} rows excluded from training"]
+        share = f"{val_size:.4g} of the rows, held out from training"
+        sets = [share if val_size < 1 else f"{val_size:,.0f} rows held out from training"]
     moments = ["at the start"] if spec.table.eval_on_start else []
     if spec.table.eval_strategy != "no":
         every = "after each epoch" if spec.table.eval_strategy == "epoch" else f"every {spec.table.eval_steps:,} steps"

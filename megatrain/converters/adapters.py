@@ -30,13 +30,13 @@ from megatrain.models.converter import ConvertedGraph, ModelConverter, ReadMaste
 from megatrain.models.export import (
     ExportTargetError,
     ShardWriter,
+    atomic_folder,
     check_target,
     copy_tokenizer,
-    finished_folder,
     plan_file,
     write_record,
 )
-from megatrain.models.folder import ADAPTER_CONFIG, ModelFolderError, TensorFile, some
+from megatrain.models.folder import ADAPTER_CONFIG, ModelFolderError, TensorFile, join_names
 from megatrain.models.initialize import name_seed
 from megatrain.models.internals import is_conv1d
 from megatrain.models.passthrough import passthrough_modules
@@ -500,7 +500,7 @@ def _check_supported(config: Any, model: PreTrainedModel) -> None:
         kinds[name] = getattr(config, name, None) is not None
     used = [name for name, is_used in kinds.items() if is_used]
     if used:
-        raise AdapterError(f"[lora]: {some(used)} of peft is not supported. Leave it out")
+        raise AdapterError(f"[lora]: {join_names(used)} of peft is not supported. Leave it out")
     if not (isinstance(config.init_lora_weights, bool) or config.init_lora_weights == "gaussian"):
         raise AdapterError(
             f'lora.init_lora_weights = {config.init_lora_weights!r} is not supported. Write true or "gaussian"; or '
@@ -512,7 +512,7 @@ def _modules_to_choose_from(model: PreTrainedModel) -> str:
     ends = {
         name.rpartition(".")[2]: None for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)
     }
-    return some(list(ends), limit=8)
+    return join_names(list(ends), limit=8)
 
 
 def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapters) -> None:
@@ -663,9 +663,9 @@ class AdapterWeights:
         missing = sorted(set(adapters.names) - set(self._name_in_file))
         unknown = sorted(set(self._name_in_file) - set(adapters.names) - set(self.base_copies.values()))
         if missing or unknown:
-            text = f"{len(missing)} tensors are missing: {some(missing, 3)}" if missing else ""
+            text = f"{len(missing)} tensors are missing: {join_names(missing, 3)}" if missing else ""
             text += "; " if missing and unknown else ""
-            text += f"{len(unknown)} do not exist in the model: {some(unknown, 3)}" if unknown else ""
+            text += f"{len(unknown)} do not exist in the model: {join_names(unknown, 3)}" if unknown else ""
             raise AdapterError(f"{where}: {text}. Is it an adapter of this model?")
         for name in adapters.names:
             record = self._file.records[self._name_in_file[name]]
@@ -730,7 +730,7 @@ def export_adapter(
     shapes = {entry.name: entry.shape for layout in layouts for entry in layout.entries}
     tensors = {f"{FILE_PREFIX}{name}": torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     shards = [plan_file(ADAPTER_WEIGHTS, list(tensors), tensors)]
-    with finished_folder(out, shards) as partial_folder:
+    with atomic_folder(out, shards) as partial_folder:
         writer = ShardWriter(partial_folder, shards, tensors)
         for layout in layouts:
             with source(layout) as read:

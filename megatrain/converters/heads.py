@@ -24,7 +24,7 @@ from torch.nn import functional
 from megatrain.base.batch_keys import IGNORED_LABEL, MARGIN
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.converter import ModelConverter
-from megatrain.models.task_head import TaskHead, give_head
+from megatrain.models.task_head import TaskHead, set_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -100,7 +100,7 @@ class Head(ModelConverter):
             "pad_token_id": self._spec.pad_token_id,
             "architectures": [type(model).__name__],
         }
-        give_head(model, TaskHead(head_names, head_names, values))
+        set_head(model, TaskHead(head_names, head_names, values))
         loss = partial(reward_loss, center=self._spec.center_rewards_coefficient)
         model.__dict__["forward"] = partial(_with_loss, model.forward, loss)
 

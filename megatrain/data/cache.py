@@ -1,4 +1,4 @@
-"""A cache folder of tokenized data. Entries are keyed by their source contents, complete or absent, and mapped."""
+"""Cache folder of tokenized data: atomic entries, keyed by the contents of their sources and memory-mapped."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from megatrain.data.table import DatasetConfig
 
 _VERSION = 6
-#: Files of ``ARRAYS`` in an entry.
-_FILES = {
+#: File name of each of ``ARRAYS`` in an entry.
+_FILE_NAMES = {
     "tokens": "tokens.int32",
     "trained": "trained.bool",
     "starts": "starts.int64",
@@ -46,7 +46,7 @@ _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
 _READ_BYTES = 4 * MiB
-_SETTLED_S = 2.0  # a file with a more recent mtime may change again within one tick of its clock
+_SETTLED_S = 2.0  # a file changed less than 2 s ago may change again without a new mtime
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
@@ -56,9 +56,9 @@ class CacheEntry:
     """One tokenized dataset.
 
     Attributes:
-        arrays: Values of ``ARRAYS`` by name, mapped from files, so that unread parts cost no RAM.
-        source_starts: first document of each source, and the end.
-        content: checksum of the arrays.
+        arrays: Memory-mapped arrays, keyed by the names in ``ARRAYS``. Unread parts use no RAM.
+        source_starts: Index of the first document of each source, followed by the number of documents.
+        content: Checksum of the arrays.
     """
 
     arrays: Mapping[str, Any]
@@ -69,21 +69,21 @@ class CacheEntry:
 
 
 def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
-    """Return the folder of ``data.cache_dir``, created if missing; None if tokens are kept in RAM.
+    """Create the folder of ``data.cache_dir`` if necessary and return it; return None to keep tokens in RAM.
 
     Raises:
-        DataError: the user named it and it cannot be written. An unwritable default folder only causes a message.
+        DataError: The config sets a folder that cannot be written. An unwritable default folder only causes a message.
     """
     if cache_dir == "none":
         return None
-    usual = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(usual) if os.path.isabs(usual) else Path(os.path.expanduser("~")) / ".cache"
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(cache_home) if os.path.isabs(cache_home) else Path(os.path.expanduser("~")) / ".cache"
     folder = base / "megatrain-tier" / "tokens" if cache_dir == "auto" else Path(cache_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
-        _check_locks(folder)
+        _check_locking(folder)
     except OSError as error:
         reason = error.strerror or str(error)
         if cache_dir != "auto":
@@ -95,8 +95,8 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
     return folder
 
 
-def _check_locks(folder: Path) -> None:
-    """Raise ``LockingError`` if the file system of a folder has no locks, which the creation of entries needs."""
+def _check_locking(folder: Path) -> None:
+    """Raise ``LockingError`` if the folder's file system does not support the locks that protect new entries."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -106,12 +106,12 @@ def _check_locks(folder: Path) -> None:
 
 
 class TokenCache:
-    """The entries of one folder. Several processes may use it at once; each file of an entry is written once.
+    """Cache of tokenized datasets in one folder, which several processes can use concurrently.
 
     Args:
-        folder: an existing folder.
-        max_nbytes: Maximum bytes of all entries; the least recently used are removed first. None for no limit.
-        on_message: called with a message while it waits for another process.
+        folder: An existing folder.
+        max_nbytes: Maximum total bytes. The cache evicts the least recently used entries first. None for no limit.
+        on_message: Called with a message when the cache has to wait for another process.
     """
 
     def __init__(
@@ -122,38 +122,38 @@ class TokenCache:
         self._on_message = on_message
 
     def get(self, key: str, encode: Encode) -> CacheEntry:
-        """Return an entry, created if it is missing. Waits while another process creates it.
+        """Return an entry. If it is missing, create it, or wait for the process that is creating it.
 
         Args:
-            key: name of the entry, a function of everything that determines its contents.
+            key: Name of the entry (see :func:`cache_key`).
 
         Raises:
-            DataError: raised by ``encode``, or the folder is full or too small.
+            DataError: Raised by ``encode``, or the entry cannot be written, or it exceeds ``max_nbytes``.
         """
-        found = self._open(key)
+        found = self._open_entry(key)
         if found is not None:
             return found
         with self._lock(key):
-            found = self._open(key)
+            found = self._open_entry(key)
             if found is None:
                 try:
-                    self._make(key, encode)
+                    self._create_entry(key, encode)
                 except OSError as error:
-                    self._remove(self._folder / (key + _PARTIAL))
+                    self._remove_folder(self._folder / (key + _PARTIAL))
                     raise DataError(
                         str(self._folder),
                         f"tokenized data cannot be written: {error.strerror or error}",
                         "Free space, or name another folder as data.cache_dir",
                     ) from error
-                found = self._open(key)
+                found = self._open_entry(key)
         assert found is not None, key
         return found
 
     def file_checksum(self, file: Path) -> str:
-        """Return the checksum of a file's contents; read again only if its size, time or location has changed.
+        """Return the checksum of a file's contents. Read the file only if its size, mtime or inode has changed.
 
         Raises:
-            DataError: the file cannot be read.
+            DataError: The file cannot be read.
         """
         try:
             state = file.stat()
@@ -170,12 +170,12 @@ class TokenCache:
         if time.time() - state.st_mtime > _SETTLED_S:
             with contextlib.suppress(OSError):
                 memory.parent.mkdir(exist_ok=True)
-                _write_whole(memory, {"stamp": stamp, "checksum": found})
+                _write_atomically(memory, {"stamp": stamp, "checksum": found})
         return found
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of one entry; the system releases it if the process dies."""
+        """Hold the lock of one entry. The operating system releases the lock if the process dies."""
         path = self._folder / (key + _LOCK)
         with path.open("w") as file:
             try:
@@ -185,16 +185,16 @@ class TokenCache:
                 lock(file.fileno(), path, waits=True)
             yield
 
-    def _make(self, key: str, encode: Encode) -> None:
-        """Write an entry under a temporary name, then rename it, so that a crash leaves no partial entry."""
+    def _create_entry(self, key: str, encode: Encode) -> None:
+        """Write an entry under a temporary name, then rename it, so that a crash never leaves a partial entry."""
         partial, final = self._folder / (key + _PARTIAL), self._folder / key
-        self._remove(partial)
-        self._remove(final)  # damaged, or it would have been opened
+        self._remove_folder(partial)
+        self._remove_folder(final)  # a damaged entry, because `get` failed to open it
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
-                files = [stack.enter_context((partial / _FILES[name]).open("wb")) for name in ARRAYS]
-                writer = TokenWriter(files, lambda nbytes: self._make_room(nbytes, key))
+                files = [stack.enter_context((partial / _FILE_NAMES[name]).open("wb")) for name in ARRAYS]
+                writer = TokenWriter(files, lambda nbytes: self._evict_entries(nbytes, key))
                 report, source_starts = encode(writer)
                 for file in files:
                     file.flush()
@@ -209,21 +209,21 @@ class TokenCache:
                 "source_starts": source_starts,
                 "report": report.to_json(),
             }
-            _write_whole(partial / _MANIFEST, manifest)
+            _write_atomically(partial / _MANIFEST, manifest)
             os.rename(partial, final)
         except BaseException:
-            self._remove(partial)
+            self._remove_folder(partial)
             raise
 
-    def _open(self, key: str) -> CacheEntry | None:
-        """Return a complete entry and record its use; None if there is none."""
+    def _open_entry(self, key: str) -> CacheEntry | None:
+        """Return a complete entry and update its time of last use; return None if no such entry exists."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 return None
             entry = CacheEntry(
-                _map(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"]),
+                _map_arrays(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"]),
                 DataReport.from_json(manifest["report"]),
                 tuple(manifest["source_starts"]),
                 manifest["content"],
@@ -235,8 +235,8 @@ class TokenCache:
             os.utime(folder / _MANIFEST)
         return entry
 
-    def _make_room(self, nbytes: int, key: str) -> None:
-        """Remove the least recently used entries until ``nbytes`` more fit."""
+    def _evict_entries(self, nbytes: int, key: str) -> None:
+        """Evict the least recently used entries until an entry of ``nbytes`` fits into the cache."""
         if self._max_nbytes is None:
             return
         others = []
@@ -247,7 +247,7 @@ class TokenCache:
                     others.append((used, folder, sum(file.stat().st_size for file in folder.iterdir())))
         others.sort(reverse=True)
         while others and nbytes + sum(size for _, _, size in others) > self._max_nbytes:
-            self._remove(others.pop()[1])
+            self._remove_folder(others.pop()[1])
         if nbytes > self._max_nbytes:
             raise DataError(
                 str(self._folder),
@@ -255,8 +255,8 @@ class TokenCache:
                 'Raise it (5 bytes for each token and 10 for each document), or write cache_dir = "none"',
             )
 
-    def _remove(self, folder: Path) -> None:
-        """Remove a folder atomically: rename, then delete. Processes that have mapped it keep their mapping."""
+    def _remove_folder(self, folder: Path) -> None:
+        """Rename a folder, then delete it. Other processes keep their memory maps of its files."""
         if not folder.exists():
             return
         aside = folder.with_name(f"{folder.name}{_REMOVED}-{os.getpid()}")
@@ -266,11 +266,7 @@ class TokenCache:
 
 
 def read_checksum(file: Path) -> str:
-    """Return the checksum of a file's contents.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Return the checksum of a file's contents. Raises DataError if the file cannot be read."""
     digest = xxhash.xxh3_64()
     try:
         with file.open("rb", buffering=0) as stream:
@@ -281,12 +277,8 @@ def read_checksum(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> dict[str, npt.NDArray[Any]]:
-    """Map the arrays of an entry.
-
-    Raises:
-        ValueError: a file has the wrong size.
-    """
+def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> dict[str, npt.NDArray[Any]]:
+    """Memory-map the arrays of an entry. Raises ValueError if a file has the wrong size."""
     counts = {
         "tokens": num_tokens,
         "trained": num_tokens,
@@ -298,16 +290,16 @@ def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int
     }
     found: dict[str, npt.NDArray[Any]] = {}
     for name, dtype in ARRAYS.items():
-        path, count = folder / _FILES[name], counts[name]
+        path, count = folder / _FILE_NAMES[name], counts[name]
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} has {path.stat().st_size} bytes")
-        # An empty file cannot be mapped.
+        # An empty file cannot be memory-mapped.
         found[name] = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
     return found
 
 
-def _write_whole(path: Path, values: Any) -> None:
-    """Write JSON atomically, so that readers never see a part of it."""
+def _write_atomically(path: Path, values: Any) -> None:
+    """Write JSON atomically, so that readers never see a partial file."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     with fresh.open("w", encoding="utf-8") as file:
         json.dump(values, file)
@@ -316,7 +308,7 @@ def _write_whole(path: Path, values: Any) -> None:
     os.replace(fresh, path)
 
 
-#: To be increased whenever the same rows produce other tokens or masks.
+#: Version of the encoding. Increase it whenever a change of the code makes the same rows produce different tokens.
 ENCODING = 3
 
 
@@ -329,12 +321,14 @@ def cache_key(
     cache: TokenCache,
     image_processor: str = "",
 ) -> str:
-    """Return 32 hex digits that depend on contents and order of files, not on their names and locations.
+    """Return a key of 32 hex digits, computed from everything that determines the tokens of the sources.
+
+    The contents and the order of the files change the key. Their names and folders do not, unless rows have images,
+    because image paths are relative to the files.
 
     Args:
-        cache: stores checksums of files.
-        image_processor: description of the processor that prepares images, or "" if rows have none. Otherwise the
-            locations of files count, because image paths are relative to them.
+        cache: Cache of file checksums.
+        image_processor: Description of the image processor, or "" if rows have no images.
     """
     described = [
         {
@@ -365,7 +359,7 @@ def cache_key(
 
 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """Return everything that determines a tokenizer's output: vocabulary, rules, special tokens, chat template."""
+    """Return a tokenizer's vocabulary and rules (as a checksum), special tokens and chat template."""
     rules = tokenizer.backend_tokenizer.to_str().encode()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(rules).hexdigest(), special, tokenizer.chat_template]

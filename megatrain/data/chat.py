@@ -1,4 +1,4 @@
-"""Rows to tokens with a proven loss mask: the trained tokens decode to exactly the assistant's text."""
+"""Conversion of rows to tokens and a verified loss mask: the trained tokens decode to exactly the assistant's text."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ class Encoded:
     """Tokens of one row.
 
     Attributes:
-        trained: for each token, whether it has a loss. Never true for the first token, which nothing predicts.
-        is_text: whether it is plain text, which may be cut into pieces.
-        untrained_turns: reasons why turns of the assistant that should be trained are not, one sentence each.
-        num_turns: turns of the assistant that should be trained.
-        left_out: fields of the row that the chat template does not show.
-        special_tokens: special tokens in the text of the row.
-        is_start: whether plain text begins here; a large file comes in parts.
-        is_end: whether plain text ends here.
-        images: Images of the row, in order.
-        image_tokens: range of tokens of each image.
+        trained: Loss mask, one flag per token. Always false for the first token, which no token predicts.
+        is_text: Whether the row is plain text, which can be split into several documents.
+        untrained_turns: For each assistant turn that cannot be trained although it should be, the reason.
+        num_turns: Number of assistant turns that should be trained.
+        left_out: Fields of the row that the chat template does not render.
+        special_tokens: Special tokens that occur in the text of the row.
+        is_start: Whether these tokens are the start of a plain text. Large files are read in pieces.
+        is_end: Whether these tokens are the end of a plain text.
+        image_tokens: Index range of the tokens of each image.
     """
 
     tokens: list[int]
@@ -59,16 +58,15 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Texts:
+class _RowText:
     """The text to tokenize for one row.
 
     Attributes:
-        text: the text, or "".
-        has_special: whether the tokenizer adds its special tokens around the text.
-        has_offsets: whether the loss mask needs the character offsets of each token.
-        row: the conversation that was rendered.
-        rendered: the conversation before image placeholders were inserted.
-        inserted: positions of these placeholders.
+        has_special: Whether the tokenizer adds its special tokens around the text.
+        has_offsets: Whether the loss mask needs the character offsets of each token.
+        row: The conversation that was rendered. None if the row is not a conversation.
+        rendered: The conversation before the image placeholders were inserted.
+        inserted: Positions of the image placeholders.
     """
 
     text: str = ""
@@ -83,18 +81,18 @@ class _Texts:
 
     @property
     def batch(self) -> tuple[bool, bool]:
-        """Key of the texts that are tokenized together."""
+        """Tokenizer options. Texts with equal options are tokenized together."""
         return self.has_special, self.has_offsets
 
 
 class RowEncoder:
-    """Converter of rows to tokens and masks, with one tokenizer.
+    """Converter of rows to tokens and loss masks.
 
     Args:
-        tokenizer: a fast tokenizer; conversations use its chat template.
-        train_on: "assistant": every assistant turn; "last_assistant": the last one; "completion": the text after the
-            prompt, or the last turn of a plain conversation; "all": every token.
-        images: prepares the images of rows. None if rows with images are refused.
+        tokenizer: A fast tokenizer. Its chat template renders conversations.
+        train_on: "assistant" trains every assistant turn, "last_assistant" the last one, and "all" every token.
+            "completion" trains the text after the prompt, or the last turn of a conversation without a prompt.
+        images: Processor of the rows' images. None to reject rows with images.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class RowEncoder:
         }
         if tokenizer.bos_token_id != tokenizer.eos_token_id:
             special.discard(tokenizer.bos_token_id)
-        self._ends = frozenset(special)
+        self._end_ids = frozenset(special)
         named = {*tokenizer.all_special_tokens, *(tokenizer.convert_ids_to_tokens(sorted(special)))}
         longest_first = sorted((str(name) for name in named if name), key=lambda name: (-len(name), name))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -130,25 +128,25 @@ class RowEncoder:
     @cached_property
     def _added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the tokens that the tokenizer adds before and after every text."""
-        bare, whole = self._tokens("a", special=False), self._tokens("a")
+        bare, whole = self._tokenize("a", special=False), self._tokenize("a")
         for count in range(len(whole) - len(bare) + 1):
             if whole[count : count + len(bare)] == bare:
                 return tuple(whole[:count]), tuple(whole[count + len(bare) :])
         return (), ()
 
     def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[Encoded | RowError]:
-        """Yield the tokens of each row, or the error that prevents training. Texts are tokenized together on all cores.
+        """Yield the tokens of each row, or the error that prevents its training. Use all cores to tokenize.
 
         Args:
-            rows: errors among them are passed through.
+            rows: Rows, or errors of rows. Each error is yielded unchanged.
 
         Raises:
-            DataError: a row is a conversation and the tokenizer has no chat template.
+            DataError: A row is a conversation, but the tokenizer has no chat template.
         """
-        texts = [_encodable(row, self._texts_of(row)) for row in rows]
-        ready = [each for each in texts if isinstance(each, _Texts) and each.text]
+        texts = [_check_unicode(row, self._prepare_text(row)) for row in rows]
+        ready = [each for each in texts if isinstance(each, _RowText) and each.text]
         batches = {batch: [each.text for each in ready if each.batch == batch] for batch in {e.batch for e in ready}}
-        coded = {batch: self._batch(found, *batch) for batch, found in batches.items()}
+        coded = {batch: self._tokenize_all(found, *batch) for batch, found in batches.items()}
         for row, each in zip(rows, texts, strict=True):
             if isinstance(each, RowError):
                 yield each
@@ -168,29 +166,31 @@ class RowEncoder:
             except RowError as error:
                 yield error
 
-    def _batch(self, texts: list[str], has_special: bool, has_offsets: bool) -> Iterator[tuple[list[int], Offsets]]:
+    def _tokenize_all(
+        self, texts: list[str], has_special: bool, has_offsets: bool
+    ) -> Iterator[tuple[list[int], Offsets]]:
         coded: Any = self._tokenizer(
             texts, add_special_tokens=has_special, return_offsets_mapping=has_offsets, verbose=False
         )
         return zip(coded["input_ids"], coded["offset_mapping"] if has_offsets else itertools.repeat(()), strict=False)
 
-    def _texts_of(self, row: PlainRow | RowError) -> _Texts | RowError:
+    def _prepare_text(self, row: PlainRow | RowError) -> _RowText | RowError:
         if isinstance(row, RowError):
             return row
         if isinstance(row, Tokenized):
-            return _Texts()
+            return _RowText()
         if isinstance(row, Document):
-            return _Texts(row.text, has_special=row.is_start, special_tokens=self._special_in(row.text))
+            return _RowText(row.text, has_special=row.is_start, special_tokens=self._find_special_tokens(row.text))
         if isinstance(row, PromptCompletion):
             text = row.prompt + row.completion if row.completion.strip() else ""
-            return _Texts(text, has_offsets=True, special_tokens=self._special_in(text))
-        renderer = self._ready_renderer()
+            return _RowText(text, has_offsets=True, special_tokens=self._find_special_tokens(text))
+        renderer = self._get_renderer()
         try:
             text = renderer.render(row.messages, row.where, tools=row.tools)
         except RowError as error:
             if not any(message.get("tool_calls") for message in row.messages):
                 return error
-            try:  # some model families expect the arguments of calls as text
+            try:  # some chat templates expect the arguments of tool calls as text
                 row = replace(row, messages=with_text_arguments(row.messages))
                 text = renderer.render(row.messages, row.where, tools=row.tools)
             except RowError:
@@ -198,109 +198,115 @@ class RowEncoder:
         contents = "\n".join(text for message in row.messages for text in texts_in(message))
         try:
             return replace(
-                self._with_images(row, text),
-                left_out=renderer.left_out(row.messages, text, row.where, row.tools),
-                special_tokens=self._special_in(contents),
+                self._insert_images(row, text),
+                left_out=renderer.find_omitted_fields(row.messages, text, row.where, row.tools),
+                special_tokens=self._find_special_tokens(contents),
             )
         except RowError as error:
             return error
 
-    def _special_in(self, text: str) -> tuple[str, ...]:
+    def _find_special_tokens(self, text: str) -> tuple[str, ...]:
         """Return the distinct special tokens in a text."""
         return tuple(dict.fromkeys(self._special.findall(text)))
 
-    def _with_images(self, row: Conversation, text: str) -> _Texts:
+    def _insert_images(self, row: Conversation, text: str) -> _RowText:
         if self._images is None:
             if row.images:
                 raise RowError(
                     row.where,
-                    "the row has images, and the run reads none",
-                    'Take an image-text model and write model.images = "frozen", or remove the row',
-                    reason='a row has images, and the run reads none (model.images = "off")',
+                    "the row has images, but the run does not read images",
+                    'Use an image-text model and set model.images = "frozen", or remove the row',
+                    reason='a row has images, but the run does not read images (model.images = "off")',
                 )
-            return _Texts(text, has_special=False, has_offsets=True, row=row)
+            return _RowText(text, has_special=False, has_offsets=True, row=row)
         refs = tuple(named.ref() for named in row.images)
         whole, inserted = self._images.insert(text, refs, row.where)
-        return _Texts(
+        return _RowText(
             whole, has_special=False, has_offsets=True, row=row, rendered=text, inserted=inserted, images=refs
         )
 
-    def _tokens(self, text: str, *, special: bool = True) -> list[int]:
+    def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         assert isinstance(ids, list), type(ids)
         return ids
 
-    def _with_end(self, tokens: list[int]) -> list[int]:
+    def _append_eos(self, tokens: list[int]) -> list[int]:
         end = self._tokenizer.eos_token_id
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
 
     def _finish_document(self, row: Document, tokens: list[int]) -> Encoded:
         if not row.is_end:
-            tokens = self._without_end(tokens) if row.is_start else tokens
+            tokens = self._strip_end_tokens(tokens) if row.is_start else tokens
         elif tokens or not row.is_start:
-            tokens = self._with_end(tokens)
+            tokens = self._append_eos(tokens)
         trained = [not row.is_start, *([True] * len(tokens))][: len(tokens)]
         return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
     def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> Encoded:
-        """Tokenize the whole text; train the tokens that contain a character of the completion."""
+        """Return the tokens of prompt and completion; train each token that contains a character of the completion."""
         if not tokens:
-            return _encoded([], [])
-        tokens = self._without_end(tokens)
-        text, border = row.prompt + row.completion, len(row.prompt)
+            return _make_encoded([], [])
+        tokens = self._strip_end_tokens(tokens)
+        text, boundary = row.prompt + row.completion, len(row.prompt)
         begin = len(self.start_tokens) if tuple(tokens[: len(self.start_tokens)]) == self.start_tokens else 0
         first = begin
-        if border:
-            first = next((i for i in range(begin, len(tokens)) if offsets[i][1] > border), len(tokens))
-        if self._same_text(self._decode(tokens[begin:]), text):
-            # Offsets may omit white space at the end of a token: an earlier token may contain part of the completion.
+        if boundary:
+            first = next((i for i in range(begin, len(tokens)) if offsets[i][1] > boundary), len(tokens))
+        if self._is_same_text(self._decode(tokens[begin:]), text):
+            # Offsets can omit trailing white space of a token, so an earlier token can contain part of the completion.
             while first > begin and text.startswith(before := self._decode(tokens[begin:first])):
-                if len(before) <= border:
+                if len(before) <= boundary:
                     break
                 first -= 1
-        elif first == len(tokens) or not self._same_part(self._decode(tokens[first:]), text[offsets[first][0] :]):
+        elif first == len(tokens) or not self._is_same_fragment(
+            self._decode(tokens[first:]), text[offsets[first][0] :]
+        ):
             found = self._decode(tokens[first:])
             raise RowError(
                 row.where,
-                f"the tokens of `completion` decode to {_short(found)}, but the row has {_short(row.completion)}",
+                f"the tokens of `completion` decode to {_shorten(found)}, but the row has {_shorten(row.completion)}",
                 "The tokenizer changes this text; remove the row",
                 reason="the tokens of `completion` do not decode to its text",
             )
         keep = self._train_on == "all"
         trained = [keep] * first + [True] * (len(tokens) - first)
-        tokens = self._with_end(tokens)
-        return _encoded(tokens, [*trained, True][: len(tokens)])
+        tokens = self._append_eos(tokens)
+        return _make_encoded(tokens, [*trained, True][: len(tokens)])
 
-    def _without_end(self, tokens: list[int]) -> list[int]:
-        """Remove the tokens that the tokenizer adds after every text, as in the T5 family."""
+    def _strip_end_tokens(self, tokens: list[int]) -> list[int]:
+        """Remove the tokens that some tokenizers, such as T5's, add after every text."""
         end = self._added_tokens[1]
         return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
-    def _finish_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
-        coded = self._masked_conversation(row, texts, tokens, offsets)
+    def _finish_conversation(self, row: Conversation, texts: _RowText, tokens: list[int], offsets: Offsets) -> Encoded:
+        coded = self._mask_conversation(row, texts, tokens, offsets)
         if not texts.inserted:
             return coded
-        places = [_touching(each.after, offsets) for each in texts.inserted]
+        image_ranges = [_find_touching_tokens(each.after, offsets) for each in texts.inserted]
         trained = list(coded.trained)
-        for place in places:
-            trained[place.start : place.stop] = [False] * len(place)
-        return replace(coded, trained=trained, images=texts.images, image_tokens=tuple(places))
+        for image_range in image_ranges:
+            trained[image_range.start : image_range.stop] = [False] * len(image_range)
+        return replace(coded, trained=trained, images=texts.images, image_tokens=tuple(image_ranges))
 
-    def _masked_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
+    def _mask_conversation(self, row: Conversation, texts: _RowText, tokens: list[int], offsets: Offsets) -> Encoded:
         text = texts.text
         by_default = self._train_on == "all"
-        turns = [index for index, flag in enumerate(row.flags) if flag is False] if by_default else self._chosen(row)
+        turns = (
+            [index for index, flag in enumerate(row.flags) if flag is False]
+            if by_default
+            else self._turns_to_train(row)
+        )
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
         if by_default and not turns:
-            return _encoded(tokens, [True] * len(tokens))
-        # Turns are located in the text without images, which the template renders repeatedly.
+            return _make_encoded(tokens, [True] * len(tokens))
+        # Locate the turns in the text without image tokens, because the search renders the template repeatedly.
         plain = texts.rendered or text
-        spans = self._ready_renderer().assistant_spans(row.messages, plain, row.where, turns, row.tools)
-        spans = {index: _moved(span, texts.inserted) for index, span in spans.items()}
+        spans = self._get_renderer().assistant_spans(row.messages, plain, row.where, turns, row.tools)
+        spans = {index: _shift_span(span, texts.inserted) for index, span in spans.items()}
         trained = [by_default] * len(tokens)
         for span in spans.values():
             if isinstance(span, MessageSpan):
-                for at in self._tokens_of(span, text, offsets, tokens, row.where):
+                for at in self._find_span_tokens(span, text, offsets, tokens, row.where):
                     trained[at] = not by_default
         reasons = {index: why for index, why in spans.items() if isinstance(why, str)}
         if any(name.endswith("tool_calls") for name in texts.left_out):
@@ -316,20 +322,20 @@ class RowEncoder:
                 reason=f"no turn of the assistant can be separated from the rest: {why}",
             )
         if not by_default:
-            tokens, trained = self._with_end_of_turn(tokens, trained)
-        return _encoded(tokens, trained, tuple(reasons.values()), len(turns))
+            tokens, trained = self._close_last_turn(tokens, trained)
+        return _make_encoded(tokens, trained, tuple(reasons.values()), len(turns))
 
-    def _with_end_of_turn(self, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
-        """Close a last turn that the template leaves open; without this the model would not learn to stop."""
+    def _close_last_turn(self, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
+        """Append an end token if the template leaves the last turn open, so that the model learns to stop."""
         end = self._end_of_turn if self._end_of_turn is not None else self._tokenizer.eos_token_id
         shown = (index for index in reversed(range(len(tokens))) if self._decode(tokens[index : index + 1]).strip())
         last = next(shown, None)
-        if last is None or not isinstance(end, int) or not trained[last] or tokens[last] in self._ends:
+        if last is None or not isinstance(end, int) or not trained[last] or tokens[last] in self._end_ids:
             return tokens, trained
         return [*tokens[: last + 1], end], [*trained[: last + 1], True]
 
-    def _chosen(self, row: Conversation) -> list[int]:
-        """Return the turns to train: those selected by ``train_on``, unless the row's own flags override it."""
+    def _turns_to_train(self, row: Conversation) -> list[int]:
+        """Return the indices of the messages to train. Flags in the row override ``train_on``."""
         turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         named = [i for i in turns if i >= row.trained_from]
         if self._train_on == "last_assistant" or (self._train_on == "completion" and not row.trained_from):
@@ -338,48 +344,56 @@ class RowEncoder:
             return named
         return [i for i in turns if row.flags[i] or (row.flags[i] is None and i in named)]
 
-    def _tokens_of(self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], where: str) -> range:
-        """Return the indices of a span's tokens and its end of turn, after a proof that they decode to its text."""
-        inside = _overlapping(span, offsets)
+    def _find_span_tokens(
+        self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], where: str
+    ) -> range:
+        """Return the indices of a span's tokens and end-of-turn token; verify that they decode to the span's text.
+
+        Raises:
+            RowError: The tokens decode to different text, or one also contains text of the chat template.
+        """
+        inside = _find_overlapping_tokens(span, offsets)
         for i in inside:
             start, end = offsets[i]
             if text[start : span.start].strip() or text[span.end : end].strip():
                 raise RowError(
                     where,
-                    f"the token {text[start:end]!r} joins text of the assistant and of the chat template",
+                    f"the token {text[start:end]!r} contains text of both the assistant and the chat template",
                     "Use a template that puts a special token or white space between them",
-                    reason="a token joins text of the assistant and of the chat template",
+                    reason="a token contains text of both the assistant and the chat template",
                 )
         if not inside and text[span.start : span.end].strip():
-            raise RowError(where, f"no token holds the assistant's text in message {span.message + 1}")
-        for is_special, group in itertools.groupby(inside, key=lambda i: tokens[i] in self._ends):
+            raise RowError(where, f"no token contains the assistant's text in message {span.message + 1}")
+        for is_special, group in itertools.groupby(inside, key=lambda i: tokens[i] in self._end_ids):
             part = list(group)
             found = self._decode([tokens[i] for i in part])
             written = text[offsets[part[0]][0] : offsets[part[-1]][1]]
-            if not is_special and not self._same_part(found, written):
+            if not is_special and not self._is_same_fragment(found, written):
                 raise RowError(
                     where,
-                    f"the trained tokens decode to {_short(found)}, but the assistant wrote {_short(written)}",
+                    f"the trained tokens decode to {_shorten(found)}, but the assistant wrote {_shorten(written)}",
                     "The tokenizer changes this text; remove the row",
                     reason="the trained tokens do not decode to what the assistant wrote",
                 )
         if not inside:
             return range(0)
-        return range(inside[0], self._end_of_span(span, inside, text, offsets, tokens))
+        return range(inside[0], self._find_span_end(span, inside, text, offsets, tokens))
 
-    def _end_of_span(
+    def _find_span_end(
         self, span: MessageSpan, inside: Sequence[int], text: str, offsets: Offsets, tokens: Sequence[int]
     ) -> int:
         """Return the index after the end-of-turn token of a span, or after its last token if there is none."""
         after = inside[-1] + 1
         usual = (self._end_of_turn, self._tokenizer.eos_token_id)
         shown = next((i for i in reversed(inside) if text[slice(*offsets[i])].strip()), inside[-1])
-        if tokens[shown] in usual:  # the markers also enclose the end of turn
+        if tokens[shown] in usual:  # the span already includes the end-of-turn token
             return after
-        at = after  # white space before the end of turn is also trained
+        at = after  # white space before the end-of-turn token is also trained
         while at < len(tokens) and not text[slice(*offsets[at])].strip():
             at += 1
-        if at < len(tokens) and (tokens[at] in usual or (tokens[at] in self._ends and tokens[shown] not in self._ends)):
+        if at < len(tokens) and (
+            tokens[at] in usual or (tokens[at] in self._end_ids and tokens[shown] not in self._end_ids)
+        ):
             at += 1
             return at + (tokens[at : at + 1] == [self._tokenizer.eos_token_id] != tokens[at - 1 : at])
         end = span.end + len(self._end_text)
@@ -391,8 +405,8 @@ class RowEncoder:
                 return at + 1
         return after
 
-    def _same_text(self, found: str, written: str) -> bool:
-        """Compare texts including white space. Spaces next to special tokens may differ, as some tokenizers add one."""
+    def _is_same_text(self, found: str, written: str) -> bool:
+        """Compare texts after NFKC normalization; ignore white space next to special tokens."""
         if found == written:
             return True
         found, written = (unicodedata.normalize("NFKC", text) for text in (found, written))
@@ -401,54 +415,54 @@ class RowEncoder:
         around = re.compile(rf"\s*({self._special.pattern})\s*")
         return around.sub(r"\1", found) == around.sub(r"\1", written)
 
-    def _same_part(self, found: str, written: str) -> bool:
-        """Compare parts of a text without surrounding white space, which neighbouring tokens may contain."""
-        return self._same_text(found.strip(), written.strip())
+    def _is_same_fragment(self, found: str, written: str) -> bool:
+        """Compare fragments of a text; ignore white space at their ends, which adjacent tokens can contain."""
+        return self._is_same_text(found.strip(), written.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def _ready_renderer(self) -> ChatRenderer:
-        """Create the renderer on first use, and detect the end of an assistant turn with a probe."""
+    def _get_renderer(self) -> ChatRenderer:
+        """Return the renderer. The first call creates it and detects how the template ends an assistant turn."""
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer, in_parts=self._images is not None)
-            self._learn_end(self._renderer)
+            self._detect_end_of_turn(self._renderer)
         return self._renderer
 
-    def _learn_end(self, renderer: ChatRenderer) -> None:
-        """Detect what follows the assistant's text: a special token, or plain text if the tokenizer has none."""
+    def _detect_end_of_turn(self, renderer: ChatRenderer) -> None:
+        """Render a probe conversation to find the special token, or the plain text, that ends an assistant turn."""
         turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = renderer.render(turn * 2, "")
         except RowError:
             return
-        border = text.find(_PROBE) + len(_PROBE)
+        boundary = text.find(_PROBE) + len(_PROBE)
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         for token, (start, end) in zip(coded["input_ids"], coded["offset_mapping"], strict=True):
-            if start >= border and text[start:end].strip():
-                if token in self._ends:
+            if start >= boundary and text[start:end].strip():
+                if token in self._end_ids:
                     self._end_of_turn = int(token)
                     return
                 break
         last = text[text.rfind(_PROBE) + len(_PROBE) :].rstrip()
-        self._end_text = last if text.startswith(last, border) else ""
+        self._end_text = last if text.startswith(last, boundary) else ""
 
 
-def _encodable(row: PlainRow | RowError, texts: _Texts | RowError) -> _Texts | RowError:
-    """Return the texts, or an error if the text is not Unicode: JSON can contain half of a surrogate pair."""
+def _check_unicode(row: PlainRow | RowError, texts: _RowText | RowError) -> _RowText | RowError:
+    """Return the texts, or an error if they contain a lone surrogate, which JSON can express but UTF-8 cannot."""
     if isinstance(row, RowError) or isinstance(texts, RowError):
         return texts
     try:
         texts.text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        problem = f"the text holds {half} alone, which is half of a character"
-        return RowError(row.where, problem, reason="the text holds half of a character")
+        problem = f"the text contains a lone surrogate ({half}), which is half of a character"
+        return RowError(row.where, problem, reason="the text contains a lone surrogate")
     return texts
 
 
-def _overlapping(span: MessageSpan, offsets: Offsets) -> list[int]:
-    """Return the tokens that contain a character of a span. Offsets are sorted by start, so only near ones are read."""
+def _find_overlapping_tokens(span: MessageSpan, offsets: Offsets) -> list[int]:
+    """Return the indices of the tokens that contain a character of a span. ``offsets`` are sorted by start."""
     first = bisect_left(offsets, span.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > span.start:
         first -= 1
@@ -456,8 +470,8 @@ def _overlapping(span: MessageSpan, offsets: Offsets) -> list[int]:
     return [i for i in range(first, last) if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
 
 
-def _moved(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
-    """Return the position of a span after the insertion of image placeholders into its text."""
+def _shift_span(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
+    """Shift a span by the lengths of the image placeholders that were inserted into its text."""
     if isinstance(span, str):
         return span
     start = end = 0
@@ -467,8 +481,8 @@ def _moved(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan
     return MessageSpan(span.message, span.start + start, span.end + end)
 
 
-def _touching(characters: range, offsets: Offsets) -> range:
-    """Return the contiguous tokens that contain any of some characters."""
+def _find_touching_tokens(characters: range, offsets: Offsets) -> range:
+    """Return the index range of the tokens that contain any of the characters."""
     first = bisect_left(offsets, characters.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > characters.start:
         first -= 1
@@ -479,15 +493,15 @@ def _finish_tokenized(row: Tokenized) -> Encoded:
     tokens = list(row.tokens)
     if row.trained is None:
         return Encoded(tokens, [False, *([True] * len(tokens))][: len(tokens)], True)
-    return _encoded(tokens, list(row.trained))
+    return _make_encoded(tokens, list(row.trained))
 
 
-def _encoded(
+def _make_encoded(
     tokens: list[int], trained: list[bool], untrained_turns: tuple[str, ...] = (), num_turns: int = 0
 ) -> Encoded:
     assert len(tokens) == len(trained), (len(tokens), len(trained))
     return Encoded(tokens, [False, *trained[1:]] if trained else [], False, untrained_turns, num_turns=num_turns)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")

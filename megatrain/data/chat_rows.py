@@ -1,4 +1,4 @@
-"""Chats, prompts with completions, plain texts and tokens. Each row becomes one document."""
+"""Kind of rows that become one document each: chats, prompts with completions, plain texts and tokens."""
 
 from __future__ import annotations
 

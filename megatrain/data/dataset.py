@@ -1,4 +1,4 @@
-"""All training rows as documents of tokens, in memory-mapped files: RAM does not grow with the data."""
+"""Tokenized documents of all training rows in memory-mapped files, so that RAM use does not grow with the data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.data.table import DataConfig
 
 
-_WEIGHT = 2  # random stream; megatrain.data.loader has others
+_WEIGHT_STREAM = 2  # number of a random stream; megatrain.data.loader uses streams 0 and 1
 _SECONDS_BETWEEN_MESSAGES = 10.0
 OnMessage = Callable[[str], None]
 
@@ -42,10 +42,10 @@ class DataSpec:
     """Sources of the data, and options for the conversion of rows to documents.
 
     Attributes:
-        table: ``[data]``; its ``train`` lists the sources of these rows, in order.
-        seed: determines the order of the data, and the rows of ``val_size``.
-        images_folder: folder of the processor that prepares images. None if rows have none.
-        scores: folder of a teacher's scores of the rows. None if there is no teacher.
+        table: Config table ``[data]``. Its key ``train`` lists the sources in order.
+        seed: Seed of the order of the data, and of the selection of held-out rows (``val_size``).
+        images_folder: Folder of the image processor. None if rows have no images.
+        scores: Folder with a teacher's scores of the rows. None if the run has no teacher.
     """
 
     table: DataConfig
@@ -55,51 +55,52 @@ class DataSpec:
     scores: Path | None = None
 
     def with_keys(self, **keys: Any) -> DataSpec:
-        """Return a copy with these keys of its table replaced."""
+        """Return a copy with these keys of ``table`` replaced."""
         return replace(self, table=self.table.model_copy(update=keys))
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
-        """Return the processor for images, if rows may have any. Raises like :class:`ImageProcessor`."""
+        """Return the image processor, or None without ``images_folder``. Raises the errors of its constructor."""
         if self.images_folder is None:
             return None
         return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
 
     @property
     def has_default_packing(self) -> bool:
-        """Whether the config does not set the packing, so that another default may replace it."""
+        """Whether the config leaves ``packing`` at its default."""
         return "packing" not in self.table.model_fields_set
 
     @property
     def encoding(self) -> EncodingOptions:
-        """Options for the conversion of rows to documents, except ``train_on``."""
+        """All options for the conversion of rows to documents, except ``train_on``."""
         table, joins = self.table, self.table.packing == "concat"
         return EncodingOptions(table.max_length, table.overlong, table.bad_rows, self.kind, joins)
 
     @property
     def source_names(self) -> list[str]:
-        """Name of each source in messages."""
+        """Name of each source, for messages."""
         return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.table.train)]
 
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Documents as tokens.
+    """Tokenized documents.
 
     Attributes:
-        tokens: int32 ids of all documents, concatenated.
-        trained: for each token, whether it has a loss; false for the first of each document.
-        starts: int64 first token of each document, and the end.
-        report: counts of the rows that were read and dropped.
-        source_starts: first document of each source, and the end. Empty for one source.
-        weights: uses of the documents of each source per epoch. Empty for 1 each.
-        content: checksum of the first three arrays, or "" if not known yet.
-        begins_row: for each document, whether it is the first (usually only) one of a row. Empty if each is a row.
-        in_use: ascending numbers of the documents to use. None for all.
-        images: images of all documents, as written by ``refs_to_bytes``.
-        image_starts: first image byte of each document, and the end. Empty if no document has images.
-        roles: role of each document in its example, defined by the kind of rows. Empty for 0.
-        source_checksums: Returns the checksum of each source's files; reads files whose checksum is not cached. Empty
-            if the rows come from no file.
+        tokens: Token ids of all documents, concatenated.
+        trained: Loss mask, one flag per token; false for the first token of each document.
+        starts: Index of the first token of each document, followed by the length of ``tokens``.
+        report: Counts of the rows that were read and dropped.
+        source_starts: Index of the first document of each source, followed by the number of documents. Can be empty
+            if there is only one source.
+        weights: For each source, how often an epoch uses each of its documents. Empty if every weight is 1.
+        content: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
+        begins_row: For each document, whether it is the first (usually the only) document of a row.
+        in_use: Ascending indices of the documents to use. None for all.
+        images: Images of all documents, as written by ``refs_to_bytes``.
+        image_starts: Offset of each document's first byte in ``images``, followed by the length of ``images``.
+        roles: Role of each document in its example, as defined by ``kind``. Empty if every role is 0.
+        source_checksums: Function that returns one checksum per source. It reads the files whose checksum is not
+            cached.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -126,12 +127,12 @@ class TokenDataset:
         return len(self.starts) - 1
 
     def key_of(self, document: int) -> str:
-        """Return a checksum of a document's tokens and loss mask, by which its scores are found."""
+        """Return a checksum of a document's tokens and loss mask: the key of its teacher scores."""
         part = slice(int(self.starts[document]), int(self.starts[document + 1]))
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
     def fingerprint(self) -> str:
-        """Return a checksum of all data that a run uses. Reads no token if the cache knows the checksum."""
+        """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is missing."""
         text = self.content_of_all
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
@@ -139,12 +140,12 @@ class TokenDataset:
 
     @cached_property
     def content_of_all(self) -> str:
-        """Checksum of all documents, used or not."""
+        """Checksum of all documents, including those that are not in use."""
         return self.content or content_checksum(self.tokens, self.trained, self.starts)
 
     @property
     def largest_id(self) -> int:
-        """The largest token id."""
+        """Largest token id of all documents."""
         return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
 
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -163,9 +164,9 @@ class TokenDataset:
         return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
 
     def release_pages(self) -> None:
-        """Give the RAM of mapped files back to the system; a second read is not much slower.
+        """Release the RAM of the memory-mapped files. Reading the data again later is not much slower.
 
-        Without it, the process would appear to grow by all data that it has trained on.
+        Without this call, the resident memory of the process would grow with the data that it has read.
         """
         owners: list[object] = [getattr(self, name).base for name in ARRAYS]
         for mapped in owners:
@@ -173,10 +174,10 @@ class TokenDataset:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
-        """Return the documents of an epoch, in order; a weight may repeat the documents of its source.
+        """Return the documents of an epoch, in order, with each source repeated according to its weight.
 
-        The fraction of a weight selects the same documents in every epoch, by ``data_seed``. For examples with several
-        documents, the first one is returned.
+        For the fractional part of a weight, ``data_seed`` selects the same documents in every epoch. If examples have
+        several documents, return only the first document of each.
         """
         used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
         if self.kind.num_documents > 1:
@@ -189,7 +190,7 @@ class TokenDataset:
             documents = used[first:end]
             whole = math.floor(weight)
             count = round((weight - whole) * len(documents))
-            shuffled = np.random.default_rng((data_seed, _WEIGHT, number)).permutation(len(documents))
+            shuffled = np.random.default_rng((data_seed, _WEIGHT_STREAM, number)).permutation(len(documents))
             parts += [*([documents] * whole), documents[np.sort(shuffled[:count])]]
         return np.concatenate(parts)
 
@@ -204,17 +205,17 @@ def content_checksum(
 def load_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return every source, in order, from the cache; tokenize and cache it first if necessary.
+    """Return the documents of all sources, in order, from the cache; tokenize and cache them first if necessary.
 
-    Rows held out by ``data.val_size`` are not in use.
+    The rows that ``data.val_size`` holds out are excluded from ``in_use``.
 
     Args:
-        on_message: called with the progress of a long tokenization, and with the reason if the cache is not used.
+        on_message: Called with the progress of a long tokenization, and with the reason if the cache is not used.
 
     Raises:
-        DataError: raised by ``rows_of`` or ``RowEncoder.encode_many``; or no token would be trained; or
+        DataError: Raised by ``rows_of`` or ``RowEncoder.encode_many``; or no token would be trained; or
             ``data.cache_dir`` cannot be written.
-        RowError: a row cannot be trained and ``data.bad_rows`` is "error".
+        RowError: A row cannot be trained and ``data.bad_rows`` is "error".
     """
     files = [source_files(source.path, source.subset, source.split) for source in data.table.train]
 
@@ -225,26 +226,26 @@ def load_dataset(
     folder = cache_folder(data.table.cache_dir, on_message)
     cache = None
     if folder is None:
-        dataset = _in_memory(encode, data.kind)
+        dataset = _encode_in_memory(encode, data.kind)
     else:
         cache = TokenCache(folder, max_nbytes=data.table.max_cache_size, on_message=on_message)
         processor = data.image_processor(tokenizer)
         described = "" if processor is None else processor.describe()
         key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
-        dataset = _dataset(cache.get(key, encode), data.kind)
+        dataset = _dataset_from_entry(cache.get(key, encode), data.kind)
     dataset = replace(dataset, weights=weights, source_checksums=partial(source_checksums, files, cache))
     if data.table.val_size is not None:
         dataset = hold_out(dataset, data.table.val_size, data.seed)
     if not len(dataset.epoch_documents(data.seed)):
-        raise DataError("data.train", "with these weights no document is left", "Raise data.train.0.weight")
+        raise DataError("data.train", "these weights leave no document to train on", "Raise data.train.0.weight")
     return dataset
 
 
 def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) -> tuple[str, ...]:
-    """Return the checksum of each source's files: contents, kinds and order, but not names.
+    """Return one checksum per source, computed from the contents, suffixes and order of its files, not their names.
 
     Args:
-        cache: Stores checksums of files. None if the files are read.
+        cache: Cache of file checksums. None to read all files.
     """
     of_file = read_checksum if cache is None else cache.file_checksum
     described = ("\n".join(f"{suffix_of(file)} {of_file(file)}" for file in paths) for paths in files)
@@ -258,9 +259,9 @@ def _encode_sources(
     writer: TokenWriter,
     on_message: OnMessage,
 ) -> tuple[DataReport, tuple[int, ...]]:
-    """Tokenize every source; return the report and the first document of each source."""
+    """Tokenize every source; return the report and ``source_starts``."""
     rows = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
-    encoder = Encoder(rows, writer, data.encoding, _progress(on_message))
+    encoder = Encoder(rows, writer, data.encoding, _progress_callback(on_message))
     source_starts = [0]
     for source, paths in zip(data.table.train, files, strict=True):
         encoder.add_rows(rows_of(source, paths, data.kind))
@@ -269,26 +270,28 @@ def _encode_sources(
     return encoder.finish(), tuple(source_starts)
 
 
-def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]], kind: RowKind) -> TokenDataset:
-    made = InMemory()
+def _encode_in_memory(
+    encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]], kind: RowKind
+) -> TokenDataset:
+    made = InMemoryWriter()
     return made.dataset(*encode(made.writer), kind=kind)
 
 
-class InMemory:
-    """A writer of documents that are held in RAM."""
+class InMemoryWriter:
+    """Writer that keeps its documents in RAM."""
 
     def __init__(self) -> None:
         self._files = {name: io.BytesIO() for name in ARRAYS}
         self.writer = TokenWriter(tuple(self._files.values()))
 
     def dataset(self, report: DataReport, source_starts: tuple[int, ...] = (), kind: RowKind = CHATS) -> TokenDataset:
-        """Return the documents that were written and flushed."""
+        """Return a dataset of the documents that have been written and flushed."""
         arrays = {name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name]) for name, file in self._files.items()}
         writer = self.writer
-        return _dataset(CacheEntry(arrays, report, source_starts, writer.content, writer.largest_id), kind)
+        return _dataset_from_entry(CacheEntry(arrays, report, source_starts, writer.content, writer.largest_id), kind)
 
 
-def _dataset(entry: CacheEntry, kind: RowKind) -> TokenDataset:
+def _dataset_from_entry(entry: CacheEntry, kind: RowKind) -> TokenDataset:
     return TokenDataset(
         **entry.arrays,
         report=entry.report,
@@ -299,34 +302,34 @@ def _dataset(entry: CacheEntry, kind: RowKind) -> TokenDataset:
     )
 
 
-def _progress(on_message: OnMessage) -> Callable[[int], None]:
-    """Return a function that reports the number of finished rows every few seconds."""
-    said = time.monotonic()
+def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
+    """Return a callback that reports the number of tokenized rows at most every ten seconds."""
+    reported = time.monotonic()
 
     def on_rows(count: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _SECONDS_BETWEEN_MESSAGES:
-            said = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported >= _SECONDS_BETWEEN_MESSAGES:
+            reported = time.monotonic()
             on_message(f"tokenizing: {count:,} rows")
 
     return on_rows
 
 
-def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
-    """Raise ``DataError`` for token ids without an embedding in the model.
+def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
+    """Check that the model has an embedding for every token id.
 
     Args:
-        num_embeddings: rows of the model's input embedding.
-        where: the tokenizer, for the message.
+        num_embeddings: Number of rows of the model's input embedding.
+        where: Path of the tokenizer, for the error message.
 
     Raises:
-        DataError: the tokenizer does not belong to the model.
+        DataError: A token id has no embedding.
     """
     largest = dataset.largest_id
     if largest >= num_embeddings:
         raise DataError(
             where,
-            f"this tokenizer gives the token id {largest}, but the model has embeddings for {num_embeddings} tokens "
+            f"this tokenizer produces the token id {largest}, but the model has only {num_embeddings} embeddings "
             "(vocab_size)",
             "Use the model's own tokenizer",
         )
@@ -334,21 +337,20 @@ def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None
 
 #: Name of the held-out rows in metrics.
 NAME = "val"
-_HOLD_OUT = 3  # random stream; the loader and weights have others
+_HOLD_OUT_STREAM = 3  # number of a random stream; the loader and the weights use streams 0 to 2
 
 
 def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDataset:
-    """Return a dataset without its held-out rows, which :func:`held_out_part` returns.
+    """Return a dataset without its held-out rows. Use :func:`held_out_part` to get them.
 
-    The same data and ``data_seed`` give the same rows, whatever the batches, tiers and machine. All documents of a text
-    are held out together.
+    Only the data and ``data_seed`` determine which rows are held out. All documents of a row are held out together.
 
     Args:
-        val_size: share of the rows if below 1 (rounded, at least one row), else their number. Dropped rows do not
-            count.
+        val_size: Below 1: fraction of the rows (rounded, at least one row). Otherwise: number of rows. Dropped rows do
+            not count.
 
     Raises:
-        DataError: no row would remain to train on.
+        DataError: No row would remain to train on.
     """
     row_of_document = np.cumsum(dataset.begins_row) - 1
     count = int(row_of_document[-1]) + 1
@@ -358,16 +360,16 @@ def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDat
         raise DataError(
             "data.val_size",
             f"data.val_size = {shown} leaves nothing to train on: the data has {count:,} row{'s' * (count > 1)}",
-            "Write less, or separate rows in [[data.eval]]" if count > 1
-            else "A text file is one row: write another file of text in [[data.eval]]",
+            "Lower it, or use separate rows in [[data.eval]]" if count > 1
+            else "A text file is one row: use another text file in [[data.eval]]",
         )  # fmt: skip
     is_held_out = np.zeros(count, dtype=np.bool_)
-    is_held_out[np.random.default_rng((data_seed, _HOLD_OUT)).permutation(count)[:wanted]] = True
+    is_held_out[np.random.default_rng((data_seed, _HOLD_OUT_STREAM)).permutation(count)[:wanted]] = True
     return replace(dataset, in_use=np.flatnonzero(~is_held_out[row_of_document]))
 
 
 def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> TokenDataset:
-    """Return the rows that :func:`hold_out` removed, each once; only the first ``max_samples`` of them if given."""
+    """Return the rows that :func:`hold_out` removed, at most the first ``max_samples``, with a weight of 1."""
     assert dataset.in_use is not None
     others = np.ones(len(dataset), dtype=np.bool_)
     others[dataset.in_use] = False
@@ -378,10 +380,10 @@ def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> Toke
 
 
 def describe(held_out: TokenDataset) -> str:
-    """Return a message about the rows of :func:`held_out_part`."""
+    """Return a message with the number of held-out rows, documents and tokens."""
     documents = held_out.in_use
     assert documents is not None
     rows = int(np.count_nonzero(held_out.begins_row[documents]))
     tokens = int(held_out.lengths()[documents].sum())
     pieces = "" if rows == len(documents) else f"{len(documents):,} documents, "
-    return f"{rows:,} row{'s' * (rows != 1)} kept from training (data.val_size), {pieces}{tokens:,} tokens"
+    return f"{rows:,} row{'s' * (rows != 1)} held out from training (data.val_size), {pieces}{tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""Files of rows: the files of a path, and their rows one at a time."""
+"""Data files: search for the files of a path, and iteration over their rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 EXTRA = "pip install 'megatrain-tier[data]'"
 _READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
-#: File names of MosaicML streaming shards, also compressed.
+#: File names of MosaicML streaming shards, compressed or not.
 _MDS = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-_NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # metadata of datasets
+_METADATA_FILES = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")
 _LISTS_WITHIN_ROWS = (
     "messages",
     "conversations",
@@ -39,21 +39,21 @@ _LISTS_WITHIN_ROWS = (
     "rejected",
     "tools",
 )
-_PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so they need not fit in RAM
+_PIECE_CHARACTERS = 1 << 22  # approximate size of the pieces of a text file, which need not fit in RAM
 _MIN_ROWS_OF_BATCH = 256
-_TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose values are texts or bytes
-#: Bytes of a value in a list, with its share of the list's bounds.
+_TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose values are texts or bytes
+#: RAM for one value in a list, including its share of the list's offsets.
 _BYTES_PER_NESTED_VALUE = 16
-#: Unpacked bytes of one row. A long book has a few MB; a small untrusted file may unpack to more than the RAM.
+#: Maximum decompressed bytes of one row. A small untrusted file could decompress to more than the RAM.
 MAX_ROW_BYTES = 256 * MiB
 #: Remedy for rows that span several lines.
-LINE_PER_ROW = "Write one object per line (jq -c . FILE), or a list of them in a file named .json"
-#: Bytes of RAM for each byte of a JSON list: its text and the parsed objects.
+LINE_PER_ROW = "Write one object per line (jq -c . FILE), or a list of objects in a .json file"
+#: RAM for each byte of a JSON list: its text and the parsed objects.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
 
 def suffix_of(file: Path) -> str:
-    """Return the kind of a file as a lower-case suffix, ignoring a trailing ``.gz``."""
+    """Return the lower-case suffix of a file, without a trailing ``.gz``."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] == [".gz"]:
         return suffixes[-2] if suffixes[-2:-1] and suffixes[-2] in TEXT_SUFFIXES else ".gz"
@@ -61,19 +61,18 @@ def suffix_of(file: Path) -> str:
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
-    """Return the sorted files of a path, glob or folder.
+    """Return the sorted data files of a file path, glob pattern or folder.
 
     Args:
-        path: file, glob or folder.
-        split: selects files of a folder whose name, or whose folder's name, contains it. None for all files, or for
-            "train" if there are several splits.
+        split: Selects the files of a folder whose name, or whose subfolder's name, contains this word. None selects all
+            files, or the split "train" if the folder has several splits.
 
     Raises:
-        DataError: nothing there, or a file of an unsupported kind.
+        DataError: No file matches, or a file has an unsupported format.
     """
     base = Path(path)
     if base.is_dir():
-        return _of_split(base, _in_folder(base), split)
+        return _select_split(base, _find_in_folder(base), split)
     if base.is_file():
         files = [base]
     elif glob.has_magic(path):
@@ -83,18 +82,18 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     else:
         raise DataError(path, "there is no such file or folder", "Check the path; it is relative to the config file")
     if split not in (None, "train"):
-        raise DataError(path, f'split = "{split}" needs a folder or a dataset of the hub', "Leave split out")
+        raise DataError(path, f'split = "{split}" needs a folder or a dataset of the hub', "Remove split")
     refuse_mds(map(str, files))
     for file in files:
         if suffix_of(file) not in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
             raise DataError(
-                str(file), f'"{file.suffix or file.name}" files are not read', f"Files that are read: {_READ_AS}"
+                str(file), f'"{file.suffix or file.name}" files are not supported', f"Supported files: {_READ_AS}"
             )
     return files
 
 
 def refuse_mds(names: Iterable[str]) -> None:
-    """Raise `DataError` if one of the files is a shard of MosaicML's streaming."""
+    """Raise DataError if one of the files is a shard of MosaicML streaming."""
     for name in names:
         if _MDS.search(name):
             raise DataError(
@@ -104,19 +103,21 @@ def refuse_mds(names: Iterable[str]) -> None:
             )
 
 
-def _in_folder(folder: Path) -> list[Path]:
+def _find_in_folder(folder: Path) -> list[Path]:
     files = []
     for file in folder.rglob("*"):
         if _MDS.search(file.name) and file.is_file():
             refuse_mds([str(file)])
-        elif suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _NOT_DATA and file.is_file():
+        elif (
+            suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _METADATA_FILES and file.is_file()
+        ):
             files.append(file)
     if not files:
-        raise DataError(str(folder), "the folder holds no data file", f"Files that are read: {_READ_AS}")
+        raise DataError(str(folder), "the folder contains no data file", f"Supported files: {_READ_AS}")
     return sorted(files)
 
 
-def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
+def _select_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
     def has(file: Path, name: str) -> bool:
         words = re.split(r"[^a-z0-9]+", file.relative_to(folder).as_posix().lower())
         return name.lower() in words or name in file.relative_to(folder).parts
@@ -125,32 +126,32 @@ def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
         chosen = [file for file in files if has(file, split)]
         if not chosen:
             found = ", ".join(name for name in _SPLITS if any(has(file, name) for file in files)) or "none"
-            raise DataError(str(folder), f'no file of the folder is of split "{split}"', f"Splits found: {found}")
+            raise DataError(str(folder), f'no file in the folder belongs to split "{split}"', f"Splits found: {found}")
         return chosen
     splits = {name: [file for file in files if has(file, name)] for name in _SPLITS}
     named = [name for name in _SPLITS if splits[name]]
     if len(named) > 1 and len({file for name in named for file in splits[name]}) == len(files):
         if "train" not in named:
             raise DataError(
-                str(folder), f"the folder holds several splits: {', '.join(named)}", f'Write split = "{named[0]}"'
+                str(folder), f"the folder contains several splits: {', '.join(named)}", f'Set split = "{named[0]}"'
             )
         return splits["train"]
     return files
 
 
 def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) of each row of a file other than .txt; a value should be an object with fields.
+    """Yield (where, value) for each row of a file other than .txt. The values are not validated.
 
     Args:
-        json_key: For a .json file that is one object: the dotted key of its list of rows. None if the file has only
-            one list of rows.
+        json_key: Dotted key of the list of rows in a .json file that contains one object. None to find the list, if
+            there is only one.
 
     Raises:
-        DataError: the file cannot be read, or is damaged.
+        DataError: The file cannot be read, or is damaged.
     """
     suffix = suffix_of(file)
     if json_key is not None and suffix != ".json":
-        raise DataError(str(file), f'json_key = "{json_key}" is for .json files alone', "Leave it out")
+        raise DataError(str(file), f'json_key = "{json_key}" is only for .json files', "Remove it")
     if suffix in ARROW_SUFFIXES:
         return _arrow_rows(file, suffix)
     if suffix in (".csv", ".tsv"):
@@ -159,26 +160,26 @@ def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, An
 
 
 def read_text(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (piece, is_last) of a text file, cut between lines or words if possible.
+    """Yield (piece, is_last) for the pieces of a text file, which end between lines or words if possible.
 
     Raises:
-        DataError: the file cannot be read or is not UTF-8.
+        DataError: The file cannot be read or is not UTF-8.
     """
     held = ""
-    for text in _decoded(file):
+    for text in _decode_file(file):
         held += text
         if len(held) >= _PIECE_CHARACTERS:
-            cut = _last_border(held)
+            cut = _find_cut(held)
             yield held[:cut], False
             held = held[cut:]
     yield held, True
 
 
-def _decoded(file: Path) -> Iterator[str]:
-    """Yield the text of a UTF-8 file as it is read, with every line end as one line feed."""
+def _decode_file(file: Path) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in pieces, with every line end converted to a line feed."""
     decoder, line_ends = codecs.getincrementaldecoder("utf-8-sig")(), io.IncrementalNewlineDecoder(None, translate=True)
     num_read = 0
-    with _opened(file) as stream:
+    with _open(file) as stream:
         while True:
             try:
                 raw = stream.read(_PIECE_CHARACTERS)
@@ -194,12 +195,12 @@ def _decoded(file: Path) -> Iterator[str]:
             num_read += len(raw)
 
 
-def _last_border(text: str) -> int:
-    """Return the position of a cut: after the last line end, before the last space, or at the end."""
+def _find_cut(text: str) -> int:
+    """Return the position after the last line end, else before the last space, else at the end of the text."""
     return text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
 
 
-def _opened(file: Path) -> IO[bytes]:
+def _open(file: Path) -> IO[bytes]:
     try:
         return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
     except OSError as error:
@@ -207,7 +208,7 @@ def _opened(file: Path) -> IO[bytes]:
 
 
 def unreadable(file: Path, error: Exception) -> DataError:
-    """Return the error of a file that cannot be read."""
+    """Return the DataError for a file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return DataError(str(file), f"the file cannot be read: {reason}", "Check its permissions, or fetch it again")
 
@@ -217,7 +218,7 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataErro
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    with _opened(file) as stream:
+    with _open(file) as stream:
         try:
             yield from json_lines(stream, str(file))
         except (OSError, EOFError) as error:
@@ -225,7 +226,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) of the rows of a stream, one per line, from row ``start``. Empty lines are not rows.
+    """Yield (where, value) for each line of a stream, from row ``start`` on. Empty lines are not rows.
 
     Raises:
         DataError: A line is damaged, or too long.
@@ -239,8 +240,8 @@ def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[s
         try:
             line = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            said = f"not UTF-8 text (byte {error.start} of the line)"
-            raise DataError(where, said, "Convert it to UTF-8") from None
+            problem = f"not UTF-8 text (byte {error.start} of the line)"
+            raise DataError(where, problem, "Convert it to UTF-8") from None
         if line.strip():
             row += 1
             if row > start:
@@ -253,9 +254,9 @@ def _parse_line(line: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         start = line.strip()[:40]
         if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
-            raise DataError(where, "this is a JSON list, not one object per line", "Name the file .json") from None
+            raise DataError(where, "this is a JSON list, not one object per line", "Rename the file to .json") from None
         if start == "{":
-            raise DataError(where, "the object goes over several lines", LINE_PER_ROW) from None
+            raise DataError(where, "the object spans several lines", LINE_PER_ROW) from None
         raise DataError(
             where, f"broken JSON {_json_fault(error)}. The line begins: {start}", "Fix or remove the line"
         ) from None
@@ -268,15 +269,15 @@ def _json_fault(error: ValueError | RecursionError) -> str:
 
 
 def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a list, which must fit in RAM, or of objects one per line, which some tools also name .json."""
-    with _opened(file) as stream:
+    """Yield the rows of a .json file: a list, which must fit in RAM, or one object per line, as some tools write."""
+    with _open(file) as stream:
         try:
-            most_bytes = psutil.virtual_memory().available // _BYTES_PER_CHARACTER_OF_LIST
-            read = stream.read(most_bytes + 1)  # a .gz unpacks to an unknown size
-            if len(read) > most_bytes:
+            max_bytes = psutil.virtual_memory().available // _BYTES_PER_CHARACTER_OF_LIST
+            read = stream.read(max_bytes + 1)  # the decompressed size of a .gz file is unknown
+            if len(read) > max_bytes:
                 raise DataError(
                     str(file),
-                    f"the list has more than {format_size(most_bytes)}, too many to be held in this machine's RAM",
+                    f"the list has more than {format_size(max_bytes)}, which is too large for this machine's RAM",
                     "Write one object per line, and name the file .jsonl",
                 )
             text = read.decode("utf-8-sig")
@@ -295,52 +296,52 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
             return
         where = f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
         raise DataError(where, f"broken JSON {_json_fault(error)}", "Fix the file") from None
-    for number, value in enumerate(_list_of_rows(file, rows, json_key), start=1):
+    for number, value in enumerate(_find_rows(file, rows, json_key), start=1):
         yield f"{file} row {number}", value
 
 
-def _list_of_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
-    """Return the rows of a .json file: its list, or the list inside its object."""
+def _find_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
+    """Return the list of rows in the parsed content of a .json file: the list itself, or the one inside an object."""
     if isinstance(found, list) and json_key is None:
         return found
-    lists = dict(_lists_of_objects(found))
+    lists = dict(_find_lists(found))
     if json_key is not None:
         if json_key in lists:
             return lists[json_key]
         there = ", ".join(f"`{key}`" for key in lists) or "none"
-        raise DataError(str(file), f"there is no list of rows at `{json_key}`", f"Lists of rows in it: {there}")
+        raise DataError(str(file), f"there is no list of rows at `{json_key}`", f"Lists of rows found: {there}")
     outer = {key: rows for key, rows in lists.items() if key.rpartition(".")[2] not in _LISTS_WITHIN_ROWS}
     if len(outer) == 1:
         return next(iter(outer.values()))
     if outer:
         there = ", ".join(f"`{key}`" for key in outer)
-        advice = f'Write json_key = "{next(iter(outer))}", or another of them, next to this path'
-        raise DataError(str(file), f"the file holds several lists of rows: {there}", advice)
-    said = "an object without one" if isinstance(found, dict) else kind(found)
-    raise DataError(str(file), f"a .json file must hold a list of rows, this is {said}", "Wrap the rows in [ ]")
+        advice = f'Set json_key next to this path, for example json_key = "{next(iter(outer))}"'
+        raise DataError(str(file), f"the file contains several lists of rows: {there}", advice)
+    shown = "an object without such a list" if isinstance(found, dict) else kind(found)
+    raise DataError(str(file), f"a .json file must contain a list of rows, not {shown}", "Wrap the rows in [ ]")
 
 
-def _lists_of_objects(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield (dotted key, list) of the lists of objects within an object."""
+def _find_lists(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield (dotted key, list) for each list of objects within nested objects."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and key:
         yield key, value
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _lists_of_objects(inner, f"{key}.{name}" if key else name)
+            yield from _find_lists(inner, f"{key}.{name}" if key else name)
 
 
-def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(MAX_ROW_BYTES)
-    with _opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+    with _open(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         reader = None
         try:
             first = text.readline()
-            separator = _separator(first, usual)
+            separator = _separator(first, default_separator)
             reader = csv.reader(itertools.chain([first] if first else [], text), delimiter=separator, strict=True)
             header = next(reader, [])
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
-                raise DataError(f"{file} line 1", f"the column `{twice[0]}` is there twice", "Rename or remove one")
+                raise DataError(f"{file} line 1", f"the column `{twice[0]}` occurs twice", "Rename or remove one")
             for number, cells in enumerate(reader, start=1):
                 where = f"{file} row {number}"
                 if not any(cells):
@@ -348,8 +349,8 @@ def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 if len(cells) != len(header):
                     raise DataError(
                         f"{where} (line {reader.line_num})",
-                        f"{len(cells)} cells below a header of {len(header)}, cut at {_SEPARATOR_NAMES[separator]}",
-                        "Put cells that hold the separator or a line break in double quotes",
+                        f"{len(cells)} cells for {len(header)} columns (separator: {_SEPARATOR_NAMES[separator]})",
+                        "Put cells that contain the separator or a line break in double quotes",
                     )
                 yield where, dict(zip(header, cells, strict=True))
         except UnicodeDecodeError as error:
@@ -364,8 +365,8 @@ def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
 _SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
-def _separator(header: str, usual: str) -> str:
-    """Return the cell separator: the usual one, or, if the header lacks it, the one that gives the most columns."""
+def _separator(header: str, default_separator: str) -> str:
+    """Return the default separator if it splits the header, else the one that splits it into the most columns."""
 
     def count(separator: str) -> int:
         try:
@@ -373,14 +374,14 @@ def _separator(header: str, usual: str) -> str:
         except csv.Error:
             return 0
 
-    return usual if count(usual) > 1 else max((usual, *_SEPARATOR_NAMES), key=count)
+    return default_separator if count(default_separator) > 1 else max((default_separator, *_SEPARATOR_NAMES), key=count)
 
 
 def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]:
     pyarrow = import_pyarrow(str(file), f"{suffix} files")
     number = 0
     try:
-        values = parquet_values(file, str(file)) if suffix == ".parquet" else _values_of_batches(file)
+        values = parquet_values(file, str(file)) if suffix == ".parquet" else _arrow_values(file)
         for value in values:
             number += 1
             yield f"{file} row {number}", value
@@ -388,19 +389,17 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"{file} row {number + 1}" if number else str(file),
-            f"this is no {suffix} file that can be read: {reason.rstrip('.')}",
-            "Fetch or write it again",
+            f"this {suffix} file cannot be read: {reason.rstrip('.')}",
+            "Download or write it again",
         ) from None
 
 
 def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the values of the rows from row ``start``.
-
-    Only a bounded number of bytes is unpacked at a time, however small the file is.
+    """Yield the rows of a parquet file, from row ``start`` on, and decompress only a bounded number of bytes at a time.
 
     Args:
         file: Path or open file.
-        name: Name for errors.
+        name: Name for error messages.
     """
     import psutil
     import pyarrow.parquet
@@ -408,9 +407,10 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
     is_path = isinstance(file, Path)
     with pyarrow.parquet.ParquetFile(file, memory_map=is_path) as parquet:
         leaves = [parquet.schema.column(index) for index in range(len(parquet.schema))]
-    # Texts as dictionary indices: without them, a text that is stored once but used in a thousand rows or list items
-    # would be a thousand texts.
-    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXTS]
+    # Read texts as dictionary indices. Otherwise a text that is stored once but used in a thousand rows or list items
+    # would occupy RAM a thousand times.
+    is_text = [leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXT_TYPES for leaf in leaves]
+    texts = [leaf.path for leaf, flag in zip(leaves, is_text, strict=True) if flag]
     number = 1
     with pyarrow.parquet.ParquetFile(file, memory_map=is_path, read_dictionary=texts) as parquet:
         for index in range(parquet.num_row_groups):
@@ -422,13 +422,13 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # Row sizes of values in lists are unknown before unpacking. In a stream, free RAM must not affect results.
+            # Decompression reveals how many list values a row has. In a stream, free RAM must not affect the results.
             if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {number}",
-                    f"the group of {group.num_rows:,} rows that it begins has {max(nested):,} values in lists, too "
-                    "many to be unpacked in this machine's RAM",
-                    "Write the file with smaller groups (row_group_size)",
+                    f"the row group of {group.num_rows:,} rows that starts here has {max(nested):,} values in lists, "
+                    "too many for this machine's RAM",
+                    "Write the file with smaller row groups (row_group_size)",
                 )
             nbytes = max(
                 sum(column.total_uncompressed_size for column in columns), sum(nested) * _BYTES_PER_NESTED_VALUE
@@ -441,63 +441,67 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
 
 
 def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch, numbered from ``number``: unpacked together, or one by one if together too large."""
-    step = max(1, batch.num_rows) if _unpacked_bytes(batch) <= MAX_ROW_BYTES else 1
+    """Yield the rows of a batch as dicts. Convert a batch larger than ``MAX_ROW_BYTES`` one row at a time.
+
+    Args:
+        number: Number of the batch's first row, for error messages.
+    """
+    step = max(1, batch.num_rows) if _count_bytes(batch) <= MAX_ROW_BYTES else 1
     for start in range(0, batch.num_rows, step):
         rows = batch.slice(start, step)
-        if step == 1 and _unpacked_bytes(rows) > MAX_ROW_BYTES:
+        if step == 1 and _count_bytes(rows) > MAX_ROW_BYTES:
             raise too_large(f"{name} row {number + start}")
-        nested = [field.name for field in rows.schema if _has_keys(field.type)]
+        nested = [field.name for field in rows.schema if _has_objects(field.type)]
         for row in rows.to_pylist():
             yield row | {name: _without_null_keys(row[name]) for name in nested}
 
 
-def _has_keys(kind: Any) -> bool:
-    """Return whether values of a type are objects, or lists of objects."""
+def _has_objects(kind: Any) -> bool:
+    """Return whether the values of an Arrow type are objects or lists of objects."""
     import pyarrow
 
     if pyarrow.types.is_struct(kind):
         return True
-    return hasattr(kind, "value_type") and _has_keys(kind.value_type)
+    return hasattr(kind, "value_type") and _has_objects(kind.value_type)
 
 
 def _without_null_keys(value: Any) -> Any:
-    """Return a value without null keys: a columnar format gives each object the keys of all others."""
+    """Remove keys with null values: columnar formats give each object the keys of all objects in the column."""
     if isinstance(value, dict):
         return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
     return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _unpacked_bytes(rows: Any) -> int:
-    """Return the bytes of all values of a batch or an array; each use of a dictionary text counts."""
+def _count_bytes(rows: Any) -> int:
+    """Return the bytes of all values of a batch or array. A dictionary text counts once per use."""
     import pyarrow
     import pyarrow.compute
 
     if isinstance(rows, pyarrow.RecordBatch):
-        return sum(map(_unpacked_bytes, rows.columns))
+        return sum(map(_count_bytes, rows.columns))
     if pyarrow.types.is_dictionary(rows.type):
         values = rows.dictionary
         try:
             lengths = pyarrow.compute.binary_length(values).take(rows.indices)
-        except pyarrow.ArrowNotImplementedError:  # the values are not texts
-            return len(rows) * (_unpacked_bytes(values) // max(1, len(values)))
+        except pyarrow.ArrowNotImplementedError:  # binary_length does not support values other than texts
+            return len(rows) * (_count_bytes(values) // max(1, len(values)))
         return int(pyarrow.compute.sum(lengths.cast(pyarrow.int64())).as_py() or 0)
     if pyarrow.types.is_struct(rows.type):
-        return sum(map(_unpacked_bytes, rows.flatten()))
+        return sum(map(_count_bytes, rows.flatten()))
     if pyarrow.types.is_map(rows.type):
         first, last = rows.offsets[0].as_py(), rows.offsets[-1].as_py()
-        return sum(_unpacked_bytes(part.slice(first, last - first)) for part in (rows.keys, rows.items))
+        return sum(_count_bytes(part.slice(first, last - first)) for part in (rows.keys, rows.items))
     if hasattr(rows, "flatten"):
-        return _unpacked_bytes(rows.flatten())
+        return _count_bytes(rows.flatten())
     return int(rows.nbytes)
 
 
 def too_large(where: str) -> DataError:
-    return DataError(where, f"one row has more than {format_size(MAX_ROW_BYTES)}", "Split it, or remove the row")
+    return DataError(where, f"the row has more than {format_size(MAX_ROW_BYTES)}", "Split or remove the row")
 
 
-def _values_of_batches(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the values of the rows of an Arrow file (Feather 2), or of an Arrow stream, which datasets writes."""
+def _arrow_values(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow file (Feather 2), or of an Arrow stream, which the datasets library writes."""
     import pyarrow
 
     number = 1
@@ -515,7 +519,7 @@ def _values_of_batches(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def import_pyarrow(where: str, what: str) -> Any:
-    """Return pyarrow with its readers; raise DataError if it is not installed."""
+    """Import pyarrow with its readers and return it. Raises DataError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc

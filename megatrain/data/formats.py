@@ -1,4 +1,4 @@
-"""Rows of training files of any format, as conversations, prompts with completions, text, or tokens."""
+"""Readers of row formats, which convert each row to a conversation, a prompt with its completion, text, or tokens."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _FIELDS = (
 )  # fmt: skip
 _CHAT_FIELDS = ("system", "tools", "images", "image")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
-#: Usual names of prompts, of answers and of plain texts, the likeliest first.
+#: Usual column names of prompts, answers and plain texts, the most likely names first.
 _PROMPTS = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
 _ANSWERS = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
 _PLAIN_TEXTS = ("text", "content", "body", "document", "article")
-#: Fields of rows for reinforcement learning.
-_PROMPT_ALONE = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
+#: Columns of rows for reinforcement learning, which have no answer.
+_RL_COLUMNS = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
 
 
 class DataRow:
-    """One row that was read from a file.
+    """One row of a data file.
 
     Attributes:
-        where: File and row.
+        where: File and row, for messages.
         unread: Columns of the row that its format does not read.
     """
 
@@ -43,7 +43,7 @@ class DataRow:
     where: str
     unread: tuple[str, ...]
 
-    #: Fields whose length measures the size of the row.
+    #: Attributes whose lengths add up to the size of the row.
     measured: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -54,14 +54,14 @@ class DataRow:
 
 @dataclass(frozen=True, slots=True)
 class Conversation(DataRow):
-    """Messages in order.
+    """Messages of a chat, in order.
 
     Attributes:
-        messages: each with the text fields ``role`` and ``content``; some with ``tool_calls``, ``reasoning_content``.
-        trained_from: only assistant messages from this index on are trained; 0 for a plain conversation.
-        tools: tools that the assistant may call, for the chat template.
-        flags: for each message, the row's own flag for training it. Empty if the row has none.
-        images: images of the marks in the messages, in order.
+        messages: Each has the text fields ``role`` and ``content``. Some have ``tool_calls`` or ``reasoning_content``.
+        trained_from: Index of the first message that can be trained. Above 0 for a prompt with its completion.
+        tools: Tools that the assistant can call, for the chat template.
+        flags: For each message, the row's flag for training it, or None. Empty if the row has no flags.
+        images: One image per image mark in the messages, in order.
     """
 
     title: ClassVar[str] = "conversation"
@@ -75,13 +75,13 @@ class Conversation(DataRow):
 
     @property
     def num_characters(self) -> int:
-        """Characters of all messages."""
+        """Total length of the messages' contents."""
         return sum(len(message["content"]) for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion(DataRow):
-    """A prompt and the text after it, both verbatim: no chat template is applied."""
+    """A prompt and its completion, both used verbatim, without a chat template."""
 
     title: ClassVar[str] = "prompt and completion"
     measured: ClassVar[tuple[str, ...]] = ("prompt", "completion")
@@ -96,8 +96,8 @@ class Document(DataRow):
     """Plain text whose tokens are all trained.
 
     Attributes:
-        is_start: whether the text begins here. A large file comes in several pieces.
-        is_end: whether the text ends here.
+        is_start: Whether this is the first piece of the text. Large files are read in several pieces.
+        is_end: Whether this is the last piece of the text.
     """
 
     title: ClassVar[str] = "text"
@@ -111,10 +111,10 @@ class Document(DataRow):
 
 @dataclass(frozen=True, slots=True)
 class Tokenized(DataRow):
-    """Tokens made by the user's own tokenization.
+    """Tokens from the user's own tokenization.
 
     Attributes:
-        trained: for each token, whether it is trained. None for all; the row may then be cut like plain text.
+        trained: Loss mask, one flag per token. None to train all tokens, and to split the row like plain text.
     """
 
     title: ClassVar[str] = "tokens"
@@ -125,20 +125,20 @@ class Tokenized(DataRow):
     unread: tuple[str, ...] = field(default=(), compare=False)
 
 
-#: A row that is one text.
+#: A row that contains one text.
 PlainRow = Conversation | PromptCompletion | Document | Tokenized
 
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """The fields of one row, accessed by the field names of the config.
+    """The fields of one row, accessed by their standard names.
 
     Attributes:
-        value: Field name in the row -> value.
-        where: File and row, for errors.
-        names: Field -> name in the row.
-        columns: Field -> name in the row, as the config has it, for names within messages.
-        folder: Base of relative paths of images.
+        value: The row: values by column name.
+        where: File and row, for error messages.
+        names: Column name of each field.
+        columns: The config's ``columns``, which also maps names within messages.
+        folder: Base folder of relative image paths.
     """
 
     value: Mapping[str, Any]
@@ -148,7 +148,7 @@ class RowFields:
     folder: Path = Path()
 
     def name(self, field: str) -> str:
-        """Return the row's name of a field."""
+        """Return the column name of a field."""
         return self.names.get(field, field)
 
     def __contains__(self, field: str) -> bool:
@@ -158,27 +158,27 @@ class RowFields:
         return self.value[self.name(field)]
 
     def get(self, field: str) -> Any:
-        """Return the value of a field; None if the row has none."""
+        """Return the value of a field, or None if the row does not have the field."""
         return self.value.get(self.name(field))
 
     def text(self, field: str) -> str:
-        """Return a text field. Raises RowError for any other value."""
+        """Return the text of a field. Raises RowError if the value is not text."""
         return as_text(self[field], self.where, self.name(field))
 
     def messages(self, field: str, images: ImagePlaces) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
-        """Return the messages of a field, like ``read_messages``."""
+        """Return (messages, flags) of a field; see ``read_messages``."""
         return read_messages(self[field], self.where, self.name(field), self.columns, images)
 
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
-        """Return the tools that the assistant may call, or None."""
+        """Return the tools that the assistant can call, or None."""
         return read_tools(self.get("tools"), self.where)
 
     def images(self) -> ImagePlaces:
-        """Return the places of the row's images, with the images of its column ``images`` or ``image``."""
+        """Return a new :class:`ImagePlaces` with the images in the row's column ``images`` or ``image``."""
         return ImagePlaces(self.get("images"), self.value.get("image"))
 
     def system_before(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the system text of the row; "" if it has none, or the messages begin with a system message."""
+        """Return the row's system text, or "" if the row has none or the messages begin with a system message."""
         system = self.get("system")
         if not isinstance(system, str) or not system.strip() or messages[0]["role"] in ("system", "developer"):
             return ""
@@ -187,15 +187,15 @@ class RowFields:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """One format of rows.
+    """Reader of one row format.
 
     Attributes:
         name: Value of ``format`` in a config.
-        what: The rows and how they are trained, for a first config.
-        read: Returns the row; raises RowError, or DataError for missing fields.
-        needed: Fields that every row has.
-        any_of: Fields of which a row has at least one. Empty if ``needed`` suffices.
-        fields: Further fields that are read. None if every known field is read.
+        what: Description of the rows and their treatment, for the comments of a generated config.
+        read: Function that parses a row. Raises RowError, or DataError if fields are missing.
+        needed: Required fields.
+        any_of: Fields of which a row must have at least one. Empty for no such requirement.
+        fields: Optional fields that the reader uses. None for all known fields.
     """
 
     name: str
@@ -206,12 +206,12 @@ class RowReader:
     fields: tuple[str, ...] | None = ()
 
     def fits(self, value: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-        """Return whether a row has the fields of this format."""
+        """Return whether a row has the required fields of this format."""
         has_any = not self.any_of or any(names.get(field, field) in value for field in self.any_of)
         return has_any and all(names.get(field, field) in value for field in self.needed)
 
     def unread(self, row: DataRow, fields: RowFields) -> tuple[str, ...]:
-        """Return the columns of a row that have a value but are not read."""
+        """Return the nonempty columns of a row that this format does not read."""
         ours = tuple(fields.names) if self.fields is None else (*self.needed, *self.fields)
         if isinstance(row, Conversation):
             ours += _CHAT_FIELDS
@@ -225,33 +225,33 @@ class RowReader:
 def read_row(
     value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> tuple[str, DataRow]:
-    """Return the format name and the contents of a row.
+    """Parse a row, and return the name of its format and the parsed row.
 
     Args:
-        value: field -> value.
-        where: file and row, for errors.
-        format: format of the row; "auto" to detect it from the fields. If no field matches exactly, capitals and
-            surrounding spaces of names are ignored.
-        columns: field -> name in the row, dotted if it is inside an object.
-        folder: base of relative image paths.
+        value: The row, as a mapping.
+        where: File and row, for error messages.
+        format: Format of the row, or "auto" to detect it from the column names. Names that do not match exactly are
+            compared without case and surrounding spaces.
+        columns: Column name of each field; dotted for a field inside an object.
+        folder: Base folder of relative image paths.
 
     Raises:
-        RowError: the row is not an object with fields, or a field has an invalid value.
-        DataError: the fields of the format, or of every format, are missing; or it is preference data.
+        RowError: The row is not an object with fields, or a field has an invalid value.
+        DataError: A required field is missing, or no format matches the row, or the row is preference data.
     """
     if not isinstance(value, Mapping) or not value:
-        said = "a row must be an object with fields"
-        more = "; a list of rows belongs into a .json file" if isinstance(value, list) else ""
-        raise RowError(where, f"{said}, this is {kind(value)}", f"Fix or remove the row{more}", reason=said)
+        rule = "a row must be an object with fields"
+        more = "; a list of rows must be in a .json file" if isinstance(value, list) else ""
+        raise RowError(where, f"{rule}, not {kind(value)}", f"Fix or remove the row{more}", reason=rule)
     if isinstance(format, RowReader):
         readers = [format]
     else:
         readers = list(READERS.values()) if format == "auto" else [READERS[format]]
-    names = _names(columns, is_alpaca=format == "alpaca", is_auto=format == "auto")
-    found = _with_names(value, names, columns, readers)
-    reader = _detect(found, names, where, columns, readers) if format == "auto" else readers[0]
+    names = _map_fields(columns, is_alpaca=format == "alpaca", is_auto=format == "auto")
+    found = _rename_columns(value, names, columns, readers)
+    reader = _detect_reader(found, names, where, columns, readers) if format == "auto" else readers[0]
     fields = RowFields(found, where, names, columns, folder)
-    if reader.read is _conversation:
+    if reader.read is _read_conversation:
         _name_messages(fields, reader.needed[0])
     for needed in reader.needed:
         if needed not in fields:
@@ -259,22 +259,22 @@ def read_row(
                 raise DataError(where, *refused)
             if absent := absent_column(found, columns):
                 raise DataError(where, *absent)
-            said = f"no field `{fields.name(needed)}`; the row has {field_names(found)}"
-            raise DataError(where, said, guess(found, where))
+            problem = f"no field `{fields.name(needed)}`; the row has {field_names(found)}"
+            raise DataError(where, problem, guess(found, where))
     row = reader.read(fields)
     unread = reader.unread(row, fields)
     return reader.name, replace(cast("Any", row), unread=unread) if unread else row
 
 
 def _name_messages(fields: RowFields, usual: str) -> None:
-    """Set the row's name of the messages: chats of both formats are read alike."""
+    """Map both ``messages`` and ``conversations`` to the column that the row has, because one reader reads both."""
     names, other = fields.names, "conversations" if usual == "messages" else "messages"
     names["messages"] = names[usual] if usual in fields or other not in fields else names[other]
     names["conversations"] = names["messages"]
 
 
-def _names(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dict[str, str]:
-    """Return the row's name of each field; prompt, query and response are synonyms of Alpaca's fields."""
+def _map_fields(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dict[str, str]:
+    """Return the column name of each field. ``columns`` can call Alpaca's fields prompt, query and response."""
     names = {field: columns.get(field, field) for field in _FIELDS}
     is_alpaca = is_alpaca or (is_auto and bool({"query", "instruction", "output"} & set(columns)))
     synonyms = {"prompt": "instruction", "query": "input", "response": "output"} if is_alpaca else {
@@ -285,29 +285,29 @@ def _names(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dic
 
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of ``columns`` that name fields of rows, not fields of messages."""
+    """Return the entries of ``columns`` for fields of rows, without those for fields of messages."""
     return {ours: theirs for ours, theirs in columns.items() if ours in _FIELDS or ours in ("query", "response")}
 
 
 def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (problem, remedy) if ``columns`` names a field that a row, or all rows, do not have."""
+    """Return (problem, remedy) if ``columns`` contains a column that the row does not have, else None."""
     for ours, theirs in row_columns(columns).items():
         if theirs not in value:
             close = difflib.get_close_matches(theirs.casefold(), [name.casefold() for name in value], 1, 0.6)
             meant = next((name for name in value if close and name.casefold() == close[0]), None)
-            advice = f'Did you mean {ours} = "{meant}"?' if meant else "Name an existing column"
-            said = f'no column `{theirs}` (columns = {{ {ours} = "{theirs}" }}); the row has {field_names(value)}'
-            return said, advice
+            advice = f'Did you mean {ours} = "{meant}"?' if meant else "Use the name of an existing column"
+            problem = f'no column `{theirs}` (columns = {{ {ours} = "{theirs}" }}); the row has {field_names(value)}'
+            return problem, advice
     return None
 
 
-def _with_names(
+def _rename_columns(
     value: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[str, str], readers: Sequence[RowReader]
 ) -> Mapping[str, Any]:
-    """Return a row whose fields have the expected names.
+    """Return a row with its columns renamed to the expected names if they differ only in case.
 
-    An exact name wins. Otherwise capitals are ignored for the names of ``columns``. If no format fits, they are
-    ignored for every known name (``Question,Answer`` of a spreadsheet).
+    The names in ``columns`` are always compared without case, unless an exact match exists. All other known names are
+    compared without case only if no format fits the row (``Question,Answer`` of a spreadsheet).
     """
     columns = row_columns(columns)
     fits = any(reader.fits(value, names) for reader in readers)
@@ -315,7 +315,7 @@ def _with_names(
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row with the names of ``columns``, which may differ in capitals or refer to fields of objects."""
+    """Return a row with the names in ``columns``, found by ignoring case or by following dots into objects."""
     wanted = [theirs for theirs in columns.values() if theirs not in value]
     if not wanted:
         return value
@@ -324,19 +324,19 @@ def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mappin
         same = [key for key in found if key.strip().casefold() == name.strip().casefold()]
         if len(same) == 1:
             found[name] = found.pop(same[0])
-        elif "." in name and (inner := _nested(value, name.split("."))) is not None:
+        elif "." in name and (inner := _get_nested(value, name.split("."))) is not None:
             found[name] = inner
     return found
 
 
-def _nested(value: object, keys: Sequence[str]) -> object:
-    """Return a value inside nested objects; None if there is none."""
+def _get_nested(value: object, keys: Sequence[str]) -> object:
+    """Return the value at a path of keys in nested objects, or None if the path does not exist."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
-def _detect(
+def _detect_reader(
     value: Mapping[str, Any],
     names: Mapping[str, str],
     where: str,
@@ -350,35 +350,34 @@ def _detect(
         return found
     if absent := absent_column(value, columns):
         raise DataError(where, *absent)
-    raise DataError(where, f"no field that is known: {_KNOWN}; the row has {field_names(value)}", guess(value, where))
+    raise DataError(where, f"no known field ({_KNOWN}); the row has {field_names(value)}", guess(value, where))
 
 
 def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (problem, remedy) for a row with preferences in a form of TRL's trainers; else None."""
+    """Return (problem, remedy) if a row is preference data in one of TRL's formats, else None."""
     if "chosen" in value and "rejected" in value:
         return (
             "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
-            f'Write task = "dpo"; or, to train on the better answer alone, write {_better_answer(value)}',
+            f'Set task = "dpo"; or, to train only on the better answer, write {_better_answer(value)}',
         )
     is_judged = isinstance(value.get("label"), bool) and "prompt" in value and "completion" in value
     if is_judged or isinstance(value.get("kto_tag"), bool):
         return (
-            f"this is unpaired preference data (`{'label' if is_judged else 'kto_tag'}` says if the answer is a good "
-            "one), of KTO's kind; trained "
-            "as it is, bad answers would be learned like good ones",
-            'Write task = "dpo" with loss_type = "kto"; or write format = "prompt_completion" to train on all of them',
+            f"this is unpaired preference data for KTO (`{'label' if is_judged else 'kto_tag'}` says whether the "
+            "answer is good), so sft and pretrain would also train on bad answers",
+            'Set task = "dpo" with loss_type = "kto"; or set format = "prompt_completion" to train on all answers',
         )
     if "completions" in value and "labels" in value and "prompt" in value:
         return (
             "this is stepwise preference data (`completions`, each with a label), which sft and pretrain do not train "
             "on",
-            "Write the good steps as one `completion`",
+            "Join the good steps to one `completion`",
         )
     return None
 
 
 def _better_answer(value: Mapping[str, Any]) -> str:
-    """Return the config lines that train the better of two answers."""
+    """Return the config lines that train only on the better of two answers."""
     if "prompt" in value and isinstance(value["prompt"], str) == isinstance(value["chosen"], str):
         return 'format = "prompt_completion" and columns = { completion = "chosen" } under this [[data.train]]'
     if isinstance(value["chosen"], str):
@@ -387,10 +386,10 @@ def _better_answer(value: Mapping[str, Any]) -> str:
 
 
 def guess(value: Mapping[str, Any], where: str) -> str:
-    """Return advice for a row with unknown field names, based on these names."""
-    if "prompt" in value and set(value) <= _PROMPT_ALONE:
+    """Return advice for a row with unknown column names, guessed from the names and the values."""
+    if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
-            "A prompt without an answer is what GRPO and other reinforcement learning take; sft needs `prompt` and "
+            "Prompts without answers are data for reinforcement learning such as GRPO; sft needs `prompt` and "
             "`completion`, or `messages`"
         )
     texts = dict(_texts_in(value))
@@ -405,8 +404,9 @@ def guess(value: Mapping[str, Any], where: str) -> str:
         lists = [f"`{name}`" for name, inner in value.items() if isinstance(inner, list)]
         but = f" ({' and '.join(lists[:3])}: lists)" if lists else ""
         return (
-            f"`{prompt}` may be the prompt, but no field is an answer as text{but}. Add one, for example `answer`, and "
-            f"write {_columns(prompt=prompt, completion='answer')} under this [[data.train]]{header}"
+            f"`{prompt}` may be the prompt, but no field contains an answer as text{but}. Add one, for example "
+            f"`answer`, and write {_format_columns(prompt=prompt, completion='answer')} under this [[data.train]]"
+            f"{header}"
         )
     if not (prompt and answer) and not text:
         if not texts:
@@ -414,17 +414,17 @@ def guess(value: Mapping[str, Any], where: str) -> str:
         if len(texts) == 2:
             prompt, answer = texts
         text = max(texts, key=lambda path: len(texts[path]))
-    shown = _columns(prompt=prompt, completion=answer) if prompt and answer else _columns(text=text)
+    shown = _format_columns(prompt=prompt, completion=answer) if prompt and answer else _format_columns(text=text)
     return f"Write for example {shown} under this [[data.train]]{header}"
 
 
-def _columns(**names: str | None) -> str:
+def _format_columns(**names: str | None) -> str:
     shown = ", ".join(f"{ours} = {json.dumps(theirs, ensure_ascii=False)}" for ours, theirs in names.items())
     return f"columns = {{ {shown} }}"
 
 
 def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) of the text fields of a row, then of the objects within it."""
+    """Yield (dotted name, text) for each text field of a row, then for those of its nested objects."""
     for name, inner in value.items():
         if isinstance(inner, str) and inner.strip():
             yield f"{within}{name}", inner
@@ -434,21 +434,21 @@ def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
 
 
 def as_text(value: object, where: str, name: str) -> str:
-    """Return a text value. Raises RowError for any other value."""
+    """Return a value that must be text. Raises RowError otherwise."""
     if not isinstance(value, str):
-        raise RowError(where, f"`{name}` must be text, this is {kind(value)}")
+        raise RowError(where, f"`{name}` must be text, not {kind(value)}")
     return value
 
 
-def _conversation(fields: RowFields) -> Conversation:
+def _read_conversation(fields: RowFields) -> Conversation:
     images = fields.images()
     messages, flags = fields.messages("messages", images)
     if system := fields.system_before(messages):
         messages, flags = ({"role": "system", "content": system}, *messages), (None, *flags)
-    return _chat(fields, messages, flags, images)
+    return _make_conversation(fields, messages, flags, images)
 
 
-def _chat(
+def _make_conversation(
     fields: RowFields,
     messages: tuple[dict[str, Any], ...],
     flags: tuple[bool | None, ...],
@@ -460,12 +460,12 @@ def _chat(
     return Conversation(messages, fields.where, trained_from, tools, given, images.found(fields.folder, fields.where))
 
 
-def _alpaca(fields: RowFields) -> Conversation:
-    """Return a chat: the instruction, followed by its input, is the user's turn; the output the assistant's."""
+def _read_alpaca(fields: RowFields) -> Conversation:
+    """Convert an Alpaca row to a chat: instruction and input form the user's turn, output the assistant's turn."""
     images = fields.images()
     messages = instruction_of(fields, images)
     answer = {"role": "assistant", "content": images.text(fields.text("output"), fields.where)}
-    return _chat(fields, (*messages, answer), (), images)
+    return _make_conversation(fields, (*messages, answer), (), images)
 
 
 def instruction_of(fields: RowFields, images: ImagePlaces) -> tuple[dict[str, Any], ...]:
@@ -482,33 +482,33 @@ def instruction_of(fields: RowFields, images: ImagePlaces) -> tuple[dict[str, An
     history = parse_inner_json(history, where, name) if history else []
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise RowError(where, f"`{name}` must be a list of pairs: what was asked, what was answered")
+            raise RowError(where, f"`{name}` must be a list of pairs (question, answer)")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     asked = "\n".join(text for text in (fields.text("instruction"), optional("input")) if text.strip())
     messages.append({"role": "user", "content": asked})
     return tuple({**message, "content": images.text(message["content"], where)} for message in messages)
 
 
-def _text_alone(fields: RowFields) -> Document:
+def _read_text(fields: RowFields) -> Document:
     return Document(fields.text("text"), fields.where)
 
 
-def _prompt_completion(fields: RowFields) -> Conversation | PromptCompletion:
+def _read_prompt_completion(fields: RowFields) -> Conversation | PromptCompletion:
     if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
         images = fields.images()
         before, flags_before = fields.messages("prompt", images)
         after, flags_after = fields.messages("completion", images)
-        return _chat(fields, (*before, *after), (*flags_before, *flags_after), images, len(before))
+        return _make_conversation(fields, (*before, *after), (*flags_before, *flags_after), images, len(before))
     return PromptCompletion(fields.text("prompt"), fields.text("completion"), fields.where)
 
 
-def _tokenized(fields: RowFields) -> Tokenized:
-    """Return tokens without padding; ``labels`` (-100) or ``loss_mask`` (0) mark untrained tokens."""
+def _read_tokenized(fields: RowFields) -> Tokenized:
+    """Return the tokens without padding. ``labels`` of -100 or a ``loss_mask`` of 0 mark untrained tokens."""
     where, names = fields.where, fields.names
     tokens = _integers(fields["input_ids"], where, names["input_ids"])
     if any(token < 0 for token in tokens):
         raise RowError(
-            where, f"`{names['input_ids']}` holds a negative token id", "Remove it; attention_mask marks padding"
+            where, f"`{names['input_ids']}` contains a negative token id", "Remove it; attention_mask marks padding"
         )
     kept = range(len(tokens))
     trained: tuple[bool, ...] | None = None
@@ -520,17 +520,17 @@ def _tokenized(fields: RowFields) -> Tokenized:
             raise RowError(
                 where,
                 f"`{names[name]}` has {len(numbers)} numbers for {len(tokens)} tokens",
-                reason=f"`{names[name]}` is not as long as the tokens",
+                reason=f"`{names[name]}` and the tokens have different lengths",
             )
         if name == "attention_mask":
-            kept = range(*_attended(numbers, where, names[name]))
+            kept = range(*_attended_range(numbers, where, names[name]))
             continue
         found = tuple(number != (IGNORED_LABEL if name == "labels" else 0) for number in numbers)
         if name == "labels" and any(new and a != b for new, a, b in zip(found, numbers, tokens, strict=True)):
             raise RowError(
                 where,
-                f"`{names[name]}` is neither the token nor {IGNORED_LABEL} at each place",
-                "Write labels that are not shifted: the loss compares each token with the prediction before it",
+                f"`{names[name]}` has a value that is neither the token at its position nor {IGNORED_LABEL}",
+                "Do not shift the labels: the loss compares each token with the prediction before it",
             )
         trained = found if trained is None else tuple(a and b for a, b in zip(trained, found, strict=True))
     part = slice(kept.start, kept.stop)
@@ -539,12 +539,12 @@ def _tokenized(fields: RowFields) -> Tokenized:
 
 def _integers(value: object, where: str, name: str) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(n) in (int, bool) for n in value):
-        raise RowError(where, f"`{name}` must be a list of whole numbers, this is {kind(value)}")
+        raise RowError(where, f"`{name}` must be a list of whole numbers, not {kind(value)}")
     return tuple(map(int, value))
 
 
-def _attended(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
-    """Return start and end of the single run of ones."""
+def _attended_range(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
+    """Return start and end of the mask's ones, which must be contiguous."""
     first = next((index for index, number in enumerate(mask) if number), len(mask))
     last = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
     if not all(mask[first:last]):
@@ -552,32 +552,32 @@ def _attended(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
     return (first, last) if first < last else (0, 0)
 
 
-#: Formats whose text a chat template writes.
+#: Formats that are rendered with the chat template.
 TEMPLATED = ("messages", "sharegpt", "alpaca")
-_TEMPLATE = "written with the chat template of the model"
-#: The formats that "auto" detects, in the order in which they are tried.
+_TEMPLATE = "rendered with the model's chat template"
+#: Readers by format name, in the order in which "auto" tries them.
 READERS: dict[str, RowReader] = {
     reader.name: reader
     for reader in (
         RowReader(
             "tokenized",
             "rows of `input_ids`: used as they are",
-            _tokenized,
+            _read_tokenized,
             ("input_ids",),
             fields=("labels", "loss_mask", "attention_mask"),
         ),
-        RowReader("messages", f"rows of `messages`: chats, {_TEMPLATE}", _conversation, ("messages",)),
-        RowReader("sharegpt", f"rows of `conversations`: chats, {_TEMPLATE}", _conversation, ("conversations",)),
+        RowReader("messages", f"rows of `messages`: chats, {_TEMPLATE}", _read_conversation, ("messages",)),
+        RowReader("sharegpt", f"rows of `conversations`: chats, {_TEMPLATE}", _read_conversation, ("conversations",)),
         RowReader(
-            "prompt_completion", "rows of `prompt` and `completion`", _prompt_completion, ("prompt", "completion")
+            "prompt_completion", "rows of `prompt` and `completion`", _read_prompt_completion, ("prompt", "completion")
         ),
         RowReader(
             "alpaca",
             f"rows of `instruction` and `output`: {_TEMPLATE}",
-            _alpaca,
+            _read_alpaca,
             ("instruction", "output"),
             fields=("input", "history"),
         ),
-        RowReader("text", "plain text", _text_alone, ("text",)),
+        RowReader("text", "plain text", _read_text, ("text",)),
     )
 }

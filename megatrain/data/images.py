@@ -1,7 +1,7 @@
-"""Images of rows: their location, their number of tokens, and their tensors for the model.
+"""Images of rows, converted to tokens and tensors by the processor in the model folder.
 
-The model folder's processor does all of this. A row keeps a reference to each of its images, with a checksum. Pixels
-are recomputed for each micro-batch, so that the token cache stays small.
+A document stores a reference to each of its images, with a checksum. The pixels are recomputed for each micro-batch,
+so that the token cache stays small.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 __all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
 
-#: Mark of an image in the text of a message: a private-use character, which no text contains.
+#: Private-use character that marks the position of an image in the text of a message.
 IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'
-#: Maximum bytes of one file. A path in a row may name any file of this machine.
+#: Maximum bytes of one image file, because a path in a row can point to any file on this machine.
 MAX_IMAGE_BYTES = 256 * MiB
-_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of probe images, to find out how many fit a row
-_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
-_TYPES = ("mm_token_type_ids", "token_type_ids")
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images that `example` fills rows with
+_TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+_TYPE_OUTPUTS = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image of a row.
+    """Reference to an image of a row.
 
     Attributes:
-        where: the image file, or the row that holds the image.
-        checksum: Checksum of its bytes.
-        content: its bytes, if the row holds them; None if they are in the file.
+        where: Path of the image file, or the row that contains the image.
+        checksum: Checksum of the image's bytes.
+        content: The image's bytes if the row contains them. None if they are in a file.
     """
 
     where: str
@@ -59,26 +59,26 @@ class ImageRef:
 
     @classmethod
     def of(cls, value: object, folder: Path, where: str) -> ImageRef:
-        """Return the image that a row gives as a path, a `file:` or `data:` address, bytes, or a mapping of these.
+        """Return a reference to an image of a row: a path, a `file:` or `data:` URL, bytes, or a mapping of these.
 
         Args:
-            folder: base of relative paths: the folder of the data file.
-            where: file and row, for errors.
+            folder: Base of relative paths: the folder of the data file.
+            where: File and row, for error messages.
 
         Raises:
-            RowError: the value is none of these, or the file is missing.
+            RowError: The value has another type, or the file cannot be read.
         """
-        if isinstance(value, Mapping):  # the form of datasets and of message parts
+        if isinstance(value, Mapping):  # as the datasets library and parts of messages store images
             given = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
             if not given:
-                raise RowError(where, "an image is empty: neither bytes nor a path", "Fix or remove the row")
+                raise RowError(where, "an image has neither bytes nor a path", "Fix or remove the row")
             if value.get("base64") is not None and len(given) == 1:
                 return cls._of_base64(str(given[0]), where)
             return cls.of(given[0], folder, where)
         if isinstance(value, bytes):
             return cls(where, xxhash.xxh3_64_hexdigest(value), value)
         if not isinstance(value, str) or not value:
-            raise RowError(where, f"an image must be a path or its bytes, this is {type(value).__name__}")
+            raise RowError(where, f"an image must be a path or its bytes, not {type(value).__name__}")
         if value.startswith("data:"):
             return cls._of_base64(value.partition(",")[2], where)
         address = urlparse(value)
@@ -86,7 +86,7 @@ class ImageRef:
             raise RowError(
                 where,
                 f"the image {value[:80]} is on another machine, and images are not fetched",
-                "Download it and name the file",
+                "Download it and use the path of the file",
                 reason="an image is on another machine, and images are not fetched",
             )
         path = folder / Path(unquote(address.path) if address.scheme == "file" else value)
@@ -106,50 +106,41 @@ class ImageRef:
         try:
             content = base64.b64decode(text, validate=True)
         except binascii.Error:
-            raise RowError(where, "an image is no base64 text", "Write it again, or name a file") from None
+            raise RowError(where, "an image is not valid base64", "Write it again, or use a path") from None
         return cls(where, xxhash.xxh3_64_hexdigest(content), content)
 
     def read(self) -> bytes:
-        """Return its bytes.
-
-        Raises:
-            DataError: the file is missing, or has changed since the data was tokenized.
-        """
+        """Return the image's bytes. Raises DataError if its file is missing or has changed since the tokenization."""
         if self.content is not None:
             return self.content
         try:
             content = read_document_file(Path(self.where), MAX_IMAGE_BYTES)
         except OSError as error:
-            raise DataError(self.where, f"the image cannot be read: {error.strerror or error}", "Put it back") from None
+            raise DataError(self.where, f"the image cannot be read: {error.strerror or error}", "Restore it") from None
         if xxhash.xxh3_64_hexdigest(content) != self.checksum:
             raise DataError(
                 self.where,
                 "the image has changed since the data was tokenized",
-                'Put it back; or, to begin a run with it, empty data.cache_dir or write cache_dir = "none"',
+                'Restore it; or, to start a run with the new image, empty data.cache_dir or set cache_dir = "none"',
             )
         return content
 
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image as a row names it, not read yet.
-
-    Attributes:
-        value: an input of ``ImageRef.of``.
-        where: file and row.
-    """
+    """An image of a row that has not been read yet. The attributes are the arguments of ``ImageRef.of``."""
 
     value: object
     folder: Path
     where: str
 
     def ref(self) -> ImageRef:
-        """Read the image. Raises RowError."""
+        """Read the image and return a reference to it. Raises RowError."""
         return ImageRef.of(self.value, self.folder, self.where)
 
 
 def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
-    """Return the references of a document as bytes; empty if there are none."""
+    """Serialize the image references of a document; return no bytes if it has none."""
     if not refs:
         return b""
     head = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
@@ -171,22 +162,22 @@ def refs_from_bytes(stored: bytes) -> list[ImageRef]:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The characters of an image: ``before`` in the rendered text, and ``after`` in the text with images."""
+    """Character range of an image's placeholder ``before`` its expansion to image tokens, and ``after`` it."""
 
     before: range
     after: range
 
 
 class ImageProcessor:
-    """A model folder's processor, only for images. Used by one thread.
+    """Image processor of a model folder. Not thread-safe.
 
     Args:
-        folder: folder of the processor's files.
+        folder: Folder of the processor's files.
         tokenizer: The model's tokenizer, with its image tokens.
-        max_length: tokens of a row. A row may have at most the pixels of such a row full of images.
+        max_length: Maximum tokens of a row. A row of this length, filled with images, bounds the pixels of all rows.
 
     Raises:
-        DataError: the folder has no image processor, or a required package is missing.
+        DataError: The folder has no image processor, or a required package is missing.
     """
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
@@ -194,53 +185,53 @@ class ImageProcessor:
         self._fill = next(
             (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0
         )
-        self._processor = _open(folder, tokenizer)
+        self._processor = _open_processor(folder, tokenizer)
         self._token = getattr(self._processor, "image_token", None)
         if not isinstance(self._token, str):
             raise DataError(
                 folder,
-                f"{type(self._processor).__name__} has no token for images",
-                'Take another model, or write model.images = "off"',
+                f"{type(self._processor).__name__} has no image token",
+                'Use another model, or set model.images = "off"',
             )
         template = getattr(self._processor, "chat_template", None)
         self.chat_template: str | None = template if isinstance(template, str) else None
-        probe = self._call([self._token], [[_blank(_SIDES[1], _SIDES[1])]])
-        self._types_name = next((name for name in _TYPES if name in probe), None)
+        probe = self._run_processor([self._token], [[_make_blank_image(_SIDES[1], _SIDES[1])]])
+        self._types_name = next((name for name in _TYPE_OUTPUTS if name in probe), None)
 
     def describe(self) -> str:
-        """Return everything that determines the tokens and pixels that it makes."""
+        """Return the processor's class and settings, which determine its tokens and pixels."""
         return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
 
     def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[Inserted]]:
-        """Return a rendered conversation with inserted image tokens, and their positions.
+        """Insert image tokens into a rendered conversation; return the text and the positions of the images.
 
         Raises:
-            RowError: an image cannot be decoded, or the number of places differs from the number of images.
+            RowError: An image cannot be decoded, or the number of placeholders differs from the number of images.
         """
         found = text.count(str(self._token))
         if found != len(refs):
             raise RowError(
                 where,
-                f"the chat template shows {found} places for images ({self._token}), the row has {len(refs)} images",
-                "Fix or remove the row; text of a row must not hold that token",
-                reason="the chat template does not show one place for each image",
+                f"the rendered row has {found} placeholders for images ({self._token}), but {len(refs)} images",
+                "Fix or remove the row; its text must not contain that token",
+                reason="the rendered row does not have one placeholder for each image",
             )
         if not refs:
             return text, []
         images = [self._decode(ref) for ref in refs]
         try:
-            made = self._call([text], [images], return_text_replacement_offsets=True)
-        except Exception as error:  # processors of each model family raise other kinds
+            made = self._run_processor([text], [images], return_text_replacement_offsets=True)
+        except Exception as error:  # the processors of the model families raise different types of errors
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(
-                where, f"the processor refuses the images: {reason}", reason="the processor refuses the images"
+                where, f"the processor rejects the images: {reason}", reason="the processor rejects the images"
             ) from None
-        if _num_elements(made) > self._most_elements:  # the blocks of a step would be too small
+        if _num_elements(made) > self._max_elements:  # the images would not fit into the blocks of a step
             raise RowError(
                 where,
-                f"its images have more pixels than memory is planned for in a row of {self._max_length} tokens",
+                f"its images have more pixels than the memory plan allows for a row of {self._max_length} tokens",
                 "Raise data.max_length, or make the images smaller",
-                reason="its images have more pixels than memory is planned for; raise data.max_length",
+                reason="its images have more pixels than the memory plan allows; raise data.max_length",
             )
         inserted: list[Inserted] = []
         pieces: list[str] = []
@@ -255,14 +246,14 @@ class ImageProcessor:
     def inputs(
         self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
     ) -> dict[str, Tensor]:
-        """Return the image inputs of a micro-batch: pixels, sizes, and a mask of the image tokens, [rows, width].
+        """Return the image inputs of a micro-batch: pixels, sizes, and a mask of the image tokens, ``(rows, width)``.
 
         Args:
-            rows: token ids of each row, without padding.
-            width: Tokens of a row of the micro-batch, padding included.
+            rows: Token ids of each row, without padding.
+            width: Number of tokens in a row, including padding.
 
         Raises:
-            DataError: an image cannot be read any more.
+            DataError: An image can no longer be read.
         """
         import torch
 
@@ -278,17 +269,17 @@ class ImageProcessor:
         return found
 
     def example(self, num_rows: int) -> dict[str, Tensor]:
-        """Return a micro-batch whose rows of ``max_length`` tokens are as full of images as possible.
+        """Return a micro-batch whose rows of ``max_length`` tokens contain as many image tokens as possible.
 
         Raises:
-            DataError: the rows are too short for an image.
+            DataError: ``max_length`` is too small for an image.
         """
         import torch
 
         row: list[int] = []
         images: list[Any] = []
-        for image, tokens in reversed(self._fitting):
-            count = (self._max_length - len(row)) // (len(tokens) + 1)  # with text between two images
+        for image, tokens in reversed(self._probe_images):
+            count = (self._max_length - len(row)) // (len(tokens) + 1)  # one text token separates two images
             row += [*tokens, self._fill] * count
             images += [image] * count
         row += [self._fill] * (self._max_length - len(row))
@@ -301,18 +292,18 @@ class ImageProcessor:
         return {"input_ids": ids, "attention_mask": mask, **self._pixels([images] * num_rows), **types}
 
     @cached_property
-    def _most_elements(self) -> int:
-        """Maximum number of elements of the image tensors of a row."""
+    def _max_elements(self) -> int:
+        """Maximum number of elements in the image tensors of a row."""
         return _num_elements(self.example(1))
 
     @cached_property
-    def _fitting(self) -> list[tuple[Any, list[int]]]:
-        """Images that fit a row, in ascending size, with their tokens."""
+    def _probe_images(self) -> list[tuple[Any, list[int]]]:
+        """Probe images that fit in a row, in ascending size, with their token ids."""
         found: list[tuple[Any, list[int]]] = []
         for side in _SIDES:
-            image = _blank(side, side)
-            # Some processors return tensors unless asked otherwise, and a few even then.
-            tokens = [int(token) for token in self._call([self._token], [[image]])["input_ids"][0]]
+            image = _make_blank_image(side, side)
+            # Convert the ids to integers, because some processors always return tensors.
+            tokens = [int(token) for token in self._run_processor([self._token], [[image]])["input_ids"][0]]
             if len(tokens) >= self._max_length:
                 break
             if not found or tokens != found[-1][1]:
@@ -320,7 +311,7 @@ class ImageProcessor:
         if not found:
             raise DataError(
                 self._folder,
-                f"the smallest image takes {len(tokens)} tokens, and data.max_length = {self._max_length}",
+                f"the smallest image needs {len(tokens)} tokens, but data.max_length = {self._max_length}",
                 "Raise data.max_length",
             )
         return found
@@ -328,11 +319,15 @@ class ImageProcessor:
     def _pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         import torch
 
-        made = self._call([str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True)
-        return {name: value for name, value in made.items() if name not in _OF_TEXT and isinstance(value, torch.Tensor)}
+        made = self._run_processor(
+            [str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True
+        )
+        return {
+            name: value for name, value in made.items() if name not in _TEXT_OUTPUTS and isinstance(value, torch.Tensor)
+        }
 
-    def _call(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
-        # Rows begin with the text of the chat template, which needs no further <bos>.
+    def _run_processor(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
+        # The chat template already adds the special tokens, such as <bos>.
         options = {"add_special_tokens": False, "return_mm_token_type_ids": True, **options}
         return cast(
             "Mapping[str, Any]", self._processor(text=list(text), images=[list(own) for own in images], **options)
@@ -346,7 +341,7 @@ class ImageProcessor:
         try:
             with Image.open(io.BytesIO(content)) as image:
                 return load_image(image)
-        except Exception as error:  # Pillow's readers raise many kinds
+        except Exception as error:  # Pillow's decoders raise many types of errors
             reason = " ".join(str(error).split()).split("<")[0].strip() or type(error).__name__
             raise RowError(
                 ref.where,
@@ -356,7 +351,7 @@ class ImageProcessor:
             ) from None
 
 
-def _blank(width: int, height: int) -> Any:
+def _make_blank_image(width: int, height: int) -> Any:
     from PIL import Image
 
     return Image.new("RGB", (width, height), (127, 127, 127))
@@ -370,14 +365,14 @@ def _num_elements(made: Mapping[str, Any]) -> int:
             return sum(map(count, value))
         return math.prod(value.shape) if hasattr(value, "shape") else 0
 
-    return sum(count(value) for name, value in made.items() if name not in _OF_TEXT)
+    return sum(count(value) for name, value in made.items() if name not in _TEXT_OUTPUTS)
 
 
-class _NotForImages(dict[str, Any]):
-    """Placeholder of the parts of a processor for video or sound, which need more packages; prints as `{}`."""
+class _UnusedComponent(dict[str, Any]):
+    """Placeholder for a processor's video or audio component, which would need more packages; serialized as `{}`."""
 
 
-def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
+def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     try:
         import PIL  # noqa: F401
     except ImportError:
@@ -386,22 +381,22 @@ def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
     advice = "Copy the processor's files (preprocessor_config.json, processor_config.json) of the model into the folder"
     try:
-        with _for_images_alone(tokenizer):
+        with _image_only_processors(tokenizer):
             processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except ImportError as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise DataError(folder, f"its processor needs a package: {reason}", f"Install that, or {EXTRA}") from None
-    except Exception as error:  # from_pretrained raises many kinds
+    except Exception as error:  # from_pretrained raises many types of errors
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(folder, f"its processor of images cannot be opened: {reason}", advice) from None
+        raise DataError(folder, f"its image processor cannot be opened: {reason}", advice) from None
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise DataError(folder, "the folder has no processor of images", advice)
+        raise DataError(folder, "the folder has no image processor", advice)
     return processor
 
 
 @contextmanager
-def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
-    """Build processors only from the tokenizer and Pillow's image reader: the same pixels on every machine."""
+def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
+    """Build processors only from the tokenizer and Pillow's image backend, so that all machines get equal pixels."""
     from transformers import AutoImageProcessor, ProcessorMixin
 
     processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
@@ -420,11 +415,11 @@ def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
             elif name == "image_processor":
                 made.append(AutoImageProcessor.from_pretrained(folder, backend="pil", **options))
             else:
-                made.append(_NotForImages())
+                made.append(_UnusedComponent())
         return made
 
     def checked(self: Any, name: str, argument: Any) -> Any:
-        return None if isinstance(argument, _NotForImages) else check(self, name, argument)
+        return None if isinstance(argument, _UnusedComponent) else check(self, name, argument)
 
     try:
         processing_auto.processor_class_from_name = lambda name: _without_torchvision(name, class_of(name))
@@ -438,9 +433,9 @@ def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
 
 
 def _without_torchvision(name: str, found: Any) -> Any:
-    """Return the class of a processor that asks for torchvision only because a module in its package does.
+    """Return a processor class without its requirement of torchvision, if only its image module needs torchvision.
 
-    That module is torchvision's image processor. Pillow's has the same functions, and is used here.
+    Import the class with the Pillow image module, which has the same functions, instead of the torchvision module.
     """
     if getattr(found, "_backends", None) != ["torchvision"]:
         return found
@@ -455,6 +450,6 @@ def _without_torchvision(name: str, found: Any) -> Any:
         )
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return found  # its error names the missing package when it is used
+        return found  # using this class raises an error about the missing package
     finally:
-        sys.modules.pop(image_module, None)  # an import elsewhere must raise the error about the missing package
+        sys.modules.pop(image_module, None)  # other imports of this module must still raise the original error

@@ -1,4 +1,4 @@
-"""Batches of one optimizer step each, in an order that is a function of a seed and a position."""
+"""Loader of the batches of optimizer steps. Only the seed and the position determine the next batch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from megatrain.data.images import ImageProcessor
     from megatrain.data.scores import TeacherScores
 
-# Functions import torch themselves, because a preview of rows does not need it.
-_SHUFFLE, _PACK = 0, 1  # distinct random streams
+# Functions import torch only when they need it, because a preview of rows does not.
+_SHUFFLE, _PACK = 0, 1  # numbers of random streams; megatrain.data.dataset uses streams 2 and 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """Position of a loader: before step ``step`` of epoch ``epoch``, both from 0. A checkpoint stores nothing else.
+    """Position of a loader, before step ``step`` of epoch ``epoch``: its complete state in a checkpoint.
 
     Attributes:
         cursor: Position of streams, as JSON. None if the data is not streamed.
@@ -44,14 +44,13 @@ class StepBatch:
     """The micro-batches of one optimizer step.
 
     Attributes:
-        micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens]. Packed rows have ``position_ids``,
-            which restart with each document, as Hugging Face expects. Other rows have ``attention_mask`` (one document
-            per row, padded on the right). Rows with images also have their processor's outputs, and the kind of rows
-            adds inputs of its losses.
-        num_real_tokens: tokens of the step without padding.
-        num_trained_tokens: labels of the step that are not -100. At least 1.
-        epoch: epoch of the step, from 0.
-        position: position of the loader after this batch.
+        micro_batches: Model inputs, with int64 ``input_ids`` and ``labels`` of shape ``(rows, tokens)``. Packed rows
+            have ``position_ids``, which restart with each document, as Hugging Face expects. Other rows contain one
+            document, padded on the right, and have an ``attention_mask``. Rows with images have the outputs of their
+            processor. The row kind adds the inputs of its losses.
+        num_real_tokens: Number of tokens in the step, without padding.
+        num_trained_tokens: Number of labels in the step that are not -100.
+        position: Position of the loader after this batch.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -62,28 +61,27 @@ class StepBatch:
 
 
 def order_of_epoch(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return the row numbers of an epoch, in order."""
+    """Return the row numbers in the shuffled order of an epoch."""
     return np.random.default_rng((data_seed, _SHUFFLE, epoch)).permutation(num_rows).astype(np.int64)
 
 
 class BatchLoader:
-    """Iterator of steps without end; each document occurs exactly once per epoch.
+    """Infinite iterator over the batches of optimizer steps, in which each epoch uses every document once.
 
-    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. If an epoch does not fill its last
-    step, rows without trained tokens do. Rows are dealt to the micro-batches in turn, which spreads the empty
-    ones.
+    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. Empty rows, without trained tokens,
+    fill up the last step of an epoch. The rows are distributed round-robin over the micro-batches, so that the empty
+    rows are spread evenly.
 
     Args:
-        micro_batch_size: rows of a micro-batch; contains only whole examples.
-        max_length: tokens in a packed row; otherwise the longest row counts.
-        packing: whether rows hold several documents.
-        data_seed: determines packing and order.
-        pad_token_id: fills rows.
-        images: prepares the images of a micro-batch. None if documents have none.
-        teacher: scores that are added to each micro-batch (``TEACHER_KEYS``). None without a teacher.
+        micro_batch_size: Rows per micro-batch; a multiple of the number of documents per example.
+        max_length: Tokens in a packed row. Unpacked rows are padded to the longest row of the micro-batch.
+        packing: Whether rows contain several documents.
+        data_seed: Seed of the packing and the order.
+        images: Image processor. None if documents have no images.
+        teacher: Scores to add to each micro-batch (``TEACHER_KEYS``). None if the run has no teacher.
 
     Attributes:
-        reference: Log-probability of each document's answer by the reference model. None for zeros.
+        reference: The reference model's log-probability of each document's answer. None for zeros.
     """
 
     def __init__(
@@ -113,37 +111,37 @@ class BatchLoader:
         self._pad_token_id = pad_token_id
         self._images, self._teacher = images, teacher
         assert images is None or not packing
-        self._members, self._row_starts = self._make_rows()
+        self._members, self._row_starts = self._assign_rows()
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
         self._position = LoaderPosition()
         self.seek(position)
 
     @property
     def dataset(self) -> TokenDataset:
-        """The documents."""
+        """Documents of the loader."""
         return self._dataset
 
     @property
     def num_rows(self) -> int:
-        """Rows in an epoch."""
+        """Number of rows in an epoch."""
         return len(self._row_starts) - 1
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch; the same in every epoch."""
+        """Number of optimizer steps in every epoch."""
         return -(-self.num_rows // (self._micro_batch_size * self._num_micro_batches))
 
     @property
     def position(self) -> LoaderPosition:
-        """Position of the loader, before the next batch."""
+        """Position before the next batch."""
         return self._position
 
     def num_steps(self, num_train_epochs: float, max_steps: int | None = None) -> int:
-        """Return the steps of a run: ``max_steps`` if set, else the steps of the epochs, rounded up."""
+        """Return the number of steps in a run: ``max_steps`` if set, else the steps of the epochs, rounded up."""
         return max_steps if max_steps is not None else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
 
     def seek(self, position: LoaderPosition) -> None:
-        """Continue from ``position``. Reads no data, so its cost is constant."""
+        """Continue from ``position``, in constant time, because no data is read."""
         assert position.epoch >= 0, position
         assert 0 <= position.step < self.steps_per_epoch, (position, self.steps_per_epoch)
         self._position = position
@@ -179,25 +177,25 @@ class BatchLoader:
         return own if self._teacher is None else f"{own}-{self._teacher.fingerprint()}"
 
     def rows(self, start: int, stop: int) -> list[list[int]]:
-        """Return the documents of some rows of the data, in an order that does not depend on the epoch."""
+        """Return the documents of rows ``start`` to ``stop``, in the order before shuffling."""
         return [self._row(row) for row in range(start, stop)]
 
     def micro_batch(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return a micro-batch of rows, each given by its documents; see ``StepBatch``."""
-        batch = self._packed(rows) if self._packing else self._made(rows)
+        """Return a micro-batch (see ``StepBatch``). Each item of ``rows`` lists the documents of one row."""
+        batch = self._pack_rows(rows) if self._packing else self._make_unpacked(rows)
         if self._teacher is None:
             return batch
         keys = [[(self._dataset.key_of(document), self._length(document)) for document in row] for row in rows]
-        return batch | self._teacher.of_rows(keys, batch["input_ids"].shape[1])
+        return batch | self._teacher.batch_scores(keys, batch["input_ids"].shape[1])
 
     def _length(self, document: int) -> int:
         return self._dataset.num_tokens_of(document)
 
-    def _make_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Assign documents to rows, once; only the order of the rows changes between epochs.
+    def _assign_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Assign the documents to rows. All epochs have the same rows and change only their order.
 
         Returns:
-            The documents of all rows, row after row; and the start of each row, and the end.
+            The documents of all rows, concatenated; and the index of each row's first document, followed by the end.
         """
         documents = self._dataset.epoch_documents(self._data_seed)
         if not self._packing:
@@ -217,15 +215,15 @@ class BatchLoader:
             self._order = epoch, order_of_epoch(self._data_seed, epoch, self.num_rows)
         return self._order[1]
 
-    def _document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return ids and labels of a document."""
+    def _read_document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the token ids and labels of a document."""
         start = int(self._dataset.starts[index])
         part = slice(start, start + self._length(index))
         tokens = self._dataset.tokens[part].astype(np.int64)
         return tokens, np.where(self._dataset.trained[part], tokens, IGNORED_LABEL)
 
-    def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of exactly ``max_length`` tokens; the rest of a row is one more, untrained, document."""
+    def _pack_rows(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return rows of exactly ``max_length`` tokens. The padding of a row forms one more, untrained document."""
         import torch
 
         shape = (len(rows), self._max_length)
@@ -235,7 +233,7 @@ class BatchLoader:
         for number, row in enumerate(rows):
             at = 0
             for document in row:
-                tokens, wanted = self._document(document)
+                tokens, wanted = self._read_document(document)
                 part = slice(at, at + len(tokens))
                 input_ids[number, part], labels[number, part] = tokens, wanted
                 position_ids[number, part] = np.arange(len(tokens))
@@ -244,11 +242,11 @@ class BatchLoader:
         arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
-    def _made(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of one document each: the first documents of all examples, then the second ones."""
+    def _make_unpacked(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return rows of one document each: the first documents of all examples, then their second documents."""
         documents = [[first + number for first in row] for number in range(self._rows_per_example) for row in rows]
         facts = [self._facts(row[0]) if row else None for row in documents]
-        return self._dataset.kind.collate(self._padded(documents), facts)
+        return self._dataset.kind.collate(self._pad_rows(documents), facts)
 
     def _facts(self, document: int) -> DocumentFacts:
         dataset = self._dataset
@@ -260,25 +258,25 @@ class BatchLoader:
 
     @property
     def rows_in_order(self) -> int:
-        """Documents of a micro-batch of :meth:`in_order`."""
+        """Number of documents in a micro-batch of :meth:`in_order`."""
         return self._micro_batch_size * self._rows_per_example
 
     def in_order(self, first: int) -> dict[str, torch.Tensor] | None:
-        """Return a micro-batch of the documents from ``first``, in data order; None after the last document."""
+        """Return a micro-batch of the documents from ``first`` on, in data order; None after the last document."""
         rows = self.rows_in_order
         documents = [[document] for document in range(first, min(first + rows, len(self._dataset)))]
-        return self._padded([*documents, *([[]] * (rows - len(documents)))]) if documents else None
+        return self._pad_rows([*documents, *([[]] * (rows - len(documents)))]) if documents else None
 
-    def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    def _pad_rows(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return one document per row, padded on the right to the longest row of this micro-batch."""
         import torch
 
-        documents = [self._document(row[0]) if row else None for row in rows]
+        documents = [self._read_document(row[0]) if row else None for row in rows]
         shape = (len(rows), max((len(document[0]) for document in documents if document is not None), default=1))
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
-        attention_mask[:, 0] = 1  # an empty row attends to one token, because a fully masked row has no softmax
+        attention_mask[:, 0] = 1  # an empty row attends to one token, because softmax needs at least one
         for number, document in enumerate(documents):
             if document is not None:
                 part = slice(0, len(document[0]))

@@ -1,12 +1,12 @@
-"""Detection of the assistant's characters in a rendered conversation, with proof.
+"""Detection of the assistant's characters in a rendered conversation, with verification.
 
-Four methods are tried in order. Each one checks its result against the rendered text, so text that a template
-rewrites stays untrained instead of being masked wrongly:
-1. the template's own ``{% generation %}`` markers;
-2. sentinels: render again with a sentinel in place of each assistant text, then put the texts back. The method applies
-if this gives the first rendering;
-3. prefixes: render up to the turn, and up to and including it. Both must be prefixes of the whole;
-4. replacement, for turns that call tools: render with a sentinel in place of the turn. Its surroundings are the turn's.
+Four methods are tried in order. Each method checks its result against the rendered text, so text that a template
+rewrites stays untrained instead of getting a wrong mask:
+1. Markers: use the template's own ``{% generation %}`` markers.
+2. Sentinels: render with a sentinel instead of each assistant text, then replace the sentinels by the texts. The result
+must equal the original rendering.
+3. Prefixes: render up to the turn, and up to and including it. Both must be prefixes of the original rendering.
+4. Replacement, for tool calls: render with a sentinel instead of the turn. The text around it delimits the turn.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
 _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
 _SENTINEL = "qzsentinel"
-#: Attribute of a tokenizer: the file of its chat template, if the template is not in the tokenizer's own files.
+#: Name of a tokenizer attribute: the path of a chat template that is not part of the tokenizer's folder.
 TEMPLATE_FILE = "chat_template_file"
-_MOST_TRIED = 24  # kinds of conversations of a template for which the first rendering is limited
-_TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}  # by template, for all renderers: a try forks the process
-#: Fields that link a result to its call. A template may omit them; they hold no text to train.
-_LINKS = ("id", "tool_call_id")
+_MAX_TRIED = 24  # number of role sequences per template that are tested with limited time and memory
+#: Tested role sequences by template, shared by all renderers because each test forks the process.
+_TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}
+#: Fields that link a tool's result to its call. Templates can omit them, because they contain no text to train.
+_LINK_FIELDS = ("id", "tool_call_id")
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Characters ``start`` to ``end`` of the rendered text, from message number ``message``."""
+    """Characters ``start`` to ``end`` of the rendered text, which contain the message with index ``message``."""
 
     message: int
     start: int
@@ -53,18 +54,18 @@ class MessageSpan:
 
 
 def template_source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the file of a tokenizer's chat template, or the folder of the tokenizer that contains the template."""
+    """Return the path of a tokenizer's chat template, or of the tokenizer's folder if that contains the template."""
     return str(getattr(tokenizer, TEMPLATE_FILE, tokenizer.name_or_path))
 
 
 class ChatRenderer:
-    """Renderer of conversations with one tokenizer's chat template; finds the assistant's text.
+    """Renderer of conversations with a tokenizer's chat template, which also locates the assistant's text.
 
     Args:
-        in_parts: whether messages are lists of parts (texts and images), as templates of image-text models expect.
+        in_parts: Whether the template expects messages as lists of parts (texts and images), as image-text models do.
 
     Raises:
-        DataError: the tokenizer has no chat template, or the template needs too much time or memory.
+        DataError: The tokenizer has no chat template, or the template needs too much time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, in_parts: bool = False) -> None:
@@ -74,10 +75,10 @@ class ChatRenderer:
             raise DataError(
                 str(tokenizer.name_or_path),
                 "this tokenizer has no chat template, which `messages` need",
-                "Set model.chat_template to a .jinja file, or give prompt and completion",
+                "Set model.chat_template to a .jinja file, or use rows with prompt and completion",
             )
         self._tokenizer = tokenizer
-        self._shows: set[str] = set()  # fields that changed an earlier rendering
+        self._rendered_fields: set[str] = set()  # fields that have affected an earlier rendering
         probe: Messages = [{"role": "user", "content": "hello"}]
         self._tried_roles = _TRIED_ROLES.setdefault(json.dumps([template, in_parts]), set())
         try:
@@ -89,27 +90,27 @@ class ChatRenderer:
     def render(
         self, messages: Messages, where: str, *, tools: Tools = None, add_generation_prompt: bool = False
     ) -> str:
-        """Return the conversation as text.
+        """Render a conversation as text.
 
         Raises:
-            RowError: the template refuses it, for example because roles do not alternate.
-            DataError: the template needs too much time or memory.
+            RowError: The template rejects the conversation, for example because roles do not alternate.
+            DataError: The template needs too much time or memory.
         """
         roles = tuple(str(message.get("role")) for message in messages)
-        if len(self._tried_roles) < _MOST_TRIED and roles not in self._tried_roles:
+        if len(self._tried_roles) < _MAX_TRIED and roles not in self._tried_roles:
             self._check_limits(messages, tools)
             self._tried_roles.add(roles)
         try:
             text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template may raise any exception
+        except Exception as error:  # a template can raise any exception
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            what = f"the chat template refuses this conversation: {reason}"
+            what = f"the chat template rejects this conversation: {reason}"
             raise RowError(where, what, "Fix or remove the row") from None
         return text
 
     def _apply(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
-            self._shown(messages),
+            self._template_messages(messages),
             tools=None if tools is None else [dict(tool) for tool in tools],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -118,10 +119,10 @@ class ChatRenderer:
         return text
 
     def _check_limits(self, messages: Messages, tools: Tools) -> None:
-        """Render a conversation within limits, because the template is a program of unknown origin.
+        """Render a conversation with limited time and memory, because the template is an untrusted program.
 
         Raises:
-            DataError: the template needs too much time or memory.
+            DataError: The template needs too much time or memory.
         """
 
         def render() -> None:
@@ -130,7 +131,7 @@ class ChatRenderer:
                     self._apply(messages, tools, add_generation_prompt=prompted)
                 except (MemoryError, OverflowError):
                     raise
-                except Exception:  # a template may raise any exception; `render` reports it
+                except Exception:  # a template can raise any exception, which `render` reports
                     return
 
         try:
@@ -139,62 +140,71 @@ class ChatRenderer:
             raise DataError(
                 template_source(self._tokenizer),
                 f"the chat template cannot be used: {error} for one conversation",
-                "Name another file as model.chat_template",
+                "Set model.chat_template to another file",
             ) from None
 
-    def _shown(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return messages in the form that the template expects."""
+    def _template_messages(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages in the structure that the template expects."""
         if not self._in_parts:
             return [dict(message) for message in messages]
-        return [{**message, "content": list(_parts(message["content"]))} for message in messages]
+        return [{**message, "content": list(_split_parts(message["content"]))} for message in messages]
 
-    def left_out(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
-        """Return the fields of a conversation that the template does not show.
+    def find_omitted_fields(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
+        """Return the fields of a conversation that the template does not render.
 
-        A field is shown if the rendering contains its texts, or if the rendering without it differs. Contained texts
-        count only after a field has changed a rendering once, because a short name occurs in many texts.
+        A field counts as rendered if removing it changes the rendering. After the field has affected one rendering,
+        it is enough that a rendering contains the field's texts; before, a short text could match by chance.
 
         Args:
-            text: the result of :meth:`render`.
-            where: file and row, for errors.
+            text: The result of :meth:`render`.
+            where: File and row, for error messages.
         """
         squeezed = "".join(text.split())
         holders: dict[str, list[int]] = {}
         for index, message in enumerate(messages):
             for name, value in message.items():
-                if name == "role" or name in _LINKS or (name == "name" and message["role"] == "tool") or not value:
+                if (
+                    name == "role"
+                    or name in _LINK_FIELDS
+                    or (name == "name" and message["role"] == "tool")
+                    or not value
+                ):
                     continue
                 if name == "content":
-                    # The loss mask covers the texts of the assistant. Images have no text.
+                    # The loss mask verifies the assistant's texts. Images have no text that could be missing.
                     if message["role"] == "assistant" or IMAGE_MARK in value:
                         continue
                     name = f"content of {message['role']} messages"
-                    if _is_in(value, squeezed):
+                    if _occurs_in(value, squeezed):
                         continue
-                elif name in self._shows and _all_in(value, squeezed):
+                elif name in self._rendered_fields and _all_occur_in(value, squeezed):
                     continue
                 holders.setdefault(name, []).append(index)
-        found = [name for name, indices in holders.items() if not self._is_shown(name, messages, indices, text, tools)]
-        if tools and not ("tools" in self._shows and _all_in(tools, squeezed)):
-            found += [] if self._is_shown("tools", messages, (), text, tools) else ["tools"]
+        found = [
+            name
+            for name, indices in holders.items()
+            if not self._affects_rendering(name, messages, indices, text, tools)
+        ]
+        if tools and not ("tools" in self._rendered_fields and _all_occur_in(tools, squeezed)):
+            found += [] if self._affects_rendering("tools", messages, (), text, tools) else ["tools"]
         if any("tool_calls" in message for message in messages) and "tool_calls" not in found:
-            found += self._parts_left_out(("names", "arguments"), "tool_calls", messages, text, tools)
+            found += self._find_omitted_parts(("names", "arguments"), "tool_calls", messages, text, tools)
         if tools and "tools" not in found:
-            found += self._parts_left_out(("names", "descriptions", "parameters"), "tools", messages, text, tools)
+            found += self._find_omitted_parts(("names", "descriptions", "parameters"), "tools", messages, text, tools)
         return tuple(found)
 
-    def _parts_left_out(
+    def _find_omitted_parts(
         self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
     ) -> list[str]:
-        """Return the parts of tools or calls that do not change the rendering: whole kinds, or single missing texts."""
+        """Return the kinds of texts in tools or tool calls that the template omits, in all or in some of them."""
         squeezed = "".join(text.split())
 
         def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:
             changed, others = messages, tools
             if field == "tools":
-                others = [_with_leaves(tool, kind, change) for tool in tools or ()]
+                others = [_map_leaves(tool, kind, change) for tool in tools or ()]
             else:
-                calls = [[_with_leaves(call, kind, change) for call in each.get(field) or ()] for each in messages]
+                calls = [[_map_leaves(call, kind, change) for call in each.get(field) or ()] for each in messages]
                 pairs = zip(messages, calls, strict=True)
                 changed = [{**message, field: own} if own else message for message, own in pairs]
             if [*changed, *(others or ())] == [*messages, *(tools or ())]:
@@ -207,15 +217,17 @@ class ChatRenderer:
         found = []
         for kind in kinds:
             name = f"{kind} of {field}"
-            whole = name in self._shows or is_shown(kind, lambda leaf: leaf + _SENTINEL)
+            whole = name in self._rendered_fields or is_shown(kind, lambda leaf: leaf + _SENTINEL)
             if whole:
-                self._shows.add(name)
-                whole = is_shown(kind, lambda leaf: leaf if _is_in(leaf, squeezed) else leaf + _SENTINEL)
+                self._rendered_fields.add(name)
+                whole = is_shown(kind, lambda leaf: leaf if _occurs_in(leaf, squeezed) else leaf + _SENTINEL)
             found += [name] if whole is False else []
         return [field] if len(found) == len(kinds) else found
 
-    def _is_shown(self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools) -> bool:
-        """Return whether the rendering changes without a field of some messages, or without the tools."""
+    def _affects_rendering(
+        self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools
+    ) -> bool:
+        """Return whether the rendering changes if a field is removed from some messages, or the tools are removed."""
 
         def without(message: Message) -> Message:
             if name not in message:
@@ -228,43 +240,43 @@ class ChatRenderer:
         except RowError:
             is_shown = True
         if is_shown:
-            self._shows.add(name)
+            self._rendered_fields.add(name)
         return is_shown
 
     def assistant_spans(
         self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Return the span of each chosen assistant message in ``text`` without its end of turn, or why there is none.
+        """Locate assistant messages in ``text``; return each span, without the end of turn, or why there is no span.
 
         Args:
-            text: the result of :meth:`render`.
-            where: file and row, for errors.
-            chosen: indices of assistant messages.
+            text: The result of :meth:`render`.
+            where: File and row, for error messages.
+            chosen: Indices of the assistant messages to locate.
         """
         found: dict[int, MessageSpan | str] = {index: EMPTY for index in chosen}
-        wanted = [index for index in chosen if _is_simple(messages[index]) or messages[index].get("tool_calls")]
+        wanted = [index for index in chosen if _is_plain_answer(messages[index]) or messages[index].get("tool_calls")]
         if not wanted:
             return found
         view = _RenderedConversation(self, messages, tools, text, where)
-        by_markers = self._by_markers(view)
-        if by_markers is not None:
-            found.update({index: by_markers[index] for index in wanted})
+        marked_spans = self._find_by_markers(view)
+        if marked_spans is not None:
+            found.update({index: marked_spans[index] for index in wanted})
             return found
-        simple = [index for index in wanted if _is_simple(messages[index])]
-        spans = _by_sentinels(view, [i for i, message in enumerate(messages) if _is_simple(message)]) or {}
-        for index in simple:  # a rewritten turn must not hide the others
+        simple = [index for index in wanted if _is_plain_answer(messages[index])]
+        spans = _find_by_sentinels(view, [i for i, message in enumerate(messages) if _is_plain_answer(message)]) or {}
+        for index in simple:  # search one by one, because one rewritten turn makes the joint search fail
             if index not in spans:
-                spans.update(_by_sentinels(view, [index]) or {})
+                spans.update(_find_by_sentinels(view, [index]) or {})
         for index in wanted:
             span = spans.get(index)
-            if span is None and (found_span := _by_prefixes(view, index)) is not None:
+            if span is None and (found_span := _find_by_prefixes(view, index)) is not None:
                 found[index] = found_span
                 continue
-            span = span or _by_replacement(view, index)
-            found[index] = REWRITTEN if span is None else self._with_lead(view, span)
+            span = span or _find_by_replacement(view, index)
+            found[index] = REWRITTEN if span is None else self._extend_to_prompt(view, span)
         return found
 
-    def _by_markers(self, view: _RenderedConversation) -> dict[int, MessageSpan | str] | None:
+    def _find_by_markers(self, view: _RenderedConversation) -> dict[int, MessageSpan | str] | None:
         template = self._tokenizer.get_chat_template(tools=None if view.tools is None else list(view.tools))
         if "generation %}" not in template and "generation -%}" not in template:
             return None
@@ -272,7 +284,7 @@ class ChatRenderer:
 
         special: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
         result: Any = render_jinja_template(
-            conversations=[self._shown(view.messages)],
+            conversations=[self._template_messages(view.messages)],
             tools=None if view.tools is None else [dict(tool) for tool in view.tools],
             chat_template=template,
             return_assistant_tokens_mask=True,
@@ -284,15 +296,15 @@ class ChatRenderer:
             return None
         spans: dict[int, MessageSpan | str] = {}
         for index, (start, end) in zip(turns, marks[0], strict=True):
-            holds = _holds(view.text[start:end], view.messages[index])
+            holds = _contains_message(view.text[start:end], view.messages[index])
             spans[index] = MessageSpan(index, int(start), int(end)) if holds else OUTSIDE_MARKERS
         return spans
 
-    def _with_lead(self, view: _RenderedConversation, span: MessageSpan) -> MessageSpan:
-        """Extend a span by template text between the generation prompt and the content, such as an empty thought.
+    def _extend_to_prompt(self, view: _RenderedConversation, span: MessageSpan) -> MessageSpan:
+        """Extend a span to the left, up to the generation prompt, so that it includes text such as an empty thought.
 
-        At inference the model starts after the generation prompt, so it must also produce that text. Without a
-        generation prompt, the role header would be in that place; then only white space is added.
+        At inference, the model starts after the generation prompt, so it must also produce this text. If the template
+        has no generation prompt, the text could be a role header; then extend the span only by white space.
         """
         before = view.messages[: span.message]
         if not before or (self._prompt and view.text.endswith(self._prompt, 0, span.start)):
@@ -309,7 +321,7 @@ class ChatRenderer:
         return span
 
 
-def _parts(content: str) -> Iterator[dict[str, str]]:
+def _split_parts(content: str) -> Iterator[dict[str, str]]:
     for number, text in enumerate(content.split(IMAGE_MARK)):
         if number:
             yield {"type": "image"}
@@ -319,7 +331,7 @@ def _parts(content: str) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _RenderedConversation:
-    """One rendered conversation."""
+    """A conversation with its rendering."""
 
     renderer: ChatRenderer
     messages: Messages
@@ -331,12 +343,12 @@ class _RenderedConversation:
         return self.renderer.render(messages, self.where, tools=self.tools, add_generation_prompt=add_generation_prompt)
 
 
-def _is_simple(message: Message) -> bool:
-    """Return whether a message is from the assistant and is only text."""
+def _is_plain_answer(message: Message) -> bool:
+    """Return whether a message is a nonempty assistant message without tool calls."""
     return message["role"] == "assistant" and not message.get("tool_calls") and bool(message["content"].strip())
 
 
-def _by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dict[int, MessageSpan] | None:
+def _find_by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dict[int, MessageSpan] | None:
     mark = _SENTINEL
     while any(mark in message["content"] for message in view.messages):
         mark += "z"
@@ -353,14 +365,14 @@ def _by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dict[int
         return None
     for change in _CHANGES:
         contents = {index: change(view.messages[index]["content"]) for index in turns}
-        spans = _put_back(frame, sentinels, contents, view.text)
+        spans = _replace_sentinels(frame, sentinels, contents, view.text)
         if spans is not None:
             return spans
     return None
 
 
-def _by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | None:
-    """Locate a turn that calls tools: render with a sentinel in its place, and match the text around it."""
+def _find_by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | None:
+    """Locate a turn with tool calls: render a sentinel instead of the turn, and match the text around the sentinel."""
     if not view.messages[index].get("tool_calls"):
         return None
     try:
@@ -372,16 +384,16 @@ def _by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | No
     before, found, after = frame.partition(_SENTINEL)
     end = len(view.text) - len(after)
     is_around = found and view.text.startswith(before) and view.text.endswith(after) and len(before) <= end
-    if not is_around or not _holds(view.text[len(before) : end], view.messages[index]):
+    if not is_around or not _contains_message(view.text[len(before) : end], view.messages[index]):
         return None
     others = [message["content"].strip() for message in view.messages[index + 1 :]]
     if any(other and other in view.text[len(before) : end] for other in others):
-        return None  # the template shows later messages only after a call
+        return None  # the template renders later messages only after a tool call, so they are in the span
     return MessageSpan(index, len(before), end)
 
 
-def _by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
-    """Return the text between the generation prompt and the template's ending of any text in this turn."""
+def _find_by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
+    """Locate a turn between the generation prompt and the text that the template appends to every turn."""
     messages = view.messages
     try:
         before = view.render(messages[:index], add_generation_prompt=True) if index else ""
@@ -394,36 +406,37 @@ def _by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
     if not through.endswith(after):
         if not messages[index].get("tool_calls"):
             return None
-        after = through[len(through.rstrip()) :]  # a tool call has another ending, which is trained
+        after = through[len(through.rstrip()) :]  # a tool call ends with other text, which is trained
     end = len(through) - len(after)
     if not (view.text.startswith(through) and through.startswith(before) and len(before) <= end):
         return None
-    whole = through[len(turn) if before.startswith(turn) else len(before) : end]  # a prompt may begin the thought
-    return MessageSpan(index, len(before), end) if _holds(whole, messages[index]) else None
+    # Include the generation prompt in the check, because it can contain the start of the message's thought.
+    whole = through[len(turn) if before.startswith(turn) else len(before) : end]
+    return MessageSpan(index, len(before), end) if _contains_message(whole, messages[index]) else None
 
 
-def _holds(written: str, message: Message) -> bool:
-    """Return whether a rendered turn contains all of a message: its text, and the names and arguments of its calls."""
+def _contains_message(written: str, message: Message) -> bool:
+    """Return whether a rendered turn contains a message's text and the names and arguments of its tool calls."""
     if "".join(message["content"].split()) not in "".join(written.split()):
         return False
     calls = message.get("tool_calls") or ()
     return all(text in written or json.dumps(text)[1:-1] in written for call in calls for text in texts_in(call))
 
 
-def _is_in(text: str, squeezed: str) -> bool:
-    """Return whether a text without white space contains another text, verbatim or as JSON."""
+def _occurs_in(text: str, squeezed: str) -> bool:
+    """Return whether ``squeezed``, a text without white space, contains a text verbatim or as JSON."""
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
     return any("".join(form.split()) in squeezed for form in forms)
 
 
-def _all_in(value: object, squeezed: str) -> bool:
-    """Return whether a value has texts, and a text without white space contains all of them."""
+def _all_occur_in(value: object, squeezed: str) -> bool:
+    """Return whether a value contains texts, and ``squeezed`` contains all of them."""
     texts = list(texts_in(value))
-    return bool(texts) and all(_is_in(text, squeezed) for text in texts)
+    return bool(texts) and all(_occurs_in(text, squeezed) for text in texts)
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield the texts in a value; for a tool call, only the texts that a template must show."""
+    """Yield the texts in a value. For a tool call, yield only the texts of its ``function``."""
     if isinstance(value, Mapping):
         inner: Iterable[Any] = [value["function"]] if "function" in value else value.values()
     else:
@@ -434,16 +447,16 @@ def texts_in(value: object) -> Iterator[str]:
         yield from texts_in(each)
 
 
-def _with_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = "") -> Any:
-    """Return a tool or a call with each leaf of one kind changed."""
+def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = "") -> Any:
+    """Return a tool or tool call with ``change`` applied to each text of one kind."""
     if isinstance(value, Mapping) and key == "properties" and kind == "parameters":
-        return {change(name): _with_leaves(each, kind, change) for name, each in value.items()}
+        return {change(name): _map_leaves(each, kind, change) for name, each in value.items()}
     if key == "arguments" and kind == "arguments":
-        return _with_texts(value, change)
+        return _map_arguments(value, change)
     if isinstance(value, Mapping):
         is_deep = key != "arguments" and kind != "names"
         inner = value if is_deep else {"function": value["function"]} if "function" in value else {}
-        changed = {name: _with_leaves(each, kind, change, name) for name, each in inner.items()}
+        changed = {name: _map_leaves(each, kind, change, name) for name, each in inner.items()}
         if kind == "names" and isinstance(value.get("name"), str):
             changed["name"] = change(value["name"])
         return {**value, **changed}
@@ -452,20 +465,20 @@ def _with_leaves(value: Any, kind: str, change: Callable[[str], str], key: str =
     return value
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return arguments with each name and value changed; numbers as JSON."""
+def _map_arguments(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the arguments of a tool call with ``change`` applied to each name and value (numbers as JSON)."""
     if isinstance(value, Mapping):
-        return {change(name): _with_texts(each, change) for name, each in value.items()}
+        return {change(name): _map_arguments(each, change) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_texts(each, change) for each in value]
+        return [_map_arguments(each, change) for each in value]
     text = value if isinstance(value, str) else json.dumps(value)
     return value if (changed := change(text)) == text else changed
 
 
-def _put_back(
+def _replace_sentinels(
     frame: str, sentinels: Mapping[int, str], contents: Mapping[int, str], text: str
 ) -> dict[int, MessageSpan] | None:
-    """Replace the sentinels of a frame by contents; return the spans of the contents if the result is ``text``."""
+    """Replace the sentinels in ``frame`` by contents; return the contents' spans if the result equals ``text``."""
     spans: dict[int, MessageSpan] = {}
     built, at = "", 0
     for index, sentinel in sorted(sentinels.items(), key=lambda item: frame.index(item[1])):

@@ -1,4 +1,4 @@
-"""Best-fit packing of documents into rows of a fixed length. No document is split, and none attends to another."""
+"""Best-fit packing of documents into rows of a fixed length, without splitting a document."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-WINDOW = 4096  # documents that are packed together; a larger window packs tighter, a smaller one mixes better
+WINDOW = 4096  # documents packed together; a larger window reduces padding, a smaller one mixes documents better
 
 
 def pack_documents(
     documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Assign documents to rows, best fit decreasing within windows of neighbours. Takes 16 bytes of RAM per document.
+    """Assign documents to rows, by best fit decreasing within each window. The assignment is deterministic.
 
     Args:
-        documents: numbers of the documents, in packing order.
-        lengths: tokens of each document, 1 to ``capacity``.
-        capacity: tokens in a row.
-        window: documents per window; documents of different windows share no row.
+        documents: Indices of the documents. Consecutive documents form a window.
+        lengths: Number of tokens in each document, 1 to ``capacity``.
+        capacity: Number of tokens in a row.
+        window: Documents per window. Documents from different windows never share a row.
 
     Returns:
-        The documents of all rows, row after row; and the start of each row, and the end. The result is
-        deterministic.
+        The documents of all rows, concatenated; and the index of each row's first document, followed by the end. They
+        take at most 16 bytes of RAM per document.
     """
     members = np.empty(len(documents), dtype=np.int64)
     starts = array("q", [0])
@@ -39,9 +39,9 @@ def pack_documents(
 
 
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices of the documents of each row."""
+    """Return the indices of the documents in each row."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the first row that is large enough fits best
+    room: list[tuple[int, int]] = []  # sorted (free tokens, row), so the first row with enough free tokens fits best
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)

@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt, one better than the other: two documents each, the chosen answer first."""
+"""Kind of rows with a better and a worse answer to one prompt, which become two documents, the chosen answer first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENC
 from megatrain.data.formats import DataRow, PlainRow
 from megatrain.data.preference_format import PREFERENCE, Preference
 from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind
-from megatrain.data.rows_report import DataError, RowError, some
+from megatrain.data.rows_report import DataError, RowError, pluralize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from megatrain.data.chat import Encoded
     from megatrain.data.row_kind import Batch, Example
 
-# Functions import numpy and torch themselves, because a config uses its kind of rows without them.
+# Functions import numpy and torch only when they need them, because a config uses its row kind without them.
 
 __all__ = ["CHOSEN", "PAIRS", "REJECTED", "TEXT_PAIRS", "PairRows"]
 
-#: Roles of documents in a cache: the better and the worse answer.
+#: Roles of the better and the worse answer. Token caches store them.
 CHOSEN, REJECTED = 1, 2
-#: Added to the role of a document whose tokens are followed by a margin.
+#: Flag in the role of a document that stores a margin after its tokens.
 _HAS_MARGIN = 4
 
 
 class PairRows(RowKind):
-    """Pairs of answers whose log-probabilities a loss compares."""
+    """Row kind of answer pairs, for losses that compare the answers' log-probabilities."""
 
     recorded = "pairs"
     reader = PREFERENCE
     num_documents = 2
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return both answers, each with the prompt; raises DataError if there is only one."""
+        """Return the two answers, each with the prompt. Raises DataError if the row has only one answer."""
         assert isinstance(row, Preference), row
         if row.rejected is None:
             raise DataError(
                 row.where,
-                "the row has one answer with a label, and the loss compares two",
-                'Write loss_type = "kto" in [preference]',
+                "the row has only one answer, with a label, but the loss compares two answers",
+                'Set loss_type = "kto" in [preference]',
             )
         return row.answers
 
@@ -52,23 +52,23 @@ class PairRows(RowKind):
         return ("chosen", "rejected")
 
     def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
-        """Refuse two answers with the same tokens."""
+        """Reject two answers with the same tokens."""
         first, *others = [text.tokens[:max_length] for text in texts]
         if first not in others:
             return None
         is_cut = any(len(text.tokens) > max_length for text in texts)
-        same = "the two answers are the same" + (" where data.max_length cuts them" if is_cut else " as tokens")
+        same = "the two answers have the same tokens" + (" after truncation to data.max_length" if is_cut else "")
         return RowError(row.where, same, "Raise data.max_length" if is_cut else "")
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return the chosen answer of each pair, then the rejected one."""
+        """Return two documents per pair: the chosen answer, then the rejected answer."""
         found = []
         for _, (chosen, rejected) in examples:
             found += [CodedDocument(chosen, True, CHOSEN), CodedDocument(rejected, False, REJECTED)]
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Add the reference of each answer, and whether the first answer of each example is desirable."""
+        """Add each answer's reference log-probability, and whether the first answer of each example is desirable."""
         import torch
 
         reference = [0.0 if each is None else each.reference for each in facts]
@@ -79,21 +79,21 @@ class PairRows(RowKind):
         }
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the number of pairs, in words."""
-        return some(len(roles) // 2, "pair")
+        """Return the number of pairs with the noun."""
+        return pluralize(len(roles) // 2, "pair")
 
 
 class TextPairRows(PairRows):
-    """Pairs of texts with one score each, and a margin by which the better one should win.
+    """Row kind of text pairs, for losses that compare the scores of two texts, with a margin for each pair.
 
-    The margin is an extra value after the tokens of a document. Files, caches and checksums treat it as a token.
+    The margin is stored after the tokens of a document. Files, caches and checksums treat it as a token.
     """
 
     recorded = "texts"
     num_values = 1
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return both texts of each pair. No token is trained; the margin of the chosen text is marked as trained."""
+        """Return both texts of each pair, without trained tokens. Only the chosen text's margin counts as trained."""
         import numpy as np
 
         found = []
@@ -106,7 +106,7 @@ class TextPairRows(PairRows):
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Replace the labels by one for each chosen text that exists, and add the margins."""
+        """Replace the token labels by one label for each chosen text, and add the margins."""
         import numpy as np
         import torch
 

@@ -1,4 +1,4 @@
-"""A preview of a config's data from the view of the loss: rows as text with their loss mask, and total figures."""
+"""Preview of a config's data: rows as text with their loss mask, and statistics of all rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PERCENTS = (0, 50, 90, 99, 100)
-_LARGEST_PREVIEW = 4096  # tokens shown of a text row, which may be a whole book
+_LARGEST_PREVIEW = 4096  # maximum tokens shown of a text row, which can be a whole book
 
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """Adjacent tokens with the same loss mask, as text with special tokens shown."""
+    """Text of adjacent tokens with the same loss mask, including special tokens."""
 
     text: str
     is_trained: bool
@@ -37,21 +37,21 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One row as the model sees it.
+    """One text of a row as the model sees it.
 
     Attributes:
         number: Number of the row, counted from 1 over all sources.
-        where: file and row.
-        kind: Title of the text: "conversation", "prompt and completion", "text", "tokens", "chosen" ...
-        segments: its text, in order; empty if the row is dropped.
-        num_tokens: tokens of the part that is shown.
-        num_trained: Tokens with a loss, of the part that is shown.
-        num_tokens_before: Tokens of the whole row. More than ``num_tokens`` if it is cut.
-        dropped: reason why the row is not trained, or "".
-        untrained_turns: reasons why turns of the assistant that should be trained are not.
-        left_out: fields of the row that the chat template does not show.
-        special_tokens: special tokens in the text of the row.
-        num_pieces: documents that the shown part is cut into; each begins with the text's start tokens, e.g. ``<bos>``.
+        where: File and row.
+        kind: Title of the text, such as "conversation", "prompt and completion", "text" or "chosen".
+        segments: The shown text, in order. Empty if the row cannot be tokenized.
+        num_tokens: Number of tokens in the shown text.
+        num_trained: Number of tokens with a loss in the shown text.
+        num_tokens_before: Number of tokens before truncation.
+        dropped: Reason why the row is not trained, or "".
+        untrained_turns: For each assistant turn that cannot be trained although it should be, the reason.
+        left_out: Fields of the row that the chat template does not render.
+        special_tokens: Special tokens that occur in the text of the row.
+        num_pieces: Number of documents that the shown text is split into, each with the start tokens (``<bos>``).
     """
 
     number: int
@@ -75,24 +75,24 @@ class RowPreview:
 def preview_rows(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, n: int = 3, row: int | None = None
 ) -> list[RowPreview]:
-    """Return the first ``n`` rows of the data, or only row number ``row``. Reads no later rows, and no cache.
+    """Preview the first ``n`` rows of the data, or only row ``row``, without the cache and without reading later rows.
 
     Args:
-        row: number of the row, counted from 1 over all sources, including dropped rows.
+        row: Number of the row, counted from 1 over all sources, including dropped rows.
 
     Raises:
-        DataError: raised by ``load_dataset``, or there is no such row.
+        DataError: The data cannot be read, or there is no such row.
     """
     encoder = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
     first = 1 if row is None else row
     last = n if row is None else row
     if first < 1:
-        raise DataError("--row", f"there is no row {row}", "Rows count from 1")
+        raise DataError("--row", f"there is no row {row}", "The first row is row 1")
     numbered = zip(itertools.count(1), _rows(data), strict=False)
     previews = [
         preview
         for number, item in itertools.islice(numbered, first - 1, last)
-        for preview in _previews(data, tokenizer, encoder, number, item)
+        for preview in _preview_texts(data, tokenizer, encoder, number, item)
     ]
     if row is not None and not previews:
         count = sum(1 for _ in _rows(data))
@@ -101,28 +101,28 @@ def preview_rows(
 
 
 def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
-    """Yield the rows of all sources, including untrainable ones."""
+    """Yield the rows of all sources, including those that cannot be trained."""
     for source in data.table.train:
         if data.table.streaming:
             yield from rows_in_order(source, data.kind)
             continue
         for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
-                yield row  # only the first part of a long text
+                yield row  # of a long text, only the first piece
 
 
-def _previews(
+def _preview_texts(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: DataRow | RowError
 ) -> Iterator[RowPreview]:
     """Yield a preview of each text of a row."""
     if isinstance(item, RowError):
-        yield _preview(data, tokenizer, encoder, number, item, "row")
+        yield _preview_text(data, tokenizer, encoder, number, item, "row")
         return
     for text, title in zip(data.kind.texts_of(item), data.kind.titles_of(item), strict=True):
-        yield _preview(data, tokenizer, encoder, number, text, title)
+        yield _preview_text(data, tokenizer, encoder, number, text, title)
 
 
-def _preview(
+def _preview_text(
     data: DataSpec,
     tokenizer: PreTrainedTokenizerFast,
     encoder: RowEncoder,
@@ -137,7 +137,7 @@ def _preview(
     tokens, trained = coded.tokens[: data.table.max_length], coded.trained[: data.table.max_length]
     num_pieces = 1
     if coded.is_text:
-        pieces = _pieces(coded, data.table.max_length, encoder)
+        pieces = _split_start(coded, data.table.max_length, encoder)
         tokens = [token for each in pieces for token in each.tokens]
         trained = [flag for each in pieces for flag in each.trained]
         num_pieces = len(pieces)
@@ -145,11 +145,11 @@ def _preview(
         number=number,
         where="" if isinstance(item, RowError) else item.where,
         kind=title,
-        segments=_segments(tokenizer, tokens, trained),
+        segments=_decode_runs(tokenizer, tokens, trained),
         num_tokens=len(tokens),
         num_trained=sum(trained),
         num_tokens_before=len(coded.tokens),
-        dropped=_why_dropped(data, coded, trained),
+        dropped=_drop_reason(data, coded, trained),
         untrained_turns=coded.untrained_turns,
         num_pieces=num_pieces,
         left_out=coded.left_out,
@@ -157,27 +157,28 @@ def _preview(
     )
 
 
-def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
-    """Return the start of a text as trained: its pieces in order, each with its start tokens."""
+def _split_start(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
+    """Split the start of a text into the documents that training uses."""
     start = replace(
         coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
     )
     return list(TextCutter(max_length, encoder.start_tokens).cut(start))
 
 
-def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
+def _drop_reason(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
     if not coded.is_text and len(coded.tokens) > data.table.max_length and data.table.overlong != "truncate":
         return f"{len(coded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
     if any(place.start < data.table.max_length < place.stop for place in coded.image_tokens):
-        return f"data.max_length = {data.table.max_length} would cut it within an image"
+        return f"data.max_length = {data.table.max_length} would truncate it within an image"
     if any(trained):
         return ""
     is_cut = not coded.is_text and any(coded.trained)
-    within = f"no token of its first {data.table.max_length} (data.max_length) would be trained"
-    return within if is_cut else "no token of it would be trained"
+    if is_cut:
+        return f"none of its first {data.table.max_length} tokens (data.max_length) would be trained"
+    return "none of its tokens would be trained"
 
 
-def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: list[bool]) -> tuple[TextRun, ...]:
+def _decode_runs(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: list[bool]) -> tuple[TextRun, ...]:
     segments = []
     for is_trained, group in itertools.groupby(zip(tokens, trained, strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
@@ -188,7 +189,7 @@ def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: li
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """One ``[[data.train]]``: its documents, counted once each, and its weight."""
+    """Statistics of one ``[[data.train]]`` source, without its weight."""
 
     path: str
     weight: float
@@ -199,7 +200,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """Documents of ``low`` to ``high`` tokens, both included."""
+    """Number of documents with ``low`` to ``high`` tokens, inclusive."""
 
     low: int
     high: int
@@ -208,20 +209,20 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class DataStats:
-    """Figures of all training data.
+    """Statistics of all training data.
 
     Attributes:
-        report: rows read, dropped by reason, and truncated; tokens and trained tokens of all documents, once each.
-        sources: figures by source.
-        percentiles: percentage of documents -> their maximum length in tokens, for 0, 50, 90, 99 and 100.
-        histogram: documents by length; the bounds double up to ``data.max_length``.
-        num_documents: documents of an epoch, with source weights.
-        num_trained_tokens: Tokens with a loss in an epoch.
-        num_rows: rows of ``data.max_length`` tokens in an epoch, or one per document without packing.
-        num_steps: optimizer steps of an epoch.
-        padding_share: Padding among the tokens of the first epoch's rows; 0 to 1.
-        padding_share_other: the same with the opposite value of ``data.packing``.
-        held_out: summary of the rows held out by ``data.val_size``, or "". Only ``report`` counts these rows.
+        report: Counts of the rows that were read, dropped and truncated, and of their tokens, without source weights.
+        percentiles: Document lengths in tokens, keyed by percentile: 0, 50, 90, 99 and 100.
+        histogram: Documents by length. The bounds double up to ``data.max_length``.
+        num_documents: Number of documents in an epoch, with source weights.
+        num_tokens: Number of tokens in an epoch.
+        num_trained_tokens: Number of tokens with a loss in an epoch.
+        num_rows: Number of rows in an epoch: packed rows, or one row per document without packing.
+        num_steps: Number of optimizer steps in an epoch.
+        padding_share: Fraction of padding tokens in the first epoch, 0 to 1.
+        padding_share_other: Fraction of padding tokens with the opposite value of ``data.packing``.
+        held_out: Summary of the rows held out by ``data.val_size``, or "". Besides, only ``report`` counts these rows.
     """
 
     report: DataReport
@@ -238,7 +239,7 @@ class DataStats:
     held_out: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+        """Return the statistics as JSON values."""
         return asdict(self)
 
 
@@ -249,17 +250,17 @@ def dataset_stats(
     micro_batch_rows: int,
     on_message: OnMessage = lambda text: None,
 ) -> DataStats:
-    """Return figures of all training data, from the cache if possible.
+    """Compute statistics of all training data, from the cache if possible.
 
     Args:
-        rows_per_step: Rows of ``data.max_length`` tokens in an optimizer step.
-        micro_batch_rows: documents that are padded to one length without packing; a divisor of ``rows_per_step``.
-        on_message: called with the progress of a long tokenization.
+        rows_per_step: Number of rows in an optimizer step.
+        micro_batch_rows: Number of rows in a micro-batch, which are padded to one length. Divides ``rows_per_step``.
+        on_message: Called with the progress of a long tokenization.
 
     Raises:
-        DataError: raised by ``load_dataset``.
+        DataError: Raised by ``load_dataset``, or the data is streamed.
     """
-    refuse_streams(data, "figures of all rows")
+    refuse_streams(data, "statistics of all rows")
     dataset = load_dataset(data, tokenizer, on_message)
     documents = dataset.epoch_documents(data.seed)
     together = dataset.kind.num_documents
@@ -267,7 +268,7 @@ def dataset_stats(
     all_lengths = dataset.lengths()
     lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
     used = all_lengths[documents]
-    trained = _trained_of_documents(dataset)
+    trained = _count_trained(dataset)
     max_length = data.table.max_length
     num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
@@ -278,7 +279,7 @@ def dataset_stats(
     num_rows = num_packed if packing else len(documents)
     return DataStats(
         report=dataset.report,
-        sources=tuple(_sources(data, dataset, trained)),
+        sources=tuple(_source_stats(data, dataset, trained)),
         percentiles={percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTS},
         histogram=_histogram(lengths, max_length),
         num_documents=len(documents),
@@ -292,12 +293,12 @@ def dataset_stats(
     )
 
 
-def _trained_of_documents(dataset: TokenDataset) -> npt.NDArray[np.int64]:
+def _count_trained(dataset: TokenDataset) -> npt.NDArray[np.int64]:
     """Return the number of trained tokens of each document."""
     return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
 
 
-def _sources(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
+def _source_stats(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
     for number, source in enumerate(data.table.train):
         documents = np.arange(dataset.source_starts[number], dataset.source_starts[number + 1])
         if dataset.in_use is not None:
@@ -307,11 +308,12 @@ def _sources(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int6
 
 
 def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_batch_rows: int) -> int:
-    """Return the tokens of micro-batches with one document per row, padded to the longest.
+    """Return the number of tokens in an epoch, including padding, if each row contains one document.
+
+    The rows of a step are distributed round-robin over its micro-batches, as in the loader.
 
     Args:
-        lengths: Tokens of each document, in the order of an epoch. Each step deals its rows to its micro-batches
-            in turn, as the loader does.
+        lengths: Tokens of each document, in the order of the epoch.
     """
     num_steps = -(-len(lengths) // rows_per_step)
     rows = np.zeros(num_steps * rows_per_step, dtype=np.int64)

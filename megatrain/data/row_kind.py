@@ -1,8 +1,8 @@
-"""A kind of rows: conversion of a task's rows to documents, and of documents to micro-batches.
+"""Base class of row kinds, which convert a task's rows to documents, and documents to micro-batches.
 
-Each kind is one object in one file: `chat_rows.CHATS`, `text_rows.TEXTS`, `pair_rows.PAIRS`, `pair_rows.TEXT_PAIRS` and
-`tagged_rows.ANSWERS`. The rest of this package calls the object and does not distinguish kinds. A task names its kind
-in `megatrain/tasks/table.py`.
+The kinds are the objects `chat_rows.CHATS`, `text_rows.TEXTS`, `pair_rows.PAIRS`, `pair_rows.TEXT_PAIRS` and
+`tagged_rows.ANSWERS`. The rest of this package only calls these methods and does not distinguish between kinds. The
+table in `megatrain/tasks/table.py` selects the kind of each task.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from megatrain.data.rows_report import RowError, some
+from megatrain.data.rows_report import RowError, pluralize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatrain.data.formats import DataRow, PlainRow, RowReader
 
     Batch = dict[str, Tensor]
-    #: A row, and the tokens of its texts, at most ``max_length`` of each.
+    #: A row, and its tokenized texts, each truncated to ``max_length`` tokens.
     Example = tuple[DataRow, Sequence[Encoded]]
 
 __all__ = ["CodedDocument", "DocumentFacts", "RowKind", "row_kind"]
@@ -31,12 +31,12 @@ __all__ = ["CodedDocument", "DocumentFacts", "RowKind", "row_kind"]
 
 @dataclass(frozen=True, slots=True)
 class CodedDocument:
-    """A document to be written to a data set.
+    """A tokenized document, before it is written to a dataset.
 
     Attributes:
-        begins_row: False for further documents of the same row.
-        role: Role in its example. 0 for the only document of an example.
-        value: Extra value after the tokens, and whether it is trained.
+        begins_row: Whether this is the first document of a row.
+        role: Role of the document in its example. 0 if the example has only one document.
+        value: Extra value to store after the tokens, and its flag in the loss mask. None without an extra value.
     """
 
     coded: Encoded
@@ -46,7 +46,7 @@ class CodedDocument:
 
 
 class DocumentFacts(NamedTuple):
-    """Numbers of a document in a data set; ``reference`` is its log-probability by the reference model, or 0."""
+    """Role, extra value and reference log-probability of a document in a dataset; 0 where it has none."""
 
     role: int
     value: int
@@ -54,13 +54,13 @@ class DocumentFacts(NamedTuple):
 
 
 class RowKind:
-    """Rows of one document each. Other kinds override the differences.
+    """Kind of rows that become one document each. Subclasses implement the other kinds.
 
     Attributes:
-        recorded: Name in keys of caches and in fingerprints, which must not change. "" for single documents.
-        reader: Format of the rows, unique to the kind. None if rows may have any format that "auto" detects.
-        num_documents: Documents of an example, which share a micro-batch.
-        num_values: Extra values after the tokens of a document.
+        recorded: Name of the kind in cache keys and fingerprints, which must never change. "" for single documents.
+        reader: Reader of the rows. None if rows can have any format that "auto" detects.
+        num_documents: Number of documents per example, which always share a micro-batch.
+        num_values: Number of extra values after the tokens of a document.
         only_text: Whether rows are plain text.
     """
 
@@ -71,44 +71,40 @@ class RowKind:
     only_text = False
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the texts of a row to be tokenized.
-
-        Raises:
-            DataError: The row is not of this kind.
-        """
+        """Return the texts of a row to tokenize. Raises DataError if the row has another kind."""
         return [cast("PlainRow", row)]
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
-        """Return the titles of these texts in previews."""
+        """Return the titles of a row's texts in previews."""
         return [cast("PlainRow", row).title]
 
     def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
-        """Return the error if an example of these texts, each cut to ``max_length`` tokens, cannot be trained."""
+        """Return an error if the texts, truncated to ``max_length`` tokens, cannot be trained together, else None."""
         return None
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return the documents of some examples, and ``last`` for the next call.
+        """Convert examples to documents; return the documents, and ``last`` for the next call.
 
         Args:
-            last: None in the first call.
+            last: State returned by the previous call. None in the first call.
         """
         return [CodedDocument(text) for _, (text,) in examples], None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Return a micro-batch with the additional inputs of its losses.
+        """Add the inputs of this kind's losses to a micro-batch.
 
         Args:
-            batch: Padded documents; the first documents of all examples, then the second ones.
-            facts: Numbers of the document of each row. None for rows that only fill the micro-batch.
+            batch: Padded documents: the first documents of all examples, then their second documents.
+            facts: Facts of the document in each row. None for empty rows, which fill up the micro-batch.
         """
         return batch
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the number of examples in words, given the roles of all documents."""
-        return some(len(roles) // self.num_documents, "row")
+        """Return the number of examples with their noun, from the roles of all documents."""
+        return pluralize(len(roles) // self.num_documents, "row")
 
 
 def row_kind(name: str) -> RowKind:
-    """Return a kind by its file in this package and its name there, as in "pair_rows.PAIRS"."""
+    """Return a row kind by module and name, for example "pair_rows.PAIRS"."""
     file, _, made = name.partition(".")
     return cast("RowKind", getattr(import_module(f"megatrain.data.{file}"), made))

@@ -1,4 +1,4 @@
-"""Reports of the rows that were read and dropped, with reasons; errors of data."""
+"""Errors of training data, and reports of the rows that were read and dropped, with reasons."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 
 class DataError(Exception):
-    """Training data cannot be used; the text names the file and row, the cause and the remedy.
+    """Training data cannot be used. The message contains the file and row, the cause and the remedy.
 
     Attributes:
-        where: file, and row or line if known.
+        where: File, with the row or line if known.
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
@@ -22,10 +22,10 @@ class DataError(Exception):
 
 
 class RowError(DataError):
-    """One row cannot be trained. It is dropped and counted, unless ``data.bad_rows`` is "error".
+    """One row cannot be trained. The row is dropped and counted, unless ``data.bad_rows`` is "error".
 
     Attributes:
-        reason: the problem without details of this row, for counting.
+        reason: The problem without details of the row, so that equal problems are counted together.
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
@@ -34,22 +34,22 @@ class RowError(DataError):
 
 
 class EmptyFileError(RowError):
-    """One of several files is empty. It is skipped and counted, but no row is lost."""
+    """One of several files is empty. The file is skipped and counted, but no row is lost."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where, "the file is empty", "Remove it or fill it")
 
 
-#: Share of a source that may be dropped or cut without a warning.
+#: Share of a source that can be dropped or truncated without a warning.
 WARN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Rows, turns of conversations, or files that are not trained for one reason.
+    """Number of rows, conversation turns or files with the same reason.
 
     Attributes:
-        example: file and row of the first one.
+        example: File and row of the first occurrence.
     """
 
     reason: str
@@ -58,24 +58,24 @@ class Dropped:
 
     @property
     def skipped(self) -> str:
-        """Text about skipped empty files."""
-        return f"{some(self.count, 'empty file')} skipped (first: {self.example})"
+        """Message about skipped empty files."""
+        return f"{pluralize(self.count, 'empty file')} skipped (first: {self.example})"
 
 
 @dataclass(slots=True)
 class SourceCounts:
-    """Counts of the rows of one source, by outcome.
+    """Counts of one source's rows, tokens and assistant turns.
 
     Attributes:
-        num_truncated: conversations cut to max_length.
-        num_too_long: rows dropped for their length.
-        num_untrained: rows dropped because none of their tokens would be trained.
-        num_bad: rows dropped because they cannot be trained.
-        num_rows_lost: rows that are dropped or cut, counted once each.
-        num_tokens: Tokens of all rows that could be tokenized, before cutting.
-        num_tokens_lost: Tokens of these rows that are in no document.
+        num_truncated: Rows truncated to ``max_length``.
+        num_too_long: Rows dropped because of their length.
+        num_untrained: Rows dropped because none of their tokens would be trained.
+        num_bad: Rows dropped because of a ``RowError``.
+        num_rows_lost: Rows that are dropped or truncated.
+        num_tokens: Tokens of all rows before truncation, except rows that could not be tokenized.
+        num_tokens_lost: Tokens, of those in ``num_tokens``, that are in no document.
         num_turns: Assistant turns that should be trained, in rows that are kept.
-        num_turns_lost: Assistant turns that should be trained but are not, in rows that are kept.
+        num_turns_lost: Assistant turns that should be trained but cannot be, in rows that are kept.
     """
 
     num_rows: int = 0
@@ -91,7 +91,7 @@ class SourceCounts:
 
     @property
     def share_lost(self) -> float:
-        """Return the largest dropped or cut share: of rows, of tokens, or of turns."""
+        """Largest of the lost shares of rows, of tokens and of assistant turns, 0 to 1."""
         return max(
             self.num_rows_lost / max(1, self.num_rows),
             self.num_tokens_lost / max(1, self.num_tokens),
@@ -100,7 +100,7 @@ class SourceCounts:
 
     @property
     def share_of_turns_lost(self) -> float:
-        """Return the share of untrained assistant turns, in rows that are kept."""
+        """Share of the assistant turns that cannot be trained, in rows that are kept."""
         return self.num_turns_lost / max(1, self.num_turns)
 
     def __sub__(self, before: SourceCounts) -> SourceCounts:
@@ -111,40 +111,36 @@ class SourceCounts:
         parts = [
             f"{count:,} {what}"
             for count, what in (
-                (self.num_truncated, "cut to data.max_length"),
+                (self.num_truncated, "truncated to data.max_length"),
                 (self.num_too_long, "dropped as too long"),
                 (self.num_untrained, "dropped without a trained token"),
-                (self.num_bad, "dropped as they cannot be trained"),
+                (self.num_bad, "dropped because of an error"),
             )
             if count
         ]
-        text = (
-            f"{self.num_rows_lost:,} of {some(self.num_rows, 'row')} ({rows:.1%}) and {tokens:.1%} of the tokens are "
-        )
-        rows_lost = f"{text}dropped or cut: {', '.join(parts)}" if self.num_rows_lost else ""
-        of_all = f"{self.num_turns_lost:,} of {some(self.num_turns, 'turn')} ({self.share_of_turns_lost:.1%})"
+        of_rows = f"{self.num_rows_lost:,} of {pluralize(self.num_rows, 'row')} ({rows:.1%})"
+        lost = f"{of_rows} and {tokens:.1%} of the tokens are dropped or truncated: {', '.join(parts)}"
+        rows_lost = lost if self.num_rows_lost else ""
+        of_all = f"{self.num_turns_lost:,} of {pluralize(self.num_turns, 'turn')} ({self.share_of_turns_lost:.1%})"
         turns_lost = f"{of_all} of the assistant are not trained" if self.num_turns_lost else ""
         return "; ".join(filter(None, (rows_lost, turns_lost)))
 
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of all rows, by outcome.
+    """Counts of all rows, with reasons. See ``SourceCounts`` for the counts of dropped and truncated rows.
 
     Attributes:
-        num_documents: documents to train on (rows, or pieces of long text).
-        num_truncated: conversations cut to max_length.
-        num_too_long: conversations dropped for their length.
-        num_untrained: rows dropped because none of their tokens would be trained.
-        num_trained_tokens: Tokens with a loss.
-        first_untrained: file and row of the first row in ``num_untrained``, or "".
-        dropped: rows that cannot be trained, by reason, the most frequent first.
-        untrained_turns: untrained assistant turns in rows that are kept, by reason.
-        sources: counts of each source, in order.
-        empty_files: the empty files; None if there are none.
-        left_out: fields of rows that the chat template does not show; the field is the reason.
-        special_tokens: special tokens in the texts of rows; the token is the reason.
-        unread: columns of rows that their format does not read; the column is the reason.
+        num_documents: Number of documents to train on: rows, or pieces of long text.
+        num_trained_tokens: Number of tokens with a loss.
+        first_untrained: File and row of the first row without a trained token, or "".
+        dropped: Rows that cannot be trained, by reason, the most frequent reason first.
+        untrained_turns: Assistant turns that cannot be trained, in rows that are kept, by reason.
+        sources: Counts of each source, in order.
+        empty_files: Count of the empty files. None if there are none.
+        left_out: Rows with a field that the chat template does not render, by field.
+        special_tokens: Rows with a special token in their text, by token.
+        unread: Rows with a column that their format does not read, by column.
     """
 
     num_rows: int
@@ -164,11 +160,11 @@ class DataReport:
     unread: tuple[Dropped, ...] = ()
 
     def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
-        """Yield (severity, text) of the messages about fields, columns and special tokens."""
+        """Yield (severity, message) for each remark about fields, columns and special tokens."""
         calls = [each for each in self.left_out if each.reason.split()[-1] in ("tool_calls", "tools")]
         for count, group in itertools.groupby(calls, key=lambda each: each.count):
             same = list(group)
-            names, rows = " / ".join(each.reason for each in same), f"{count:,} of {some(self.num_rows, 'row')}"
+            names, rows = " / ".join(each.reason for each in same), f"{count:,} of {pluralize(self.num_rows, 'row')}"
             yield (
                 "warning",
                 f"the chat template has no place for {names} ({rows}; first: {same[0].example}): set "
@@ -178,29 +174,29 @@ class DataReport:
             if each not in calls:
                 yield (
                     "note",
-                    f"the chat template leaves out `{each.reason}` of {some(each.count, 'row')} (first: "
+                    f"the chat template leaves out `{each.reason}` of {pluralize(each.count, 'row')} (first: "
                     f"{each.example})",
                 )
         if self.unread:
-            names = ", ".join(f"`{each.reason}` ({some(each.count, 'row')})" for each in self.unread[:8])
+            names = ", ".join(f"`{each.reason}` ({pluralize(each.count, 'row')})" for each in self.unread[:8])
             more = f" and {len(self.unread) - 8} others" if len(self.unread) > 8 else ""
-            yield "note", f"columns that are not read: {names}{more}"
+            yield "note", f"ignored columns: {names}{more}"
         for each in self.special_tokens:
             yield (
                 "note",
-                f"the text of {some(each.count, 'row')} holds {each.reason}, which the tokenizer reads as its special "
-                f"token, as in transformers (first: {each.example})",
+                f"the text of {pluralize(each.count, 'row')} contains {each.reason}, which the tokenizer reads as a "
+                f"special token, as in transformers (first: {each.example})",
             )
 
     @property
     def num_dropped(self) -> int:
-        """Number of rows without any trained token, for all reasons."""
+        """Number of dropped rows, for all reasons."""
         return self.num_too_long + self.num_untrained + sum(each.count for each in self.dropped)
 
     def __str__(self) -> str:
         share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
-        text = f"{some(self.num_rows, 'row')}, {some(self.num_documents, 'document')}, {self.num_tokens:,} tokens"
-        text += f" ({share:.1f}% trained)"
+        text = f"{pluralize(self.num_rows, 'row')}, {pluralize(self.num_documents, 'document')}, "
+        text += f"{self.num_tokens:,} tokens ({share:.1f}% trained)"
         for count, what in (
             (self.num_truncated, "truncated"),
             (self.num_too_long, "dropped as too long"),
@@ -211,9 +207,9 @@ class DataReport:
         if self.empty_files is not None:
             text += f", {self.empty_files.skipped}"
         for each in self.dropped:
-            text += f"\n  {some(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
+            text += f"\n  {pluralize(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
         for each in self.untrained_turns:
-            text += f"\n  {some(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+            text += f"\n  {pluralize(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
         for severity, remark in self.remarks():
             text += f"\n  {'warning: ' if severity == 'warning' else ''}{remark}"
         return text
@@ -224,7 +220,7 @@ class DataReport:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DataReport:
-        """Return the report from the output of :meth:`to_json`."""
+        """Create a report from the output of :meth:`to_json`."""
         lists = {name: tuple(Dropped(**each) for each in values.get(name, ())) for name in _LISTS}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
         empty = values.get("empty_files")
@@ -232,48 +228,44 @@ class DataReport:
         return cls(**{**values, **lists, "sources": sources, "empty_files": empty_files})
 
 
-#: Fields of a report that count reasons.
+#: Attributes of a report that list counts by reason.
 _LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens", "unread")
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
-    """Compare the loss of each source with ``WARN_SHARE`` and with the limit of the config.
+    """Return a warning for each source of which more than ``WARN_SHARE`` is dropped or truncated.
 
     Args:
         names: Names of the sources in messages.
-        max_dropped: ``data.max_dropped``.
-
-    Returns:
-        A warning for each source that loses more than ``WARN_SHARE``.
 
     Raises:
-        DataError: a source loses more than ``max_dropped``.
+        DataError: More than ``max_dropped`` of a source is dropped or truncated.
     """
     warnings = []
     for name, counts in zip(names, report.sources, strict=True):
         share = counts.share_lost
         is_cut = counts.num_truncated + counts.num_too_long > 0
-        mend = "Raise data.max_length" if is_cut else "Fix the rows"
+        remedy = "Raise data.max_length" if is_cut else "Fix the rows"
         if share == counts.share_of_turns_lost:
-            mend = "Set model.chat_template to a template that shows them whole"
+            remedy = "Set model.chat_template to a template that renders them completely"
         if share > max_dropped:
             raise DataError(
                 name,
                 f"{counts}. That is more than data.max_dropped = {max_dropped:g}",
-                f"{mend} (`megatrain-tier data stats CONFIG` says why), or accept it: write max_dropped = "
-                f"{math.ceil(100 * share) / 100:g} in [data]",
+                f"{remedy} (`megatrain-tier data stats CONFIG` shows the reasons), or accept the loss: set max_dropped "
+                f"= {math.ceil(100 * share) / 100:g} in [data]",
             )
         if share > WARN_SHARE:
-            warnings.append(f"{name}: {counts}. {mend}: `megatrain-tier data stats CONFIG` says why")
+            warnings.append(f"{name}: {counts}. {remedy}: `megatrain-tier data stats CONFIG` shows the reasons")
     return warnings
 
 
 class RowCounts:
-    """Counters during the encoding of rows.
+    """Counters for the encoding of rows.
 
     Attributes:
         total: Counts of all sources so far.
-        sources: Counts of each source that has ended.
+        sources: Counts of each completed source.
     """
 
     def __init__(self) -> None:
@@ -285,7 +277,7 @@ class RowCounts:
         self._reasons: dict[str, dict[str, Dropped]] = {name: {} for name in _LISTS}
 
     def drop(self, error: RowError) -> None:
-        """Count a row that cannot be trained, or a file without rows."""
+        """Count a row that cannot be trained, or an empty file."""
         if isinstance(error, EmptyFileError):
             before = self._empty_files or Dropped("the file is empty", 0, error.where)
             self._empty_files = replace(before, count=before.count + 1)
@@ -294,21 +286,21 @@ class RowCounts:
         self.total.num_rows_lost += 1
         self.total.num_bad += 1
         self.first_error = self.first_error or error
-        self.note("dropped", [error.reason], error.where)
+        self.record("dropped", [error.reason], error.where)
 
-    def leave_untrained(self, where: str) -> None:
+    def count_untrained(self, where: str) -> None:
         """Count a row without any trained token."""
         self.total.num_untrained += 1
         self.first_untrained = self.first_untrained or where
 
     def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
-        """Count the turns of a row that is kept, with the reasons of untrained ones."""
+        """Count the assistant turns of a row that is kept, and the reasons why turns cannot be trained."""
         self.total.num_turns += num_turns
         self.total.num_turns_lost += len(untrained)
-        self.note("untrained_turns", untrained, where)
+        self.record("untrained_turns", untrained, where)
 
-    def note(self, name: str, reasons: Iterable[str], where: str) -> None:
-        """Count reasons, or names, in one of the lists of a report."""
+    def record(self, name: str, reasons: Iterable[str], where: str) -> None:
+        """Count each reason once in the report's list ``name``."""
         counts = self._reasons[name]
         for reason in reasons:
             before = counts.get(reason) or Dropped(reason, 0, where)
@@ -320,7 +312,7 @@ class RowCounts:
         self._before = replace(self.total)
 
     def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
-        """Return the current counts."""
+        """Return a report of the current counts."""
         total = self.total
         lists = {
             name: tuple(sorted(counts.values(), key=lambda each: -each.count)) for name, counts in self._reasons.items()
@@ -340,6 +332,6 @@ class RowCounts:
         )
 
 
-def some(count: int, what: str) -> str:
-    """Return a count with its noun."""
+def pluralize(count: int, what: str) -> str:
+    """Return a count followed by its noun, in the plural unless the count is 1."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

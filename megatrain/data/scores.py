@@ -1,8 +1,8 @@
-"""Scores of a teacher on disk: log-probabilities for each token of a data set, in parts that are complete or absent.
+"""Teacher scores on disk: log-probabilities for each token of a dataset, in atomically written parts.
 
-A folder of scores has one file or group per batch of rows and format (parquet, zarr). Its ``scores.json`` records the
-origin. The key of a document is a checksum of its tokens and loss mask. So a reader finds the scores of its documents
-in any order, and none of other rows or of another tokenizer.
+A folder of scores has one file (parquet) or group (zarr) per batch of rows. Its ``scores.json`` records the origin of
+the scores. The key of a document is a checksum of its tokens and loss mask, so a reader can look up documents in any
+order, and never finds the scores of other rows or of another tokenizer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
     "read_kind",
 ]
 
-#: Folder of scores, inside ``output_dir``.
+#: Name of the folder of scores inside ``output_dir``.
 SCORES_NAME = "scores"
 _KIND_NAME = "scores.json"
 _WRITING_NAME = ".writing"
 _VERSION = 1
 _PART = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
-_GROUP_NBYTES = 4 << 20  # approximate bytes of a row group, which must be read for one document
+_GROUP_NBYTES = 4 << 20  # approximate bytes of a row group, which a reader loads to get one document
 _GROUPS_KEPT = 8
 EXTRA = 'pip install "megatrain-tier[data]"'
 
@@ -56,25 +56,25 @@ Array = npt.NDArray[Any]
 
 
 class ScoresError(Exception):
-    """A folder of scores cannot be used; the text names the cause and the remedy."""
+    """A folder of scores cannot be used. The message contains the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreKind:
-    """Origin and options of scores; all scores of a folder share them.
+    """Origin and options that all scores in a folder share.
 
     Attributes:
-        model: name or folder.
-        weights: checksum of samples of its weights.
-        mlp_rows: tokens per MLP call.
-        split_experts: whether fused experts were split into parts, which changes the bits of their sums.
-        tokenizer: checksum of the tokenizer.
-        data: fingerprint of the data set.
-        max_length: tokens of a row.
-        packing: whether several documents share a row.
-        top_k: scored vocabulary entries per token.
-        embeddings: vectors of documents from their last hidden states: "none", "mean" or "last".
-        formats: file formats; each holds all scores.
+        model: Name or folder of the teacher.
+        weights: Checksum of samples of the teacher's weights.
+        mlp_rows: Tokens per MLP call.
+        split_experts: Whether fused experts were split into parts, which changes the rounding of their sums.
+        tokenizer: Checksum of the tokenizer.
+        data: Fingerprint of the dataset.
+        max_length: Maximum tokens in a row.
+        packing: Whether a row contains several documents.
+        top_k: Number of vocabulary entries that are scored per token.
+        embeddings: Vector per document, from its last hidden states: "none", "mean" or "last".
+        formats: File formats. Each format contains all scores.
     """
 
     model: str
@@ -95,8 +95,8 @@ class ScoreKind:
     formats: tuple[str, ...]
 
 
-#: Names of facts in messages; the other facts are keys of [score].
-_WORDS = {
+#: Names of the attributes in messages. The other attributes are keys of [score].
+_NAMES_IN_MESSAGES = {
     "model": "the model",
     "weights": "the model's weights",
     "dtype": "precision.compute_dtype",
@@ -113,17 +113,17 @@ _WORDS = {
 
 
 def read_kind(folder: Path) -> ScoreKind:
-    """Return origin and options of the scores in a folder.
+    """Return the origin and options of the scores in a folder.
 
     Raises:
-        ScoresError: there are none.
+        ScoresError: The folder contains no scores that can be read.
     """
     path = folder / _KIND_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         version = values.pop("version")
         if version != _VERSION:
-            raise ScoresError(f"{path} is of version {version}, this program knows {_VERSION}")
+            raise ScoresError(f"{path} has version {version}, but this program supports version {_VERSION}")
         return ScoreKind(**{**values, "formats": tuple(values["formats"])})
     except FileNotFoundError:
         inside = folder / SCORES_NAME
@@ -135,19 +135,19 @@ def read_kind(folder: Path) -> ScoreKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentScores:
-    """A model's scores of one document.
+    """A model's scores of one document with ``n`` trained tokens.
 
     Attributes:
-        key: checksum of its tokens and loss mask.
-        document: number in the data set.
-        source: number of its ``[[data.train]]``.
-        positions: [n] int32, positions in the document of the scored tokens, which are the trained ones.
-        token_ids: [n] int32, ids of these tokens.
-        log_probs: [n] fp32, log-probability of each token given the tokens before it.
-        top_ids: [n, k] int32, the likeliest tokens there.
-        top_log_probs: [n, k] fp32.
-        rest_log_probs: [n] fp32, log of the probability of all other tokens.
-        embedding: [width] fp32, or [0].
+        key: Checksum of the document's tokens and loss mask.
+        document: Index in the dataset.
+        source: Index of the ``[[data.train]]`` source.
+        positions: Positions of the trained tokens, ``(n,)``, int32.
+        token_ids: Ids of the trained tokens, ``(n,)``, int32.
+        log_probs: Log-probability of each trained token given the tokens before it, ``(n,)``, fp32.
+        top_ids: Most likely tokens at each position, ``(n, k)``, int32.
+        top_log_probs: Log-probabilities of ``top_ids``, ``(n, k)``, fp32.
+        rest_log_probs: Log of the total probability of all other tokens, ``(n,)``, fp32.
+        embedding: Vector of the document, ``(width,)``, fp32; empty if embeddings are off.
     """
 
     key: str
@@ -168,21 +168,17 @@ class DocumentScores:
         return 16 * len(self.positions) + self.top_ids.nbytes + self.top_log_probs.nbytes + self.embedding.nbytes
 
 
-_BY_TOKEN = ("positions", "token_ids", "log_probs", "top_ids", "top_log_probs", "rest_log_probs")
+_TOKEN_ARRAYS = ("positions", "token_ids", "log_probs", "top_ids", "top_log_probs", "rest_log_probs")
 
 
 class ScoreFolder:
-    """Writer of scores. Only one process at a time: the caller holds the lock of ``output_dir``.
+    """Writer of scores. The caller must hold the lock of ``output_dir``, so that only one process writes.
 
-    Each part is written under a temporary name, flushed to the drive and renamed, so that a crash leaves complete parts
-    only.
-
-    Args:
-        folder: created if missing.
-        kind: Origin and options of the scores.
+    The writer creates each part under a temporary name, flushes it to the drive and renames it, so that a crash leaves
+    only complete parts.
 
     Raises:
-        ScoresError: the folder holds scores of another kind.
+        ScoresError: The folder contains other files, or scores with a different origin or options.
     """
 
     def __init__(self, folder: Path, kind: ScoreKind) -> None:
@@ -190,17 +186,17 @@ class ScoreFolder:
         if (folder / _KIND_NAME).exists():
             found = read_kind(folder)
             different = [
-                _WORDS.get(field.name, f"score.{field.name}")
+                _NAMES_IN_MESSAGES.get(field.name, f"score.{field.name}")
                 for field in dataclasses.fields(kind)
                 if getattr(found, field.name) != getattr(kind, field.name)
             ]
             if different:
                 raise ScoresError(
-                    f"{folder} holds scores that differ from those asked for in {', '.join(dict.fromkeys(different))}. "
-                    "Name another output_dir, or delete that folder"
+                    f"{folder} contains scores that differ from this config in {', '.join(dict.fromkeys(different))}. "
+                    "Set another output_dir, or delete that folder"
                 )
         elif folder.is_dir() and any(folder.iterdir()):
-            raise ScoresError(f"{folder} holds other files. Name another output_dir")
+            raise ScoresError(f"{folder} contains other files. Set another output_dir")
         if "parquet" in kind.formats:
             _parquet()
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +210,7 @@ class ScoreFolder:
             _zarr().open_group(str(folder / "zarr"), mode="a")
 
     def missing(self) -> list[range]:
-        """Return the rows without complete scores in every format."""
+        """Return the ranges of rows whose scores are missing in at least one format."""
         whole = set.intersection(*({part[:2] for part in _parts(self.path / form)} for form in self._kind.formats))
         found, done = [], 0
         for first, count in sorted(whole):
@@ -224,11 +220,7 @@ class ScoreFolder:
         return [*found, *([range(done, self._kind.num_rows)] if done < self._kind.num_rows else [])]
 
     def write(self, first_row: int, num_rows: int, documents: Sequence[DocumentScores]) -> None:
-        """Write the scores of some rows, in every format.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Write the scores of ``num_rows`` rows, in every format. Raises OSError."""
         name = f"part-{first_row:012d}-{num_rows:09d}"
         writing = self.path / _WRITING_NAME
         writing.mkdir(exist_ok=True)
@@ -239,15 +231,15 @@ class ScoreFolder:
                 _write_parquet(partial, documents, self._kind)
             else:
                 _write_zarr(partial, documents, self._kind)
-            # A process that ended between two formats left parts of these rows, possibly with other boundaries.
+            # Remove older parts with these rows, which a crash between two formats can leave with other boundaries.
             for first, count, stale in _parts(self.path / form):
                 if first < first_row + num_rows and first_row < first + count:
                     shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-            _put(partial, place)
+            _commit_part(partial, place)
 
 
 def _parts(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return (first row, number of rows, path) of every part in a folder, in order."""
+    """Return (first row, number of rows, path) for every part in a folder, in order."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _PART.fullmatch(path.name)
@@ -256,19 +248,19 @@ def _parts(folder: Path) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
-def _put(partial: Path, place: Path) -> None:
+def _commit_part(partial: Path, place: Path) -> None:
     """Flush a file or a folder to the drive, then rename it to its final name."""
     for folder, _, names in os.walk(partial, topdown=False):
         for name in names:
-            _flush(Path(folder, name))
-        _flush(Path(folder))
+            _fsync(Path(folder, name))
+        _fsync(Path(folder))
     if partial.is_file():
-        _flush(partial)
+        _fsync(partial)
     os.replace(partial, place)
-    _flush(place.parent)
+    _fsync(place.parent)
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -280,7 +272,7 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ScoresError(f"files of parquet need pyarrow: {EXTRA}. Or choose zarr, or .jsonl") from None
+        raise ScoresError(f"parquet files need pyarrow: {EXTRA}. Or use zarr or .jsonl") from None
     return pyarrow.parquet
 
 
@@ -291,7 +283,7 @@ def _zarr() -> Any:
 
 
 def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
-    """Return the arrays of a part: one value per document, ``starts``, and one value per token, concatenated."""
+    """Return the arrays of a part: values per document, ``starts``, and the concatenated values per token."""
     counts = [len(document.positions) for document in documents]
     arrays: dict[str, Array] = {
         "document": np.array([document.document for document in documents], dtype=np.int64),
@@ -300,7 +292,7 @@ def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, A
         "perplexity": np.array([_perplexity(document.log_probs) for document in documents], dtype=np.float64),
         "starts": np.cumsum([0, *counts], dtype=np.int64),
     }
-    for name in _BY_TOKEN:
+    for name in _TOKEN_ARRAYS:
         if kind.top_k or name in ("positions", "token_ids", "log_probs"):
             arrays[name] = np.concatenate([getattr(document, name) for document in documents])
     if kind.embeddings != "none":
@@ -309,7 +301,7 @@ def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, A
 
 
 def _perplexity(log_probs: Array) -> float:
-    """Return the perplexity of the scored tokens; NaN without any."""
+    """Return the perplexity of the scored tokens, or NaN if there are none."""
     return float(np.exp(-log_probs.astype(np.float64).mean())) if len(log_probs) else float("nan")
 
 
@@ -323,10 +315,10 @@ def _write_parquet(path: Path, documents: Sequence[DocumentScores], kind: ScoreK
         flat = pa.array(values.reshape(-1))
         if values.ndim == 2:
             flat = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-        columns[name] = pa.LargeListArray.from_arrays(starts, flat) if name in _BY_TOKEN else flat
+        columns[name] = pa.LargeListArray.from_arrays(starts, flat) if name in _TOKEN_ARRAYS else flat
     nbytes = sum(document.nbytes for document in documents)
     group = max(1, len(documents) * _GROUP_NBYTES // max(_GROUP_NBYTES, nbytes))
-    # No dictionaries: for such numbers they only cost time.
+    # Disable dictionary encoding, which takes time and does not compress such numbers.
     _parquet().write_table(pa.table(columns), path, row_group_size=group, use_dictionary=False, compression="zstd")
 
 
@@ -341,11 +333,7 @@ def _write_zarr(path: Path, documents: Sequence[DocumentScores], kind: ScoreKind
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as a parquet file.
-
-    Raises:
-        ScoresError: pyarrow is missing.
-    """
+    """Write rows to a parquet file. Raises ScoresError if pyarrow is not installed."""
     parquet = _parquet()
     import pyarrow as pa
 
@@ -356,7 +344,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _ParquetPart:
-    """Reader of single documents in a parquet part."""
+    """Reader of individual documents in a parquet part."""
 
     def __init__(self, path: Path) -> None:
         self._file = _parquet().ParquetFile(path, memory_map=True)
@@ -386,7 +374,7 @@ class _ParquetPart:
 
 
 class _ZarrPart:
-    """Reader of single documents in a zarr part."""
+    """Reader of individual documents in a zarr part."""
 
     def __init__(self, path: Path) -> None:
         self._group = _zarr().open_group(str(path), mode="r")
@@ -401,15 +389,15 @@ class _ZarrPart:
 
 
 class TeacherScores:
-    """Reader of the scores of documents, for distillation.
+    """Reader of teacher scores, for distillation.
 
     Args:
-        top_k: likeliest tokens to use; further scored tokens are added to the rest.
-        vocab_size: vocabulary size of the student.
+        top_k: Number of most likely tokens to use. The probabilities of further scored tokens are added to the rest.
+        vocab_size: Vocabulary size of the student.
 
     Raises:
-        DataError: a part is damaged.
-        ScoresError: there are no scores.
+        DataError: A part is damaged.
+        ScoresError: The folder contains no scores.
     """
 
     def __init__(self, folder: Path, top_k: int, vocab_size: int) -> None:
@@ -420,7 +408,7 @@ class TeacherScores:
         self._index: dict[str, tuple[int, int]] = {}
         names = []
         for _, _, path in _parts(folder / form):
-            with _damage_explained(path):
+            with _explain_damage(path):
                 part = _ParquetPart(path) if form == "parquet" else _ZarrPart(path)
                 keys = part.keys()
             self._index.update((key, (len(self._parts), row)) for row, key in enumerate(keys))
@@ -430,17 +418,17 @@ class TeacherScores:
         self._fingerprint = checksum(json.dumps([dataclasses.asdict(self.kind), names, top_k]).encode())
 
     def fingerprint(self) -> str:
-        """Return a checksum of the origin of the scores and of their number."""
+        """Return a checksum of the scores' origin, of the names and sizes of their parts, and of ``top_k``."""
         return self._fingerprint
 
     def check_covers(self, dataset: TokenDataset, tokenizer: str) -> None:
-        """Raise ``DataError`` if a document of a data set has no scores.
+        """Check that all documents of a dataset have scores.
 
         Args:
-            tokenizer: checksum of the data set's tokenizer.
+            tokenizer: Checksum of the dataset's tokenizer.
 
         Raises:
-            DataError: names the number of these documents and a likely cause.
+            DataError: Documents have no scores. The message contains their number and a likely cause.
         """
         used = dataset.epoch_documents(0) if dataset.in_use is None else dataset.in_use
         missing = [int(document) for document in used if dataset.key_of(int(document)) not in self._index]
@@ -449,22 +437,22 @@ class TeacherScores:
         if tokenizer != self.kind.tokenizer:
             cause = (
                 f"The scores belong to another tokenizer ({self.kind.model}). A student needs the tokenizer of its "
-                "teacher: model.tokenizer_name_or_path"
+                "teacher: set model.tokenizer_name_or_path"
             )
         elif self._num_rows < self.kind.num_rows:
             cause = (
-                f"Only {self._num_rows:,} of {self.kind.num_rows:,} rows are scored yet: run the same megatrain-tier "
-                "score again, it continues"
+                f"Only {self._num_rows:,} of {self.kind.num_rows:,} rows have been scored: run the same megatrain-tier "
+                "score command again to continue"
             )
         else:
             cause = (
-                "Score the rows of this very [[data.train]], with the same chat template, data.train_on and "
-                f"data.max_length (the scores: {self.kind.max_length})"
+                "Score exactly these [[data.train]] rows, with the same chat template, data.train_on and "
+                f"data.max_length (the scores have {self.kind.max_length})"
             )
         raise DataError(
             str(self._folder),
-            f"{len(missing):,} of {len(used):,} documents of data.train have no scores, the first is document "
-            f"{missing[0]:,} ({dataset.starts[missing[0] + 1] - dataset.starts[missing[0]]:,} tokens)",
+            f"{len(missing):,} of {len(used):,} documents of data.train have no scores (first: document "
+            f"{missing[0]:,}, with {dataset.starts[missing[0] + 1] - dataset.starts[missing[0]]:,} tokens)",
             cause,
         )
 
@@ -472,18 +460,19 @@ class TeacherScores:
     def _num_rows(self) -> int:
         return sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
 
-    def of_rows(self, rows: Sequence[Sequence[tuple[str, int]]], width: int) -> dict[str, torch.Tensor]:
-        """Return the teacher's scores of the next token at each position of some rows, under ``TEACHER_KEYS``.
+    def batch_scores(self, rows: Sequence[Sequence[tuple[str, int]]], width: int) -> dict[str, torch.Tensor]:
+        """Return the teacher's scores of the next token at each position of the rows.
 
         Args:
-            rows: key and length of each document, in the order of the row.
-            width: positions of a row.
+            rows: Key and length of each document, for each row.
+            width: Number of positions in a row.
 
         Returns:
-            [rows, width, k] int32 and fp32, and [rows, width] fp32; zeros at positions without scores.
+            The values of ``TEACHER_KEYS``: ids of ``(rows, width, k)``, int32; their log-probabilities, fp32; and
+            the rest of ``(rows, width)``, fp32. Positions without scores are zero.
 
         Raises:
-            DataError: a document has no scores, or its scores contain a token outside the student's vocabulary.
+            DataError: A document has no scores, or its scores contain a token outside the student's vocabulary.
         """
         shape = (len(rows), width)
         ids = np.zeros((*shape, self._top_k), dtype=np.int32)
@@ -494,22 +483,22 @@ class TeacherScores:
             for key, length in row:
                 positions, *found = self._read(key)
                 places = at + positions - 1  # the position before a token predicts it
-                ids[number, places], log_probs[number, places], rest[number, places] = self._likeliest(key, *found)
+                ids[number, places], log_probs[number, places], rest[number, places] = self._select_top(key, *found)
                 at += length
         return dict(zip(TEACHER_KEYS, map(torch.from_numpy, (ids, log_probs, rest)), strict=True))
 
     def _read(self, key: str) -> list[Array]:
         if key not in self._index:
-            raise DataError(str(self._folder), f"there are no scores of the document {key}")
+            raise DataError(str(self._folder), f"there are no scores for document {key}")
         part, row = self._index[key]
-        with _damage_explained(self._paths[part]):
+        with _explain_damage(self._paths[part]):
             return self._parts[part].read(row, ("positions", "top_ids", "top_log_probs", "rest_log_probs"))
 
-    def _likeliest(self, key: str, ids: Array, log_probs: Array, rest: Array) -> tuple[Array, Array, Array]:
+    def _select_top(self, key: str, ids: Array, log_probs: Array, rest: Array) -> tuple[Array, Array, Array]:
         if ids.size and ids.max() >= self._vocab_size:
             raise DataError(
                 str(self._folder),
-                f"the scores of document {key} contain token id {int(ids.max()):,}, and the student has "
+                f"the scores of document {key} contain token id {int(ids.max()):,}, but the student has only "
                 f"{self._vocab_size:,} tokens",
                 "A student needs the vocabulary of its teacher",
             )
@@ -521,25 +510,25 @@ class TeacherScores:
 
 
 @contextmanager
-def _damage_explained(path: Path) -> Iterator[None]:
-    """Report which file is damaged if it cannot be read."""
+def _explain_damage(path: Path) -> Iterator[None]:
+    """Convert any error of reading a part to a DataError that names the file."""
     try:
         yield
     except ScoresError:
         raise
-    except Exception as error:  # pyarrow and zarr raise many kinds
+    except Exception as error:  # pyarrow and zarr raise many types of errors
         text = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
             str(path),
             f"this part of the scores cannot be read: {text}",
-            "Delete it and run the same megatrain-tier score again: it makes what is missing",
+            "Delete it and run the same megatrain-tier score command again, which scores the missing rows",
         ) from error
 
 
 def documents_of(
     loader_rows: Sequence[Sequence[int]], dataset: TokenDataset
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-    """Yield (row, offset in it, document, scored positions) of the documents of rows, in the order of their labels."""
+    """Yield (row, offset in the row, document, trained positions) for each document of the rows, in order."""
     for number, row in enumerate(loader_rows):
         at = 0
         for document in row:
@@ -549,5 +538,5 @@ def documents_of(
 
 
 def tokenizer_checksum(tokenizer: Any) -> str:
-    """Return a checksum of the vocabulary and rules of a tokenizer."""
+    """Return a checksum of a tokenizer's vocabulary and rules."""
     return checksum(tokenizer.backend_tokenizer.to_str().encode())

@@ -1,4 +1,4 @@
-"""Shards of a streamed source: files in a folder or at a URL. Each can be read from any row, without loading all."""
+"""Shards of a streamed source: files in a folder or at a URL, which can be read from any row without loading them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tiered.units import MiB
 
 __all__ = ["Shard", "ShardError", "Shards"]
 
-#: File name suffixes of shards.
+#: File name suffixes of shards and of compressed shards.
 _LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
-_PACKED = (".gz", ".zst", ".zstd")
-_READ_AS = ".jsonl (also with .gz, .zst or .zstd behind it) and .parquet"
+_COMPRESSED = (".gz", ".zst", ".zstd")
+_READ_AS = ".jsonl (also compressed: .jsonl.gz, .jsonl.zst or .jsonl.zstd) and .parquet"
 _BLOCK_BYTES = 8 * MiB
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _GLOB = re.compile(r"[*?\[]")
 
 
 class ShardError(DataError):
-    """A shard could not be read to its end; a later attempt may succeed."""
+    """A shard could not be read completely. A later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Shard:
     """One file of rows.
 
     Attributes:
-        name: path without the common folder of the source's shards.
+        name: Path relative to the common folder of the source's shards.
     """
 
     path: str
@@ -44,13 +44,13 @@ class Shard:
 
 
 class Shards:
-    """The shards of a source, sorted by name.
+    """Shards of a source, sorted by name.
 
     Args:
-        path: A folder, a file, a pattern, or a URL of one of them that fsspec opens. Folders are searched recursively.
+        path: Path or fsspec URL of a folder or file, or a glob pattern. Folders are searched recursively.
 
     Raises:
-        DataError: the path cannot be reached, is empty, or has no file that can be read row by row.
+        DataError: The path cannot be opened, or contains no shard.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,86 +62,90 @@ class Shards:
             self._files, self._root = url_to_fs(path, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             package = _PACKAGES.get(protocol)
-            advice = f"pip install {package}" if package else "Write the path of a folder, or a URL that fsspec knows"
+            advice = f"pip install {package}" if package else "Use the path of a folder, or a URL that fsspec supports"
             raise DataError(path, f"it cannot be opened: {error}", advice) from None
         try:
-            self.shards = self._found()
+            self.shards = self._list_shards()
         except DataError:
             raise
-        except Exception as error:  # fsspec's file systems raise many kinds
-            raise self._unreadable(path, error) from error
+        except Exception as error:  # fsspec's file systems raise many types of errors
+            raise self._read_error(path, error) from error
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def describe(self) -> list[tuple[str, int]]:
-        """Return names and sizes of the shards, which identify them. Their contents are not read."""
+        """Return the name and size of each shard, which identify it, without reading the contents."""
         return [(shard.name, shard.nbytes) for shard in self.shards]
 
     def rows(self, index: int, start: int) -> Generator[tuple[str, Any]]:
-        """Yield (where, value) of the rows of a shard, from row ``start``.
+        """Yield (where, value) for each row of a shard, from row ``start`` on.
 
         Raises:
-            ShardError: the shard cannot be read.
-            DataError: its contents are damaged.
+            ShardError: The shard cannot be read.
+            DataError: The contents of the shard are damaged.
         """
         shard = self.shards[index]
-        read = self._parquet_rows if _ends(shard.path, _PARQUET) else self._lines
+        read = self._read_parquet if _has_suffix(shard.path, _PARQUET) else self._read_lines
         try:
             with closing(read(shard, start)) as rows:
                 yield from rows
         except DataError:
             raise
         except Exception as error:
-            raise self._unreadable(shard.path, error) from error
+            raise self._read_error(shard.path, error) from error
 
-    # -- which there are -------------------------------------------------------------------------------------------
+    # -- search for shards -----------------------------------------------------------------------------------------
 
-    def _found(self) -> list[Shard]:
+    def _list_shards(self) -> list[Shard]:
         files, root = self._files, self._root
         listed = files.glob(root, detail=True) if _GLOB.search(root) else files.find(root, detail=True)
         sizes = {name: int(info.get("size") or 0) for name, info in listed.items() if info.get("type") != "directory"}
         if not sizes:
-            raise DataError(self.path, "there is no such file or folder, or nothing in it", "Check the path")
+            raise DataError(self.path, "there is no such file or folder, or the folder is empty", "Check the path")
         refuse_mds(sorted(sizes))
-        names = [name for name in sorted(sizes) if _ends(_unpacked(name), _LINES) or _ends(name, _PARQUET)]
+        names = [
+            name
+            for name in sorted(sizes)
+            if _has_suffix(_strip_compression(name), _LINES) or _has_suffix(name, _PARQUET)
+        ]
         if not names:
             raise DataError(
-                self.path, f"nothing there can be read as a stream, such as '{min(sizes)}'", f"Shards are {_READ_AS}"
+                self.path, f"no file there can be streamed, for example '{min(sizes)}'", f"Supported shards: {_READ_AS}"
             )
         common = len(names[0].rpartition("/")[0]) if len(names) == 1 else len(_common_folder(names))
         return [Shard(name, name[common:].lstrip("/"), sizes[name]) for name in names]
 
-    # -- rows of one -------------------------------------------------------------------------------------------------
+    # -- rows of a shard ---------------------------------------------------------------------------------------------
 
-    def _lines(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
+    def _read_lines(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
         with (
             self._files.open(shard.path, "rb", block_size=_BLOCK_BYTES) as file,
-            _decompressed(shard.path, file) as text,
+            _open_decompressed(shard.path, file) as text,
         ):
             yield from json_lines(text, shard.path, start)
 
-    def _parquet_rows(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
+    def _read_parquet(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
         import_pyarrow(shard.path, "such files")
         with self._files.open(shard.path, "rb", block_size=_BLOCK_BYTES) as file:
             for number, value in enumerate(parquet_values(file, shard.path, start), start=start + 1):
                 yield f"{shard.path} row {number}", value
 
-    def _unreadable(self, path: str, error: Exception) -> ShardError:
+    def _read_error(self, path: str, error: Exception) -> ShardError:
         text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         names = [each.__name__ for each in type(error).__mro__]
-        advice = "Check the path, and that it can be read"
+        advice = "Check the path and its permissions"
         if "NoCredentialsError" in names or "locate credentials" in text:
             advice = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         return ShardError(path, f"it cannot be read: {text}", advice)
 
 
-def _ends(name: str, endings: Sequence[str]) -> bool:
+def _has_suffix(name: str, endings: Sequence[str]) -> bool:
     return name.lower().endswith(tuple(endings))
 
 
-def _unpacked(name: str) -> str:
-    return name.rpartition(".")[0] if _ends(name, _PACKED) else name
+def _strip_compression(name: str) -> str:
+    return name.rpartition(".")[0] if _has_suffix(name, _COMPRESSED) else name
 
 
 def _common_folder(names: Sequence[str]) -> str:
@@ -150,10 +154,10 @@ def _common_folder(names: Sequence[str]) -> str:
     return "/".join(part for part, _ in same)
 
 
-def _decompressed(path: str, file: Any) -> IO[bytes]:
-    if _ends(path, (".gz",)):
+def _open_decompressed(path: str, file: Any) -> IO[bytes]:
+    if _has_suffix(path, (".gz",)):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
-    if not _ends(path, _PACKED):
+    if not _has_suffix(path, _COMPRESSED):
         return file if hasattr(file, "readline") else io.BufferedReader(file, _BLOCK_BYTES)
     pyarrow = import_pyarrow(path, "such files")
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")

@@ -1,4 +1,4 @@
-"""The rows of one source of training data: files are found or fetched, then read in a fixed order."""
+"""Rows of a source of training data: find or fetch the files of the source, and read them in a fixed order."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def source_files(path: str, name: str | None = None, split: str | None = None) -
     """Return the files of a source, in reading order.
 
     Raises:
-        DataError: nothing there, a file of an unsupported kind, or a hub dataset that cannot be fetched.
+        DataError: No file matches, a file has an unsupported format, or a hub dataset cannot be fetched.
     """
     if is_hub_name(path):
         return fetch_dataset(path, name, split)
     if name is not None:
-        raise DataError(path, f'subset = "{name}" chooses a part of a hub dataset, this is a path', "Leave it out")
+        raise DataError(path, f'subset = "{name}" selects a part of a hub dataset, but this is a path', "Remove subset")
     return find_files(path, split)
 
 
 def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iterator[DataRow | RowError]:
-    """Yield the rows of a table's files in a fixed order, one at a time, with errors for rows that cannot be trained.
+    """Yield the rows of a source, in order. Yield a RowError for each row that cannot be trained.
 
-    Errors of empty files come at the end.
+    The errors of empty files are yielded at the end.
 
     Raises:
-        DataError: a missing or damaged file, a row without the fields of its format, no row in any file, or a field of
-            ``columns`` that no row has.
+        DataError: A file is missing or damaged, a row lacks the fields of its format, all files are empty, or no row
+            has one of the columns in ``columns``.
     """
     count = 0
     empty: list[Path] = []
-    seen = _SeenFields(source.their_columns)
+    seen = _ColumnCheck(source.their_columns)
     for file in files:
         is_empty = True
         for row in _rows_of_file(file, kind.reader or source.format, seen, source.json_key):
@@ -63,17 +63,17 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
         if is_empty:
             empty.append(file)
     if len(empty) == len(files):
-        said = "the file is empty" if len(files) == 1 else f"this file and the {len(files) - 1} others are empty"
-        raise DataError(str(files[0]), said, "Remove it or fill it")
+        problem = "the file is empty" if len(files) == 1 else f"this file and {len(files) - 1} other files are empty"
+        raise DataError(str(files[0]), problem, "Remove it or fill it")
     yield from (EmptyFileError(str(file)) for file in empty)
     seen.check(files)
 
 
-class _SeenFields:
-    """Check that each field of ``columns`` occurs in some row; a field in no row is a misspelled name.
+class _ColumnCheck:
+    """Check that each column in ``columns`` occurs in at least one row, because a missing column may be misspelled.
 
     Args:
-        columns: field -> name in the row.
+        columns: Column name of each field.
     """
 
     def __init__(self, columns: Mapping[str, str]) -> None:
@@ -82,26 +82,26 @@ class _SeenFields:
         self._fields: dict[str, None] = {}
 
     def add(self, value: object) -> None:
-        """Record the fields of a row."""
+        """Record the columns of a row."""
         if self._missing and isinstance(value, Mapping):
             self._fields.update(dict.fromkeys(value))
             named = with_columns(value, self._missing)
             self._missing = {ours: theirs for ours, theirs in self._missing.items() if theirs not in named}
 
     def check(self, files: Sequence[Path]) -> None:
-        """Raise ``DataError`` for a field that no row has."""
+        """Raise DataError if a column occurs in no row."""
         if self._fields and (absent := absent_column(self._fields, self._missing)):
             raise DataError(str(files[0]), *absent)
 
 
 def _rows_of_file(
-    file: Path, row_format: RowFormat | RowReader, seen: _SeenFields, json_key: str | None
+    file: Path, row_format: RowFormat | RowReader, seen: _ColumnCheck, json_key: str | None
 ) -> Iterator[DataRow | RowError]:
     if suffix_of(file) == ".txt":
         if isinstance(row_format, RowReader):
-            raise DataError(str(file), f"a .txt file has no {row_format.name}s", "Name a file of rows, e.g. .jsonl")
+            raise DataError(str(file), f"a .txt file has no {row_format.name}s", "Use a file of rows, e.g. .jsonl")
         if row_format not in ("auto", "text"):
-            raise DataError(str(file), f'a .txt file has no format "{row_format}"', 'Leave format out, or write "text"')
+            raise DataError(str(file), f'a .txt file cannot have format "{row_format}"', 'Remove format, or set "text"')
         is_start = True
         for text, is_end in read_text(file):
             if text.strip() or not (is_start and is_end):
@@ -116,7 +116,7 @@ def _rows_of_file(
 def row_or_error(
     value: object, where: str, row_format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow | RowError:
-    """Return the row that :func:`read_row` reads, or the error that prevents its training."""
+    """Parse a row with :func:`read_row`; return the row, or the error that prevents its training."""
     try:
         return read_row(value, where, row_format, columns, folder)[1]
     except RowError as error:
@@ -125,14 +125,14 @@ def row_or_error(
 
 @dataclass(frozen=True, slots=True)
 class SourcePreview:
-    """Format and fields of the first usable row of a source.
+    """Format and columns of the first usable row of a source.
 
     Attributes:
-        format: Format of the row; "" if no format fits with any columns.
-        columns: Field -> name in the row, for names that differ.
-        fields: Fields of the row; empty for plain text.
-        problem: Reason why it cannot be used unchanged, or "".
-        is_judged: Whether it is one answer with a label, a form of preferences.
+        format: Format of the row, or "" if no format fits.
+        columns: Column name of each field whose column has another name.
+        fields: Column names of the row. Empty for plain text.
+        problem: Reason why the row cannot be used, or "".
+        is_judged: Whether the row is a preference in the form of one answer with a label.
     """
 
     format: str
@@ -142,8 +142,8 @@ class SourcePreview:
     is_judged: bool = False
 
 
-#: Common names of fields: (format, field -> name in the row). The first entry whose names all exist is used.
-_OFTEN: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
+#: Common column names: (format, column name of each field). The first entry whose columns all exist is used.
+_COMMON_COLUMNS: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
     ("messages", {"messages": "conversation"}),
     ("messages", {"messages": "dialog"}),
     ("messages", {"messages": "chat"}),
@@ -164,27 +164,27 @@ _NUM_PREVIEWED = 100
 
 
 def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
-    """Detect the format of the first rows of a file, glob or folder, and the columns to read them with.
+    """Detect the format of a source and the ``columns`` to read it with, from the first usable row.
 
-    Unusable rows are skipped if one of the first hundred is usable.
+    If none of the first hundred rows is usable, describe the first row.
 
     Args:
-        path: A file, a folder, a pattern or a name on the hub.
-        kind: Kind that the rows must have, or None to detect whether they are preferences.
+        path: A file, folder, glob pattern or hub name.
+        kind: Kind that the rows must have. None to detect from the rows whether they are preferences.
 
     Raises:
-        DataError: nothing there, or a file cannot be read.
+        DataError: No file matches, all files are empty, or a file cannot be read.
     """
     files = source_files(path)
     for file in files:
         if suffix_of(file) == ".txt":
-            if next(_rows_of_file(file, "text", _SeenFields({}), None), None) is not None:
+            if next(_rows_of_file(file, "text", _ColumnCheck({}), None), None) is not None:
                 return SourcePreview("text")
             continue
         rows = list(itertools.islice(read_file(file), _NUM_PREVIEWED))
         if not rows:
             continue
-        has_answers = any(preferences(_called(value)) is not None for _, value in rows)
+        has_answers = any(preferences(_lowercase_fields(value)) is not None for _, value in rows)
         is_preference = has_answers if kind is None else kind.reader is PREFERENCE
         first = None
         for where, value in rows:
@@ -197,8 +197,8 @@ def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
     raise DataError(str(files[0]), "the file is empty", "Remove it or fill it")
 
 
-def _called(value: Any) -> dict[str, Any]:
-    """Return the fields of a row with lower-case names, for comparisons."""
+def _lowercase_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a row with lower-case names, for comparisons without case."""
     return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
 
 
@@ -209,9 +209,9 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
     except RowError as error:
         return SourcePreview("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
-        if preferences(_called(value)) is None and not is_preference:
+        if preferences(_lowercase_fields(value)) is None and not is_preference:
             called = {name.strip().casefold(): name for name in fields}
-            for row_format, columns in _OFTEN:
+            for row_format, columns in _COMMON_COLUMNS:
                 if all(theirs in called for theirs in columns.values()):
                     names = {ours: called[theirs] for ours, theirs in columns.items() if ours != called[theirs]}
                     try:
@@ -224,46 +224,50 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
     return SourcePreview(name, {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
 
 
-_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path is the hub name of a dataset, owner/name, and does not exist here."""
-    return _NAME.fullmatch(path) is not None and not Path(path).exists()
+    """Return whether a path has the form of a hub name (owner/name) and does not exist locally."""
+    return _HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def fetch_dataset(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
-    """Return the Arrow files of a dataset, fetched if the cache of ``datasets`` lacks them. Runs none of its code.
+    """Return the Arrow files of a hub dataset, and fetch them if they are not in the cache of ``datasets``.
+
+    No code of the dataset is run.
 
     Args:
-        path: owner/name.
-        split: Default: "train".
+        path: Hub name, owner/name.
+        split: Defaults to "train".
 
     Raises:
-        DataError: ``datasets`` is not installed, or the dataset cannot be fetched; the text quotes its error.
+        DataError: ``datasets`` is not installed, or the dataset cannot be fetched.
     """
     try:
         import datasets
     except ImportError:
         raise DataError(
             path,
-            "there is no such file or folder, and datasets of the hub need the package datasets",
+            "there is no such file or folder, and hub datasets need the package datasets",
             f"Check the path, which is relative to the config file, or install the data extra: {EXTRA}",
         ) from None
     try:
         found = datasets.load_dataset(path, name, split=split or "train")
-    except Exception as error:  # the readers of datasets raise many kinds
+    except Exception as error:  # the readers of datasets raise many types of errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in _OFFLINE)
         raise DataError(
             path,
-            f"there is no such file or folder, and no dataset that could be fetched: {reason.rstrip('.')}",
-            "HF_HUB_OFFLINE is set: fetch it once without, or write the path of a file" if offline
-            else "Check the spelling, name and split; without a network, write the path of a file",
+            f"there is no such file or folder, and no hub dataset could be fetched: {reason.rstrip('.')}",
+            "HF_HUB_OFFLINE is set: unset it to fetch the dataset once, or use the path of a file" if offline
+            else "Check the spelling, subset and split; without a network, use the path of a file",
         ) from None  # fmt: skip
     files = [Path(entry["filename"]) for entry in found.cache_files]
     if not files:
-        raise DataError(path, "the package datasets has no files of it", "Save it as parquet and name that file")
+        raise DataError(
+            path, "the dataset has no files in the cache", "Save it as parquet and use the path of that file"
+        )
     return files
 
 

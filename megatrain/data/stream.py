@@ -1,10 +1,10 @@
-"""Training rows that are read during the run: no first pass, no cache, a cursor in each checkpoint.
+"""Streams of training rows, which are read during the run, without a first pass and without a cache.
 
-Rows are drawn from the sources one by one, by weight, and collected in windows, limited by `WINDOW_ROWS` and
-`WINDOW_CHARACTERS`. A window is encoded, packed and shuffled like a whole data set (`dataset.py`, `packing.py`). Its
-rows are used step by step. So the batches are a function of the shards, the seed and the cursor: the position of each
-source at the start of the window, and the number of rows used since. A checkpoint stores nothing else. Every rank draws
-the same rows, for any number of ranks.
+The loader draws rows from the sources one at a time, by weight, and collects them in windows, limited by `WINDOW_ROWS`
+and `WINDOW_CHARACTERS`. It encodes, packs and shuffles each window like a whole dataset (`dataset.py`, `packing.py`).
+Only the shards, the seed and the cursor determine the batches. The cursor contains the position of each source at the
+start of the window, and the number of rows used since. Checkpoints store only the cursor. Every rank draws the same
+rows, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import (
     DataSpec,
-    InMemory,
+    InMemoryWriter,
     OnMessage,
     TokenDataset,
-    check_ids,
+    check_id_range,
     load_dataset,
     source_checksums,
 )
@@ -60,9 +60,9 @@ __all__ = [
     "rows_in_order",
 ]
 
-#: Random streams; the loader, weights and held-out rows have others.
+#: Numbers of random streams. The loader and the dataset use streams 0 to 3.
 _SHARDS, _ROWS, _ORDER = 4, 5, 6
-#: Maximum rows and characters of a window, which is tokenized at once and held in RAM.
+#: Maximum rows and characters in a window, which is tokenized together and kept in RAM.
 WINDOW_ROWS = 4096
 WINDOW_CHARACTERS = 1 << 24
 #: Attempts to open a shard before a server error ends the run.
@@ -76,10 +76,10 @@ class SourceCursor:
     """Position of a source.
 
     Attributes:
-        turn: number of times that the source has been read to its end.
-        shard: number of the shard in the order of this turn.
-        row: rows of the shard that have been drawn.
-        credit: rows that the source may draw before others; see ``_draw``.
+        turn: How often the source has been read to its end.
+        shard: Position of the current shard in the shuffled order of this turn.
+        row: Number of rows drawn from the current shard.
+        credit: Credit of the source, in rows; see ``_draw``.
     """
 
     turn: int = 0
@@ -90,13 +90,14 @@ class SourceCursor:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position of a run in its streams. A checkpoint stores nothing else.
+    """Position of a run in its streams: the complete state of the loader in a checkpoint.
 
     Attributes:
-        step: step that uses the first row of the window, from 0.
-        place: number of that row within its step.
-        used: rows of the window that have been used.
-        sources: position of each source before the window.
+        window: Number of the current window, from 0.
+        step: Step that uses the first row of the window, from 0.
+        place: Index of the window's first row within that step.
+        used: Number of rows of the window that have been used.
+        sources: Position of each source before the window.
     """
 
     window: int
@@ -107,19 +108,19 @@ class Cursor:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cursor:
-        """Return the cursor from its ``asdict`` in a checkpoint."""
+        """Create a cursor from the output of ``asdict``, as stored in a checkpoint."""
         return cls(**{**values, "sources": tuple(SourceCursor(**each) for each in values["sources"])})
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Rows that were drawn together.
+    """Rows that were drawn and encoded together.
 
     Attributes:
-        cursor: position of the streams before the window.
-        after: position of each source after the window.
-        rows: documents of each trained row, in the order of their use.
-        first_ends: source -> first row of the window that repeats the source, if its first turn ends in this window.
+        cursor: Position of the streams before the window.
+        after: Position of each source after the window.
+        rows: Documents of each batch row, in the order of use.
+        first_ends: For each source whose first turn ends in this window, the first batch row that repeats the source.
     """
 
     cursor: Cursor
@@ -131,7 +132,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport(DataReport):
-    """Facts about streams that are known before reading them."""
+    """Description of streams in place of counts, because their rows are counted only during the run."""
 
     text: str = ""
 
@@ -141,11 +142,7 @@ class StreamReport(DataReport):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDataset(TokenDataset):
-    """Sources that are read during the run. As a data set it has no documents.
-
-    Attributes:
-        on_message: Called with messages for the user.
-    """
+    """Sources that are read during the run. Their documents are not part of this dataset, so it is empty."""
 
     data: DataSpec
     tokenizer: PreTrainedTokenizerFast
@@ -153,7 +150,7 @@ class StreamDataset(TokenDataset):
     on_message: OnMessage
 
     def fingerprint(self) -> str:
-        """Return a checksum of the sources and options: names and sizes of shards, but not their contents."""
+        """Return a checksum of the options and of the shards' names and sizes, without their contents."""
         data = self.data
         keys = ("format", "columns", "weight", "weight_from_step")
         sources = [
@@ -169,20 +166,16 @@ class StreamDataset(TokenDataset):
 def open_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return the rows of a run: opened streams, or the result of ``load_dataset``.
-
-    Raises:
-        DataError: raised by ``open_stream`` or ``load_dataset``.
-    """
+    """Return the result of ``open_stream`` if the data is streamed, else of ``load_dataset``, with their errors."""
     opened = open_stream if data.table.streaming else load_dataset
     return opened(data, tokenizer, on_message)
 
 
 def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage) -> StreamDataset:
-    """Return the sources of a run as streams; lists their shards and reads none.
+    """Return the sources of a run as streams, after listing their shards without reading them.
 
     Raises:
-        DataError: a source has no readable shards.
+        DataError: The shards of a source cannot be listed, or a source has no shard.
     """
     streams = tuple(Shards(source.path) for source in data.table.train)
     shown = ", ".join(f"{len(shards):,} shard{'s' * (len(shards) != 1)} of {shards.path}" for shards in streams)
@@ -198,7 +191,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         kind=data.kind,
         source_checksums=lambda: tuple(map(_checksum_of_shards, streams)),
         data=data,
-        tokenizer=copy.deepcopy(tokenizer),  # for the window thread
+        tokenizer=copy.deepcopy(tokenizer),  # the window thread needs its own copy
         streams=streams,
         on_message=on_message,
     )
@@ -209,19 +202,19 @@ def _checksum_of_shards(shards: Shards) -> str:
 
 
 def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
-    """Return a line for each source whose file contents have changed. Tokenizes nothing.
+    """Return a line for each source whose files have changed, without tokenizing them.
 
-    A source that cannot be read gets a line with the reason. Hub data sets are skipped, because reading them would
-    fetch them.
+    For a source that cannot be read, return a line with the reason. Skip hub datasets, because reading them could
+    download them.
 
     Args:
-        table: ``[data]``, with the `streaming` of the earlier start.
-        before: Earlier results of ``TokenDataset.source_checksums``. Empty if none were recorded.
+        table: ``[data]``, with the ``streaming`` of the earlier start.
+        before: Result of ``TokenDataset.source_checksums`` in the earlier start. Empty if it was not recorded.
     """
     if before and len(before) != len(table.train):
-        return [f"data.train: the number of sources: {len(before)} -> {len(table.train)}"]
+        return [f"data.train: number of sources: {len(before)} -> {len(table.train)}"]
     folder = None
-    with contextlib.suppress(DataError):  # without a cache the files are read
+    with contextlib.suppress(DataError):  # if the cache cannot be used, read the files to compute checksums
         folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
     cache = None if folder is None else TokenCache(folder)
     lines = []
@@ -237,23 +230,27 @@ def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
             lines.append(f"data.train.{number}: cannot be compared: {error}")
             continue
         if new != old:
-            what = "the shards have other names or sizes" if table.streaming else "the files have other contents"
-            lines.append(f"data.train.{number}: {what} ({source.path})")
+            what = "names or sizes of the shards" if table.streaming else "contents of the files"
+            lines.append(f"data.train.{number}: the {what} have changed ({source.path})")
     return lines
 
 
 def refuse_streams(data: DataSpec, what: str) -> None:
-    """Raise ``DataError`` if the data is streamed, for operations that need all rows."""
+    """Raise DataError if the data is streamed. Call this before an operation that needs all rows.
+
+    Args:
+        what: Name of the operation, in the plural, for the message.
+    """
     if data.table.streaming:
         raise DataError(
             "data.streaming",
-            f"{what} take a pass over all of the data, and streams are read only as far as a run comes",
-            "Leave data.streaming out, and name files that are here",
+            f"{what} need a pass over all data, but streams are read only as far as a run uses them",
+            "Remove data.streaming and use local files",
         )
 
 
 def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | RowError]:
-    """Yield the rows of a source shard by shard, in sorted order, reading only on demand."""
+    """Yield the rows of a source in the order of its sorted shards. Read each row only on demand."""
     shards = Shards(source.path)
     for index in range(len(shards)):
         for where, value in shards.rows(index, 0):
@@ -261,25 +258,25 @@ def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | Ro
 
 
 class StreamLoader(BatchLoader):
-    """Loader of streamed rows; the steps do not depend on the rank or on the cursor of a resume.
+    """Loader of streamed rows. All ranks get the same batches, also after a resume.
 
-    A thread prepares the next window during training on the current one. A source that ends begins again, with its
-    shards in another order.
+    A thread prepares the next window while the current window is trained. When a source ends, the loader starts it
+    again, with its shards in another order.
 
     Args:
-        max_steps: steps of the run, used as the length of an epoch, because the real length is unknown.
-        num_embeddings: number of token embeddings in the model.
-        arguments: arguments of ``BatchLoader``.
+        max_steps: Number of steps in the run, used as the length of an epoch, because the real length is unknown.
+        num_embeddings: Number of token embeddings in the model.
+        arguments: Arguments of ``BatchLoader``.
     """
 
     def __init__(self, dataset: StreamDataset, *, max_steps: int, num_embeddings: int, **arguments: Any) -> None:
         self._streams, self._max_steps, self._num_embeddings = dataset, max_steps, num_embeddings
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         super().__init__(dataset, **arguments)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of the run."""
+        """Number of steps in the run."""
         return self._max_steps
 
     def fingerprint(self) -> str:
@@ -287,28 +284,28 @@ class StreamLoader(BatchLoader):
         return self._streams.fingerprint()
 
     def seek(self, position: LoaderPosition) -> None:
-        """Continue from ``position``: reads its shards up to there, and encodes one window again."""
+        """Continue from ``position``. The next step reads the shards up to there and encodes one window again."""
         self._position = position
         start = Cursor(0, 0, 0, 0, tuple(SourceCursor() for _ in self._streams.streams))
         if position.cursor is not None:
             start = Cursor.from_json(position.cursor)
         self._cursor = start
         self._window: _Window | None = None
-        self._makes: Future[_Window] | None = None
+        self._pending: Future[_Window] | None = None
         self._counts = [SourceCounts() for _ in self._streams.streams]
 
     def __next__(self) -> StepBatch:
         rows_per_step = self._micro_batch_size * self._num_micro_batches
         parts: list[tuple[TokenDataset, npt.NDArray[np.int64]]] = []
         while len(parts) < rows_per_step:
-            window = self._current()
+            window = self._current_window()
             left = window.rows[self._cursor.used :][: rows_per_step - len(parts)]
             parts += [(window.dataset, row) for row in left]
             self._report_ends(window, range(self._cursor.used, self._cursor.used + len(left)))
             self._cursor = replace(self._cursor, used=self._cursor.used + len(left))
             if self._cursor.used == len(window.rows) and len(parts) < rows_per_step:
                 self._begin_next(window)
-        self._dataset, rows = _joined(parts)
+        self._dataset, rows = _join(parts)
         micro_batches = [
             self.micro_batch(rows[first :: self._num_micro_batches]) for first in range(self._num_micro_batches)
         ]
@@ -324,92 +321,92 @@ class StreamLoader(BatchLoader):
 
     @property
     def dataset(self) -> TokenDataset:
-        """The sources."""
+        """Sources of the loader, a dataset without documents."""
         return self._streams
 
     # -- windows -----------------------------------------------------------------------------------------------------
 
-    def _current(self) -> _Window:
-        """Return the window of the cursor."""
+    def _current_window(self) -> _Window:
+        """Return the window at the cursor, and start to prepare the next window if the run needs one."""
         if self._window is None:
-            making = self._makes or _start(self._make, replace(self._cursor, used=0))
-            self._window, self._makes = making.result(), None
-            self._report(self._window)
+            making = self._pending or _prepare_on_thread(self._make_window, replace(self._cursor, used=0))
+            self._window, self._pending = making.result(), None
+            self._warn_of_losses(self._window)
             rows_left = len(self._window.rows) - self._cursor.used
             rows_needed = (self._max_steps - self._position.step) * self._micro_batch_size * self._num_micro_batches
             if rows_needed > rows_left:
-                self._makes = _start(self._make, self._after(self._window))
+                self._pending = _prepare_on_thread(self._make_window, self._next_cursor(self._window))
         return self._window
 
     def _begin_next(self, window: _Window) -> None:
-        self._cursor, self._window = self._after(window), None
+        self._cursor, self._window = self._next_cursor(window), None
 
-    def _after(self, window: _Window) -> Cursor:
+    def _next_cursor(self, window: _Window) -> Cursor:
         """Return the cursor of the window after ``window``."""
         rows_per_step = self._micro_batch_size * self._num_micro_batches
         step, place = divmod(window.cursor.place + len(window.rows), rows_per_step)
         return Cursor(window.cursor.window + 1, window.cursor.step + step, place, 0, window.after)
 
-    def _make(self, cursor: Cursor) -> _Window:
-        """Draw the rows of a window; encode, pack and shuffle them."""
-        drawing = _WindowDraft(self._streams, cursor, self._data_seed)
+    def _make_window(self, cursor: Cursor) -> _Window:
+        """Draw the rows of a window, then encode, pack and shuffle them."""
+        draft = _WindowDraft(self._streams, cursor, self._data_seed)
         rows_left = None
-        if drawing.until is not None:
-            rows_left = (drawing.until - cursor.step) * self._micro_batch_size * self._num_micro_batches - cursor.place
+        if draft.until is not None:
+            rows_left = (draft.until - cursor.step) * self._micro_batch_size * self._num_micro_batches - cursor.place
         try:
-            drawing.fill(rows_left, self._max_length if self._packing else None)
+            draft.fill(rows_left, self._max_length if self._packing else None)
         finally:
-            drawing.close()
-        dataset = drawing.dataset()
-        check_ids(dataset, self._num_embeddings, where=str(self._streams.tokenizer.name_or_path))
+            draft.close()
+        dataset = draft.dataset()
+        check_id_range(dataset, self._num_embeddings, where=str(self._streams.tokenizer.name_or_path))
         documents = np.random.default_rng((self._data_seed, _ROWS, cursor.window)).permutation(len(dataset))
         members, starts = documents, np.arange(len(documents) + 1)
         if self._packing:
             members, starts = pack_documents(documents, dataset.lengths()[documents], self._max_length)
         order = np.random.default_rng((self._data_seed, _ORDER, cursor.window)).permutation(len(starts) - 1)
         rows = [members[starts[row] : starts[row + 1]] for row in order]
-        first_ends = {number: int(share * len(rows)) for number, share in drawing.first_ends.items()}
-        return _Window(cursor, drawing.after, dataset, rows, first_ends)
+        first_ends = {number: int(share * len(rows)) for number, share in draft.first_ends.items()}
+        return _Window(cursor, draft.after, dataset, rows, first_ends)
 
     def _report_ends(self, window: _Window, used: range) -> None:
-        """Report the sources that these used rows complete for the first time; drawing runs ahead of use."""
+        """Report each source that these batch rows use up for the first time."""
         for number, at in window.first_ends.items():
             if at in used:
                 name = self._streams.data.source_names[number]
                 self._streams.on_message(
-                    f"{name} has been read to its end, and begins again with its shards in another order"
+                    f"{name} has been read to its end and starts again, with its shards in another order"
                 )
 
-    def _report(self, window: _Window) -> None:
-        """Warn if much of a window is dropped, or if its chat template omits fields.
+    def _warn_of_losses(self, window: _Window) -> None:
+        """Warn if much of a source is dropped, or if the chat template omits fields; repeat no warning.
 
         Raises:
-            DataError: more than ``data.max_dropped`` of a source is dropped or cut.
+            DataError: More than ``data.max_dropped`` of a source is dropped or truncated.
         """
         data, report = self._streams.data, window.dataset.report
-        said: list[tuple[str, str]] = []
+        messages: list[tuple[str, str]] = []
         counts = zip(self._counts, report.sources, strict=True)
         self._counts = [SourceCounts(*map(add, astuple(before), astuple(now))) for before, now in counts]
         why = f" (first: {report.dropped[0].example}: {report.dropped[0].reason})" if report.dropped else ""
         for name, total in zip(data.source_names, self._counts, strict=True):
             losses = check_losses(replace(report, sources=(total,)), [name], data.table.max_dropped)
-            said += [(f"losses of {name}", f"warning: {text}{why}") for text in losses]
-        said += [("fields", f"warning: {text}") for severity, text in report.remarks() if severity == "warning"]
-        for what, text in said:
-            if what not in self._said:
-                self._said.add(what)
+            messages += [(f"losses of {name}", f"warning: {text}{why}") for text in losses]
+        messages += [("fields", f"warning: {text}") for severity, text in report.remarks() if severity == "warning"]
+        for what, text in messages:
+            if what not in self._reported:
+                self._reported.add(what)
                 self._streams.on_message(text)
 
 
 class _WindowDraft:
-    """The rows of one window, drawn and encoded.
+    """A window under construction, which draws rows and encodes them.
 
     Args:
-        cursor: position of the streams.
-        data_seed: determines the order of shards.
+        cursor: Position of the streams before the window.
+        data_seed: Seed of the order of the shards.
 
     Attributes:
-        until: the step at which the weights change; None if they never do.
+        until: Step at which the source weights change next. None if they do not change any more.
     """
 
     def __init__(self, streams: StreamDataset, cursor: Cursor, data_seed: int) -> None:
@@ -424,14 +421,14 @@ class _WindowDraft:
             )
         ]
         rows = RowEncoder(streams.tokenizer, train_on=data.table.train_on)
-        self._made = [InMemory() for _ in self._readers]
-        self._encoders = [Encoder(rows, made.writer, data.encoding) for made in self._made]
+        self._writers = [InMemoryWriter() for _ in self._readers]
+        self._encoders = [Encoder(rows, made.writer, data.encoding) for made in self._writers]
         self._num_rows = self._num_characters = 0
         self._first_ends: dict[int, int] = {}
 
     @property
     def first_ends(self) -> dict[int, float]:
-        """Return the sources whose first turn ends here, each with the share of the rows drawn before."""
+        """Sources whose first turn ends in this window, each with the share of the window's rows drawn before."""
         return {number: count / self._num_rows for number, count in self._first_ends.items()}
 
     @property
@@ -442,11 +439,11 @@ class _WindowDraft:
         )
 
     def fill(self, rows_left: int | None, row_tokens: int | None) -> None:
-        """Draw until the window is full, or has the rows that remain before the weights change.
+        """Draw rows until the window is full, or has enough rows for the steps before the weights change.
 
         Args:
-            rows_left: batch rows before the change; None if the weights do not change.
-            row_tokens: tokens of a packed row; None if each document is a row.
+            rows_left: Number of batch rows before the weights change. None if they do not change.
+            row_tokens: Number of tokens in a packed row. None if each row contains one document.
         """
         while self._num_rows < WINDOW_ROWS and self._num_characters < WINDOW_CHARACTERS:
             count = min(_ROWS_AT_ONCE, WINDOW_ROWS - self._num_rows)
@@ -465,8 +462,8 @@ class _WindowDraft:
     def _draw(self, count: int) -> None:
         """Draw rows and encode them.
 
-        Each row comes from the source with the most credit. Before a draw every source gains its share of a row; the
-        drawing source then pays one. So the rows drawn from each source match its weight to within one row.
+        Before each draw, every source gains its share of one credit. The source with the most credit provides the row
+        and pays one credit. Thereby the number of rows from each source matches its weight to within one row.
         """
         drawn: list[list[DataRow | RowError]] = [[] for _ in self._readers]
         for _ in range(count):
@@ -475,7 +472,7 @@ class _WindowDraft:
             number = max(range(len(drawn)), key=lambda each: (self._shares[each] > 0, self._credits[each], -each))
             self._credits[number] -= 1.0
             if not threading.main_thread().is_alive():
-                raise DataError("data.train", "the program ends and needs no more rows")
+                raise DataError("data.train", "the program is exiting and needs no more rows")
             turn = self._readers[number].at.turn
             row = self._readers[number].next_row()
             if turn == 0 < self._readers[number].at.turn:
@@ -490,27 +487,23 @@ class _WindowDraft:
 
     @property
     def _num_documents(self) -> int:
-        return sum(made.writer.num_documents for made in self._made)
+        return sum(made.writer.num_documents for made in self._writers)
 
     @property
     def _num_tokens(self) -> int:
-        return sum(made.writer.num_tokens for made in self._made)
+        return sum(made.writer.num_tokens for made in self._writers)
 
     def dataset(self) -> TokenDataset:
-        """Return the documents of all rows, source after source.
-
-        Raises:
-            DataError: there are none.
-        """
-        parts = [made.dataset(encoder.report()) for encoder, made in zip(self._encoders, self._made, strict=True)]
+        """Return the documents of all rows, sorted by source. Raises DataError if no token is trained."""
+        parts = [made.dataset(encoder.report()) for encoder, made in zip(self._encoders, self._writers, strict=True)]
         first_error = next((each.counts.first_error for each in self._encoders if each.counts.first_error), None)
         if not any(map(len, parts)):
             raise DataError(
                 "data.train",
-                f"of {self._num_rows:,} rows in a row no token would be trained",
-                "Check data.train_on and data.max_length" if first_error is None else f"The first says: {first_error}",
+                f"no token of {self._num_rows:,} consecutive rows would be trained",
+                "Check data.train_on and data.max_length" if first_error is None else f"The first error: {first_error}",
             )
-        whole, _ = _joined([(part, np.arange(len(part))) for part in parts])
+        whole, _ = _join([(part, np.arange(len(part))) for part in parts])
         dropped = tuple(each for part in parts for each in part.report.dropped)
         left_out = tuple(each for part in parts for each in part.report.left_out)
         num_rows = sum(part.report.num_rows for part in parts)
@@ -526,11 +519,12 @@ class _WindowDraft:
 
 
 class _RowStream:
-    """The endless rows of a source from a cursor.
+    """Infinite iterator over the rows of a source.
 
     Args:
-        seed: determines their order.
-        on_message: called when a server request is retried.
+        seed: Seed of the order of the shards.
+        at: Position to start from.
+        on_message: Called when a shard is opened again after an error.
     """
 
     def __init__(
@@ -548,16 +542,16 @@ class _RowStream:
         self._has_rows = at.row > 0
 
     def next_row(self) -> DataRow | RowError:
-        """Return the next row, or its error.
+        """Return the next row, or the error that prevents its training.
 
         Raises:
-            DataError: a shard cannot be read, or none has a row.
+            DataError: A shard cannot be read, or the source has no rows.
         """
-        while (found := self._next()) is None:
+        while (found := self._next_in_shard()) is None:
             at = replace(self.at, shard=self.at.shard + 1, row=0)
             if at.shard == len(self._shards):
                 if not self._has_rows:
-                    raise DataError(self._shards.path, "none of its shards has a row", "Fill them")
+                    raise DataError(self._shards.path, "none of its shards has a row", "Add rows")
                 at, self._has_rows = replace(at, shard=0, turn=at.turn + 1), False
             self.at = at
             self.close()
@@ -566,8 +560,8 @@ class _RowStream:
         where, value = found
         return row_or_error(value, where, self._source.format, self._columns)
 
-    def _next(self) -> tuple[str, Any] | None:
-        """Return the next row of this shard, or None at its end; retry after a server error."""
+    def _next_in_shard(self) -> tuple[str, Any] | None:
+        """Return the next row of the current shard, or None at its end. Retry after an error."""
         order = np.random.default_rng((*self._seed, self.at.turn)).permutation(len(self._shards))
         for number in range(NUM_TRIES):
             try:
@@ -579,21 +573,21 @@ class _RowStream:
                 if number + 1 == NUM_TRIES:
                     raise
                 pause_s = _FIRST_PAUSE_S * 2**number
-                self._on_message(f"warning: {error}. It is opened again in {pause_s:g} s")
+                self._on_message(f"warning: {error}. Retrying in {pause_s:g} s")
                 time.sleep(pause_s)
         raise AssertionError(NUM_TRIES)
 
     def close(self) -> None:
-        """Close the shard."""
+        """Close the current shard."""
         if self._open is not None:
             self._open.close()
         self._open = None
 
 
-def _start(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]:
+def _prepare_on_thread(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]:
     """Prepare a window on a thread.
 
-    The interpreter waits for the thread on exit, which is short: a thread inside the tokenizer must not be killed.
+    The thread is not a daemon, because it must not be killed inside the tokenizer. It ends soon after the main thread.
     """
     window: Future[_Window] = Future()
 
@@ -607,10 +601,10 @@ def _start(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]
     return window
 
 
-def _joined(
+def _join(
     parts: Sequence[tuple[TokenDataset, npt.NDArray[np.int64]]],
 ) -> tuple[TokenDataset, list[list[int]]]:
-    """Return some documents of several data sets as one, with the document numbers of each part."""
+    """Join documents of several datasets; return the joined dataset, and the new document indices of each part."""
     rows: list[list[int]] = []
     found: list[tuple[TokenDataset, slice]] = []
     for dataset, documents in parts:

@@ -1,4 +1,4 @@
-"""[data] and [score]: rows, masks and their arrangement, and scores of each token."""
+"""Config tables [data] and [score]: training rows, loss masks and packing, and the scores of each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, 
 
 
 def _shown(path: object) -> object:
-    """Return a path without secrets, so that a refusal does not print any."""
+    """Return a path without secrets, so that an error message does not print them."""
     return without_secrets(path) if isinstance(path, str) else path
 
 
@@ -20,16 +20,16 @@ def _shown(path: object) -> object:
 DatasetPath = Annotated[
     str, BeforeValidator(_shown), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
 ]
-#: Weight of a source by first step.
+#: Weights of a source, keyed by the step from which each applies.
 WeightSchedule = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}),
-    is_not("is no schedule of weights", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from there on"),
+    is_not("is not a weight schedule", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from that step on"),
 ]
 CacheFolder = Annotated[str, Field(min_length=1), is_path("auto", "none")]
 Packing = Annotated[
     bool | Literal["concat"],
-    is_not("is no way to pack", 'Write true, false or "concat"'),
+    is_not("is not a packing mode", 'Write true, false or "concat"'),
 ]
 ScoreFormats = Annotated[
     tuple[Literal["parquet", "zarr"], ...],
@@ -48,7 +48,7 @@ ScoreFormats = Annotated[
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
 ]  # fmt: skip
-#: Names of fields; the second line has other tools' names of some of them.
+#: Names of fields. Some are the names that other tools use for the same field.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
     "images", "conversations", "query", "response",
@@ -69,37 +69,37 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
     split: str | None = key(
         'Split of a folder or hub dataset. Default: "train" if there are several.', None, min_length=1
     )
-    format: RowFormat = key("Format of the rows; auto: detected row by row from the fields.", "auto")
+    format: RowFormat = key("Format of the rows. auto detects it for each row from its fields.", "auto")
     columns: dict[ColumnName, str] = key(
-        'Your column by our field, e.g. { prompt = "question", completion = "answer" }; "doc.body" is the field '
-        "body of the object doc. Case is ignored unless a column matches exactly.",
+        'Name of your column for each field, e.g. { prompt = "question", completion = "answer" }. "doc.body" is the '
+        "field body of the object doc. Case is ignored unless a column matches exactly.",
         {},
     )
     json_key: str | None = key(
-        'Key of the list of rows in a .json file that is one object, e.g. "data.train". Default: its only list.',
+        'Key of the list of rows in a .json file with one object, e.g. "data.train". Default: the only list in it.',
         None,
         min_length=1,
     )
-    max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
+    max_samples: int | None = key("Maximum number of rows to use, from the start.", None, ge=1)
     weight: float = key(
-        "Uses of each document per epoch: 2.5 is twice each, and half of them a third time, chosen by data_seed. With "
-        "data.streaming: the share of the rows, relative to the sum of all weights.",
+        "How often an epoch uses each document: 2.5 uses all documents twice, and half of them, chosen by data_seed, a "
+        "third time. With data.streaming: share of the rows, relative to the sum of all weights.",
         1.0,
         gt=0,
     )
     weight_from_step: WeightSchedule = key(
-        "data.streaming: weights by first step, e.g. { 1000 = 0.5, 2000 = 0.0 }; before these steps, weight.",
+        "data.streaming: weights that replace weight from the given steps on, e.g. { 1000 = 0.5, 2000 = 0.0 }.",
         {},
     )
 
     @property
     def their_columns(self) -> dict[str, str]:
-        """Field -> column of the rows."""
+        """Column name of each field in ``columns``."""
         return {str(ours): theirs for ours, theirs in self.columns.items()}
 
 
 def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float], int | None]:
-    """Return the weight of each source at a step, and the next step with other weights, or None."""
+    """Return the weight of each source at a step, and the next step at which a weight changes, or None."""
     weights, changes = [], []
     for source in sources:
         begins = sorted((int(first), weight) for first, weight in source.weight_from_step.items())
@@ -109,11 +109,11 @@ def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float]
 
 
 class EvalSetConfig(DatasetConfig):
-    """``[[data.eval]]``: rows that are only evaluated on."""
+    """``[[data.eval]]``: rows that are used only for evaluation."""
 
     path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["held_out.jsonl"])
     name: str | None = key(
-        'Name of the set in metrics, e.g. "held_out". Default: the file name without its ending.',
+        'Name of the set in metrics, e.g. "held_out". Default: the file name without its suffix.',
         None,
         min_length=1,
     )
@@ -124,45 +124,45 @@ class EvalSetConfig(DatasetConfig):
         return self.name or re.sub(r"[*?].*|[.][A-Za-z].*", "", self.path.rstrip("/").rpartition("/")[2]) or "eval"
 
     def as_source(self, max_samples: int | None = None) -> DatasetConfig:
-        """Return these rows as a source of training rows, limited to ``max_samples``."""
+        """Return this set as a source of training rows, limited to ``max_samples``."""
         values = self.model_dump(exclude={"name"})
         limits = [limit for limit in (self.max_samples, max_samples) if limit is not None]
         return DatasetConfig.model_validate({**values, "max_samples": min(limits, default=None)})
 
 
 class DataConfig(Table):
-    """``[data]``: rows, masks and their arrangement."""
+    """``[data]``: training rows, loss masks and packing."""
 
-    max_length: int = key("Tokens in a row of a micro-batch.", 1024, ge=2, alters="yes", same_name="TRL")
+    max_length: int = key("Maximum tokens in a row of a micro-batch.", 1024, ge=2, alters="yes", same_name="TRL")
     packing: Packing = key(
-        'true: documents share a row and never attend to each other. "concat" (pretrain): texts are joined with end of '
-        "text and cut into full rows; later texts attend to earlier ones. false: one padded document per row. Default: "
-        "true; false for preferences and models that mix the documents of a row.",
+        "true: documents share a row without attending to each other. false: each row has one padded document. "
+        '"concat" (pretrain): texts are joined with end-of-text tokens and split into full rows, and attend to the '
+        "texts before them. Default: true; false for preferences and models that mix the documents of a row.",
         True,
         alters="yes",
         same_name="TRL, LLaMA-Factory",
     )
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = key(
         "Tokens with a loss. assistant: all turns of the assistant; last_assistant: the last one; completion: the "
-        "tokens after the prompt, in a conversation the last turn; all: every token, as always in plain text. Default: "
-        "assistant (sft), all (pretrain), completion (preferences, which allow no other).",
+        "tokens after the prompt, or the last turn of a conversation; all: every token. In plain text, every token has "
+        "a loss. Default: assistant (sft), all (pretrain), completion (preferences, the only allowed value).",
         "assistant",
         alters="by contents",
     )
     overlong: Literal["truncate", "drop", "error"] = key(
-        "Treatment of conversations longer than max_length. Plain text is cut into pieces.",
+        "Treatment of conversations longer than max_length. Plain text is always split into pieces.",
         "truncate",
         alters="by contents",
     )
     bad_rows: Literal["drop", "error"] = key(
-        "Rows with an unproven loss mask, rows that the chat template refuses, rows that are not objects with fields, "
-        "and empty files. drop: drop, count and explain them; error: end the run.",
+        "Treatment of rows whose loss mask cannot be verified, rows that the chat template rejects, rows that are not "
+        "objects with fields, and empty files. drop: drop them and report the reasons; error: end the run.",
         "drop",
         alters="by contents",
     )
     max_dropped: float = key(
-        "Largest share of a source's rows, tokens or assistant turns that may be dropped or cut; a run with more is "
-        "refused. Above 0.05 it warns. 1: no limit.",
+        "Maximum share of a source's rows, tokens or assistant turns that can be dropped or truncated. A run with more "
+        "is refused. A share above 0.05 causes a warning. 1: no limit.",
         0.5,
         ge=0,
         le=1,
@@ -170,48 +170,49 @@ class DataConfig(Table):
     )
     streaming: bool = key(
         "Read [[data.train]] during the run, without a first pass or a cache: folders, files, patterns or URLs "
-        "(s3://, gs://, hf:// ...) of .jsonl, .jsonl.gz, .jsonl.zst or .parquet shards. Checkpoints store a "
-        "cursor, from which a run resumes bit-exactly. Needs training.max_steps.",
+        "(s3://, gs://, hf:// ...) of .jsonl, .jsonl.gz, .jsonl.zst or .parquet shards. Checkpoints store the position "
+        "in the data, so that a resumed run is bit-identical. Needs training.max_steps.",
         False,
         alters="by contents",
         same_name="LLaMA-Factory, Axolotl",
     )
     cache_dir: CacheFolder = key(
-        "Folder of tokenized data. auto: megatrain-tier/tokens in $XDG_CACHE_HOME or ~/.cache; none: RAM.",
+        "Folder for tokenized data. auto: megatrain-tier/tokens in $XDG_CACHE_HOME or ~/.cache; none: keep it in RAM.",
         "auto",
         alters="no",
     )
     max_cache_size: PlainSize | None = key(
-        "Largest size of that folder; the least recently used entries are removed. Default: no limit.",
+        "Maximum size of cache_dir; the least recently used entries are removed first. Default: no limit.",
         None,
         ge=1,
         alters="no",
     )
     val_size: float | None = key(
-        "Rows of [[data.train]] for evaluation instead of training, chosen by data_seed. >= 1: number; < 1: share. Not "
-        "together with [[data.eval]]. Default: none.",
+        "Rows of [[data.train]] to use for evaluation instead of training, chosen by data_seed. >= 1: their number; "
+        "< 1: their share. Cannot be combined with [[data.eval]]. Default: none.",
         None,
         gt=0,
         alters="by contents",
         same_name="LLaMA-Factory",
     )
-    train: Listed[DatasetConfig] = key("The sources of training rows.", min_length=1)
+    train: Listed[DatasetConfig] = key("Sources of training rows.", min_length=1)
     eval: Listed[EvalSetConfig] = key(
-        "Rows that are only evaluated on: one loss for each table, as [evaluation] says.", ()
+        "Sets of rows that are used only for evaluation, at the times set in [evaluation]. Each set has its own loss.",
+        (),
     )
 
 
 class ScoreConfig(Table, json_schema_extra=all_alter("no")):
-    """``[score]``: output of ``megatrain-tier score`` for each token of [[data.train]]; runs ignore it."""
+    """``[score]``: options of ``megatrain-tier score``, which scores each token of [[data.train]]. Runs ignore them."""
 
     top_k: int = key(
-        "Likeliest tokens per position, with their log-probabilities. 0: only log-probabilities of the row's tokens.",
+        "Number of most likely tokens to store per position, with their log-probabilities. 0: store only the "
+        "log-probabilities of the row's tokens.",
         64,
         ge=0,
     )
-    temperature: float = key("Divides the logits of the likeliest tokens.", 1.0, gt=0)
+    temperature: float = key("Divisor of the logits of the most likely tokens.", 1.0, gt=0)
     embeddings: Literal["none", "mean", "last"] = key(
-        "A vector per document from the last hidden states: the mean over its tokens, or its last token's.",
-        "none",
+        "Vector per document: the mean of its last hidden states, or the last hidden state of its last token.", "none"
     )
     formats: ScoreFormats = key("File formats of the scores.", ("parquet",))

@@ -1,4 +1,4 @@
-"""Answers with a label each, good or bad: two documents each, the answer, and its prompt with another answer."""
+"""Kind of rows with labelled answers (KTO). Two documents each: the answer, and its prompt with another answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ANSWERS", "MISMATCHED"]
 
-#: Role of a prompt with the answer of another example. An answer is CHOSEN if good, else REJECTED.
+#: Role of a prompt with the answer of another example. Good answers have the role CHOSEN, bad ones REJECTED.
 MISMATCHED = 3
 #: Tokens and loss mask of an answer.
 _Answer = tuple[list[int], list[bool]]
 
 
 class AnswerRows(PairRows):
-    """Single answers with a label; a pair is a good and a bad answer."""
+    """Row kind of single answers with a label. A row with a pair counts as one good and one bad answer."""
 
     recorded = "answers"
 
@@ -37,14 +37,14 @@ class AnswerRows(PairRows):
         return row.answers
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
-        """Return the titles of good and bad answers."""
+        """Return "a good answer" or "a bad answer" for each answer of the row."""
         return ["a good answer" if is_good else "a bad answer" for is_good in _judgements(row)]
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return answers, each followed by its prompt with the previous answer.
+        """Return two documents per answer: the answer, and its prompt with the previous answer.
 
-        The first row gets the last answer of these rows, as in TRL, which rotates the answers of a batch. A single row
-        gets ``last``, the last answer of the previous rows.
+        The first prompt is combined with the last answer of these rows, because TRL rotates the answers of a batch. A
+        single row is combined with ``last``, the last answer of the previous call.
         """
         judged = [pair for row, texts in examples for pair in zip(texts, _judgements(row), strict=True)]
         if not judged:
@@ -61,13 +61,13 @@ class AnswerRows(PairRows):
         return found, parts[-1][1]
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the numbers of good and bad answers, in words."""
+        """Return the numbers of good and bad answers, as text."""
         good = int((roles[::2] == CHOSEN).sum())
         return f"{good:,} good and {len(roles) // 2 - good:,} bad answers"
 
 
 def _judgements(row: DataRow) -> tuple[bool, ...]:
-    """Return a flag for each answer of a row: whether it is good."""
+    """Return for each answer of a row whether it is good."""
     assert isinstance(row, Preference), row
     return (row.is_good,) if row.rejected is None else (row.is_good, False)
 

@@ -1,4 +1,4 @@
-"""Plain texts and token rows. Each row is cut into documents of at most ``max_length`` tokens."""
+"""Kind of rows with plain text or tokens, which are split into documents of at most ``max_length`` tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["TEXTS", "CutDocument", "TextCutter"]
 
 
 class TextRows(RowKind):
-    """Rows of plain text."""
+    """Row kind of plain text."""
 
     only_text = True
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the text of a row; raise DataError if the row is not text."""
+        """Return the text of a row. Raises DataError if the row is not plain text."""
         if isinstance(row, Conversation | PromptCompletion):
-            raise DataError(row.where, 'task = "pretrain" trains plain text, this row is not', 'Write task = "sft"')
+            raise DataError(row.where, 'task = "pretrain" needs plain text, and this row is not', 'Set task = "sft"')
         return super().texts_of(row)
 
 
@@ -33,11 +33,11 @@ TEXTS = TextRows()
 
 @dataclass(frozen=True, slots=True)
 class CutDocument:
-    """A document cut out of a text.
+    """A document that is one piece of a text.
 
     Attributes:
-        trained: loss mask.
-        num_repeated: tokens at its start that repeat the start tokens of the text.
+        trained: Loss mask.
+        num_repeated: Number of tokens at the start that repeat the start tokens of the text.
     """
 
     tokens: list[int]
@@ -46,17 +46,17 @@ class CutDocument:
 
 
 class TextCutter:
-    """Cutter of texts into pieces of at most ``max_length`` tokens; a remainder waits for the next part of a text.
+    """Cutter of texts into pieces of at most ``max_length`` tokens. It keeps the remainder for the next call.
 
-    If a text begins with the tokenizer's start tokens (``<bos>``), each of its pieces does: such models use them as an
-    attention sink. The first text token of a later piece is not trained, because the tokens that predict it are in the
-    previous piece.
+    If a text begins with the tokenizer's start tokens (``<bos>``), all its pieces begin with them, because such models
+    use them as an attention sink. The first token of a piece is not trained, because the tokens that predict it are in
+    the previous piece.
 
     Args:
-        max_length: tokens of a piece, including start tokens.
-        start_tokens: Tokens that the tokenizer puts before a text; () for none.
-        joins: whether texts share pieces, and only :meth:`finish` cuts a short piece. The first token of a text
-            is trained if another text precedes it.
+        max_length: Maximum tokens in a piece, including start tokens.
+        start_tokens: Tokens that the tokenizer puts before a text.
+        joins: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. The first
+            token of a text is trained if another text precedes it in the piece.
     """
 
     def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
@@ -64,14 +64,14 @@ class TextCutter:
         self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
         self._tokens: list[int] = []
         self._trained: list[bool] = []
-        self._repeated: list[int] = []  # start tokens of each further piece of this text
+        self._repeated: list[int] = []  # start tokens to repeat in the later pieces of this text
         self._is_first = True
 
     def cut(self, coded: Encoded) -> Iterator[CutDocument]:
-        """Yield the pieces that this part of a text completes, and the last one at the end of the text."""
+        """Yield the pieces that are complete after this part of a text, and at its end also the last, shorter piece."""
         trained = coded.trained
         if coded.is_start:
-            self._repeated = self._start_tokens if self._begins(coded.tokens) else []
+            self._repeated = self._start_tokens if self._has_start_tokens(coded.tokens) else []
             self._is_first = self._is_first or not self._joins
             if self._joins and self._tokens:
                 trained = [True] * len(trained[:1]) + trained[1:]
@@ -80,23 +80,23 @@ class TextCutter:
         yield from self._pieces(is_end=coded.is_end and not self._joins)
 
     def finish(self) -> Iterator[CutDocument]:
-        """Yield the rest of joined texts; the next text starts a new piece."""
+        """Yield the remainder of the joined texts. The next text starts a new piece."""
         yield from self._pieces(is_end=True)
         self._is_first = True
 
-    def _begins(self, tokens: Sequence[int]) -> bool:
+    def _has_start_tokens(self, tokens: Sequence[int]) -> bool:
         return list(tokens[: len(self._start_tokens)]) == self._start_tokens
 
     def _pieces(self, *, is_end: bool) -> Iterator[CutDocument]:
         at = 0
         while True:
             ahead = self._tokens[at : at + len(self._start_tokens)]
-            before = [] if self._is_first or self._begins(ahead) else self._repeated
+            before = [] if self._is_first or self._has_start_tokens(ahead) else self._repeated
             end = at + self._max_length - len(before)
             if end > len(self._tokens) and not (is_end and at < len(self._tokens)):
                 break
             trained = self._trained[at:end]
-            trained[0] = False  # nothing in this piece predicts it
+            trained[0] = False  # no token in this piece predicts the first token
             yield CutDocument([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
             self._is_first = False
             at = min(end, len(self._tokens))

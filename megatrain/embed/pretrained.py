@@ -13,7 +13,7 @@ from megatrain.base.layout import build_layout, views
 from megatrain.embed.offload import move_buffers, offload, offloaded_module
 from megatrain.embed.stores import compute_device
 from megatrain.embed.weights import block_of
-from megatrain.models.folder import some
+from megatrain.models.folder import join_names
 from megatrain.models.hub import fetch_weights, locate
 from megatrain.models.load import WeightLoader
 from megatrain.models.skeleton import build_skeleton, resolve_config
@@ -70,7 +70,7 @@ def load_pretrained(
     if left := [name for name, owner in weights.origin.passthrough.owners.items() if owner != "buffers"]:
         warnings.warn(
             f"{folder}: {len(left)} tensors do not belong to {type(model).__name__} and will not be saved: "
-            f"{some(left)}",
+            f"{join_names(left)}",
             stacklevel=2,
         )
     model.requires_grad_(trainable)

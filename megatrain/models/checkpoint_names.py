@@ -1,9 +1,9 @@
-"""Maps the tensors of a checkpoint to the parameters of a model, and back.
+"""Mapping from the tensors of a checkpoint to the parameters of a model, and back.
 
-Transformers 5 keeps some models in another form than their files: prefixes differ, and the experts of a layer are one
-fused tensor. It publishes the differences as a list of transforms. This module applies the list to names and shapes
-only (on the meta device). The result is a complete plan before any weight is read or written. Missing names and wrong
-shapes are known at once, and each step can run alone with only the tensors that it needs.
+In transformers 5, the parameters of some models differ from the tensors in their files: prefixes differ, and the
+experts of a layer are one fused tensor. Transformers publishes the differences as a list of transforms. This module
+applies the list only to names and shapes (on the meta device) to get a complete plan before any weight is read or
+written. So it detects missing names and wrong shapes early, and each step can run alone with only its own tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.models.regions import Region, aliasing, region_of
+from megatrain.models.regions import Region, region_of, trace_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 
 class ConversionError(Exception):
-    """Tensors do not fit the conversion that transformers prescribes for them."""
+    """Tensors cannot be converted by the transforms that transformers defines for the model."""
 
 
 @dataclass
 class Conversion:
-    """One step from input tensors to output tensors, with the names on both sides.
+    """One conversion step, from input tensors to output tensors.
 
     Attributes:
-        sources: input names by the pattern that matched them, in the order that the transform needs.
-        targets: shape and dtype by output name, as a tensor on the meta device.
-        transform: None for a plain copy of the only source to the only target.
-        final_names: final name by the name that the transform gives an output.
-        source_shapes: shapes by input name.
+        transform: Transform of transformers. None to copy the only source to the only target.
+        sources: Input names by the pattern that matched them, in the order that the transform needs.
+        targets: Outputs by name, as tensors on the meta device.
+        final_names: Final names of the outputs, by the names that the transform returns.
+        source_shapes: Shapes by input name.
     """
 
     first_target: str
-    transform: Any  # a WeightTransform of transformers, or None
+    transform: Any
     sources: dict[str, list[str]] = field(default_factory=dict)
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     final_names: dict[str, str] = field(default_factory=dict)
@@ -52,40 +52,44 @@ class Conversion:
         return [name for names in self.sources.values() for name in names]
 
     def run(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return the outputs by name; ``read`` returns an input, which is freed as soon as it is used."""
+        """Convert the inputs, which ``read`` returns by name; return the outputs by name."""
         outputs = self._convert(read, model)
         return {self.final_names[name]: value for name, value in outputs.items()}
 
     def regions(self, model: PreTrainedModel) -> Mapping[str, Sequence[Region]] | None:
-        """Return the regions that make each target; None if a step does more than move elements.
+        """Return the regions of each target, or None if the step does more than move elements.
 
-        With regions, every target can be made a range at a time. They cover copies, the usual fusing of experts, and
-        splits and joins of fused tensors for an export.
+        With regions, any range of a target can be computed separately. Regions exist for copies, for the usual fusing
+        of experts, and for splits and joins of fused tensors in an export.
         """
         if self.transform is None:
             ((target, made),) = self.targets.items()
-            return {target: [_put(self.source_names[0], torch.empty(made.shape, device="meta"))]}
+            return {target: [_region_of_input(self.source_names[0], torch.empty(made.shape, device="meta"))]}
         if len(self.targets) == 1:
             ((target, made),) = self.targets.items()
-            places = _places_in_stack(self, torch.empty(made.shape, device="meta"))
+            places = _find_stack_places(self, torch.empty(made.shape, device="meta"))
             if places is not None:
-                return {target: [_put(name, place) for name, place in places]}
-        found = aliasing(self.source_shapes, lambda read: self._convert(read, model))
+                return {target: [_region_of_input(name, place) for name, place in places]}
+        found = trace_regions(self.source_shapes, lambda read: self._convert(read, model))
         return None if found is None else {self.final_names[name]: made for name, made in found.items()}
 
     def trace(
         self, inputs: Mapping[str, torch.Tensor], model: PreTrainedModel, rename: Callable[[str], str] | None = None
     ) -> None:
-        """Find the targets from ``inputs`` on meta; ``rename`` returns their final names.
+        """Run the step on the meta device to find its targets.
+
+        Args:
+            inputs: Meta tensors by input name.
+            rename: Function that returns the final name of a target. None to keep the names.
 
         Raises:
-            ConversionError: the inputs do not fit together.
+            ConversionError: The shapes of the inputs do not fit the transform.
         """
         try:
             outputs = self._convert(inputs.__getitem__, model)
-        except Exception as error:  # the transforms raise various torch errors for shapes that do not fit
+        except Exception as error:  # transforms raise various torch errors if shapes do not fit
             listed = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.source_names[:4])
-            raise ConversionError(f"cannot make {self.first_target} of {listed}: {error}") from error
+            raise ConversionError(f"cannot make {self.first_target} from {listed}: {error}") from error
         self.source_shapes = {name: inputs[name].shape for name in self.source_names}
         self.final_names = {name: rename(name) if rename else name for name in outputs}
         self.targets = {self.final_names[name]: value for name, value in outputs.items()}
@@ -93,7 +97,7 @@ class Conversion:
     def _convert(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if self.transform is None:
             return {self.first_target: read(self.source_names[0])}
-        transform = deepcopy(self.transform)  # the conversion consumes its collected tensors
+        transform = deepcopy(self.transform)  # the conversion empties its collected tensors
         for pattern, names in self.sources.items():
             transform.collected_tensors[pattern] = [read(name) for name in names]
         outputs = transform.convert(self.first_target, model=model, config=model.config)
@@ -102,15 +106,14 @@ class Conversion:
 
 @dataclass
 class LoadPlan:
-    """The mapping from a checkpoint to a model.
+    """Plan for loading a checkpoint into a model.
 
     Attributes:
-        by_target: conversion step by parameter or persistent buffer.
-        missing: names of the model that no tensor of the checkpoint makes.
-        unexpected: names of the checkpoint without a place in the model.
-        ignorable: names in the model by names of the checkpoint that transformers drops silently: the model lacks
-            these tensors, as its class declares.
-        transforms: those that matched; the inverse conversion of an export needs them.
+        by_target: Conversion step of each parameter and persistent buffer.
+        missing: Parameters and buffers of the model that no tensor of the checkpoint provides.
+        unexpected: Tensors of the checkpoint that do not exist in the model.
+        ignorable: Tensors of the checkpoint that the model's class allows to ignore, with their names in the model.
+        transforms: The transforms that matched a tensor. An export inverts them.
     """
 
     by_target: dict[str, Conversion]
@@ -121,17 +124,17 @@ class LoadPlan:
 
 
 def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) -> LoadPlan:
-    """Return the plan that fills ``model`` from tensors of these names, shapes and dtypes (on meta).
+    """Return the plan for loading a checkpoint, given as meta tensors by name, into a model.
 
     Raises:
-        ConversionError: the tensors cannot be converted, e.g. experts of different shapes.
+        ConversionError: The tensors cannot be converted, for example because experts have different shapes.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     places: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     mapping = get_model_conversion_mapping(model)
-    renamings, converters, by_pattern = _split(mapping)
+    renamings, converters, by_pattern = _split_transforms(mapping)
     prefix = model.base_model_prefix
     steps: dict[str, Conversion] = {}
     unexpected: dict[str, str] = {}
@@ -158,7 +161,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     }
     return LoadPlan(
         by_target=by_target,
-        missing=_without(model._keys_to_ignore_on_load_missing, _missing(model, places, by_target)),
+        missing=_exclude_matches(model._keys_to_ignore_on_load_missing, _find_missing(model, places, by_target)),
         unexpected=[name for name in unexpected if name not in ignorable] + unplaced,
         ignorable=ignorable,
         transforms=[transform for transform in mapping if transform.was_used()],
@@ -168,26 +171,29 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
 def plan_export(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], loaded: LoadPlan | None = None
 ) -> list[Conversion]:
-    """Return the steps that turn module tensors (names, shapes, dtypes; on meta) into checkpoint tensors.
+    """Return the steps that convert a model's tensors to checkpoint tensors, whose names are the steps' targets.
 
-    They invert the transforms that loaded the model, or else the transforms of its type. So the folder has the form
-    that ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
+    The steps invert the transforms that loaded the model, or, without a folder, the transforms of its type. The result
+    has the form that ``from_pretrained`` and other tools expect.
 
     Args:
-        loaded: the plan that loaded a folder; then every tensor gets its name in that folder.
+        tensors: Meta tensors by name in the model.
+        loaded: Plan that loaded a folder, to restore the names in that folder. None without a folder.
 
     Raises:
-        ConversionError: two tensors would have one name, or a name of the folder cannot be restored.
+        ConversionError: Two tensors would have the same name, or a name in the folder cannot be restored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
-        # Without a folder, a dropped prefix cannot be restored; from_pretrained accepts both forms.
+        # Without a folder, a dropped prefix cannot be restored. from_pretrained accepts names without it.
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [transform for transform in mapping if not isinstance(transform, PrefixChange)]
-    renamings, converters, by_pattern = _split([transform.reverse_transform() for transform in reversed(transforms)])
+    renamings, converters, by_pattern = _split_transforms(
+        [transform.reverse_transform() for transform in reversed(transforms)]
+    )
     steps: dict[str, Conversion] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, [], converters, reverse=True)
@@ -197,25 +203,25 @@ def plan_export(
     for step in steps.values():
         step.trace(tensors, model, lambda name: rename_source_key(name, renamings, [], reverse=True)[0])
         if loaded is not None:
-            _take_names_of_files(step, loaded, model.base_model_prefix)
+            _restore_file_names(step, loaded, model.base_model_prefix)
         if not used.isdisjoint(step.targets):
             raise ConversionError(f"two tensors of the model would both be named {sorted(used & set(step.targets))[0]}")
         used.update(step.targets)
     return list(steps.values())
 
 
-def _take_names_of_files(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
-    """Give the outputs of an export step their names and shapes in the folder."""
+def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
+    """Rename the outputs of an export step to their names in the folder, which must have equal shapes."""
     steps = [loaded.by_target[name] for name in step.source_names if name in loaded.by_target]
     if not steps:
-        return  # no file had it: transformers allows it to be absent
+        return  # no file contains the tensor, because transformers allows it to be missing
     shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
         with_or_without = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts both
         found = [other for other in with_or_without if other in shapes]
         if step.transform is None and len(shapes) == 1:
-            found = list(shapes)  # a plain copy, even if a renaming has lost the name
+            found = list(shapes)  # a plain copy has only one candidate, even if a renaming has lost the name
         if len(found) == 1 and shapes[found[0]] == value.shape:
             new_names[name] = found[0]
     if len(new_names) != len(shapes) or set(new_names.values()) != set(shapes):
@@ -227,12 +233,12 @@ def _take_names_of_files(step: Conversion, loaded: LoadPlan, prefix: str) -> Non
     step.targets = {new_names[name]: value for name, value in step.targets.items()}
 
 
-def _put(name: str, place: torch.Tensor) -> Region:
-    """Return the region of a whole input that becomes ``place`` of an output on meta."""
+def _region_of_input(name: str, place: torch.Tensor) -> Region:
+    """Return the region that maps a whole input to ``place``, a view of an output on the meta device."""
     return region_of(name, torch.empty(place.shape, device="meta"), place)
 
 
-def _places_in_stack(step: Conversion, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
+def _find_stack_places(step: Conversion, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     operations = getattr(step.transform, "operations", [])
@@ -255,7 +261,7 @@ def _places_in_stack(step: Conversion, whole: torch.Tensor) -> list[tuple[str, t
 
 
 def tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of each set of parameters or buffers that are one tensor; the name in files comes first."""
+    """Return the names of each group of tied parameters or buffers. The name in files comes first."""
     by_identity: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(value), []).append(name)
@@ -264,7 +270,7 @@ def tied_groups(model: PreTrainedModel) -> list[list[str]]:
     return [sorted(names, key=lambda name: name in declared) for names in groups]
 
 
-def _split(transforms: list[WeightTransform]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+def _split_transforms(transforms: list[WeightTransform]) -> tuple[list[Any], list[Any], dict[str, Any]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
@@ -272,7 +278,7 @@ def _split(transforms: list[WeightTransform]) -> tuple[list[Any], list[Any], dic
     return renamings, converters, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
-def _missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> list[str]:
+def _find_missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> list[str]:
     missing = {name for name in places if name not in found}
     for names in tied_groups(model):
         if any(name in found for name in names):
@@ -281,7 +287,7 @@ def _missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], found: 
 
 
 def _ignored_unexpected(model: PreTrainedModel) -> list[str]:
-    """Return the patterns of names that transformers drops silently, from old or larger checkpoints."""
+    """Return the patterns of tensor names that transformers ignores in old or larger checkpoints."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
@@ -291,6 +297,6 @@ def _ignored_unexpected(model: PreTrainedModel) -> list[str]:
     return patterns
 
 
-def _without(patterns: Iterable[str] | None, names: list[str]) -> list[str]:
+def _exclude_matches(patterns: Iterable[str] | None, names: list[str]) -> list[str]:
     expressions = [re.compile(pattern) for pattern in patterns or ()]
     return [name for name in names if not any(expression.search(name) for expression in expressions)]

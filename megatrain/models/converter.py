@@ -1,10 +1,10 @@
-"""The interface for quirks of models. A converter is one file, which the core does not import.
+"""Interface of converters, which adapt models. Each converter is one file that the core never imports.
 
 The core builds a skeleton of a folder, finds its units, streams their weights through its forwards, and writes them
 back. Some models or runs need more: adapters, experts in parts, images, attention within documents. A converter adds
-it at one of a few moments, the methods of `ModelConverter`, listed in order of time. By default each method does
-nothing. ``megatrain/converters/spec.py`` chooses the converters of a run; the core receives them as a tuple and calls
-them in its order.
+this in the methods of `ModelConverter`, which the core calls in the order in which they are listed. By default, each
+method does nothing. ``megatrain/converters/spec.py`` selects the converters of a run. The core receives them as a tuple
+and calls them in this order.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["ConvertedGraph", "ConverterSpec", "InnerUnit", "LayerPart", "ModelConverter", "ReadMaster", "WeightSource"]
 
 ReadMaster = Callable[[int, int], Tensor]
-"""Returns elements of a layout's block from the first number to the second: 1-D fp32, valid until the next call."""
+"""Function (start, stop) that returns these elements of a layout's block: 1-D, fp32, valid until the next call."""
 
 WeightSource = Callable[["UnitLayout"], AbstractContextManager[ReadMaster]]
-"""Opens the fp32 master weights of one layout; they are valid within the context."""
+"""Function that opens the fp32 master weights of a layout, which are valid within the returned context."""
 
 
 class ModelConverter:
-    """The changes for one quirk of one model. A converter serves one graph, and may keep state.
+    """Base class of converters. A converter belongs to one graph, and can keep state.
 
     Attributes:
-        freezes_weights: Whether the model's weights are frozen, so that a folder may have them quantized.
+        freezes_weights: Whether the converter freezes the model's weights, so that they can be quantized.
     """
 
     freezes_weights: bool = False
@@ -42,53 +42,53 @@ class ModelConverter:
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
 
     def model_class(self, config: PretrainedConfig) -> Any:
-        """Return the skeleton's transformers class after changing its config, or None for the default class."""
+        """Return the transformers class of the skeleton, or None for the default class. Can change ``config``."""
         return None
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Remove tensors from a skeleton that has no buffers yet, or freeze some of its parameters."""
+        """Remove tensors from a skeleton, or freeze parameters, before the buffers are created."""
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Add or replace modules of a complete skeleton. New parameters are on the meta device."""
+        """Add or replace modules of a complete skeleton. New parameters must be on the meta device."""
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which modules and names equal those in the model's folder."""
+        """Return a context in which the model has the modules and names of its folder."""
         return nullcontext()
 
-    # -- its units and layouts ----------------------------------------------------------------------------------------
+    # -- units and layouts --------------------------------------------------------------------------------------------
 
     def plain_name(self, name: str) -> str:
         """Return the name of a converted model's parameter in blocks, checkpoints and exports."""
         return name
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is one unit although the modules inside it own its parameters."""
+        """Return whether a module is one unit although its parameters belong to modules inside it."""
         return False
 
     def is_optional(self, module: nn.Module) -> bool:
-        """Return whether micro-batches may skip a unit. It is still visited in each step."""
+        """Return whether micro-batches can skip a unit. Each step visits it nevertheless."""
         return False
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units that replace one layer, in forward order; empty if the layer is one unit.
+        """Return the units that replace a layer, in forward order, or nothing if the layer stays one unit.
 
-        Together they own all parameters of the layer. Called once for each layer that all micro-batches reach.
+        Together, the units own all parameters of the layer. Called once for each layer that no micro-batch skips.
         """
         return ()
 
-    # -- a pass, and an export ----------------------------------------------------------------------------------------
+    # -- passes and exports -------------------------------------------------------------------------------------------
 
     def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context for the forward and backward of a pass. For one thread.
+        """Return the context for the forward and backward of a pass. Not thread-safe.
 
         Args:
-            on_dense_mask: called with the cause whenever an attention mask of [S, S] is made.
-            is_compiled: Whether layers are compiled, so that replacements inside them have no effect.
+            on_dense_mask: Called with the cause whenever a dense attention mask, ``(S, S)``, is created.
+            is_compiled: Whether layers are compiled, so that functions inside them cannot be replaced.
         """
         return nullcontext()
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return the weights for an export of the whole model, given the weights in the blocks."""
+        """Return the source of the weights to export, given the source of the weights in the blocks."""
         return source
 
 
@@ -96,12 +96,12 @@ class ConverterSpec(Protocol):
     """A converter's settings in a config, from which each graph gets a new converter."""
 
     def converter(self) -> ModelConverter:
-        """Return a new converter."""
+        """Create a converter for one graph."""
         ...
 
 
 class ConvertedGraph(Protocol):
-    """The part of a model graph that converters and exports use."""
+    """Interface of a model graph for converters and exports."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -120,7 +120,7 @@ class InnerUnit:
 
     Attributes:
         path: Path inside the layer.
-        part: The part of a larger module; None if it is a module of the model.
+        part: Part of a larger module. None if ``module`` is a module of the model.
     """
 
     path: str
@@ -129,23 +129,23 @@ class InnerUnit:
 
 
 class LayerPart(Protocol):
-    """Some rows of all parameters of a module, as a unit that computes the tokens routed to it.
+    """A unit with a range of rows of each parameter of a module, which computes the tokens that are routed to it.
 
-    The parts of a module are called consecutively, with the same arguments. Parameter names equal those in the whole
-    module.
+    The parts of a module are called consecutively, with the same arguments. Their parameters have the names of the
+    whole module's parameters.
     """
 
     @property
     def whole(self) -> nn.Module:
-        """The unsplit module, whose names the model uses."""
+        """The unsplit module in the model."""
 
     @property
     def rows(self) -> range:
-        """Its range in the first dimension of every parameter."""
+        """Range of the part in the first dimension of every parameter."""
 
     @property
     def num_all(self) -> int:
-        """Number of rows of the whole module."""
+        """Number of rows in the whole module."""
 
     @property
     def siblings(self) -> Sequence[LayerPart]:
@@ -153,16 +153,16 @@ class LayerPart(Protocol):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Grouping key of parts with equal computation and memory."""
+        """Grouping key; parts with equal keys need equal computation and memory."""
 
     def is_routed(self, arguments: Sequence[Any]) -> bool:
-        """Return whether the arguments of a call have routing values, and are not only traced."""
+        """Return whether a call's arguments contain actual routing values, unlike in a trace."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether no token of a call is routed to the part; False if unknown. May wait for the device."""
+        """Return whether it is known that no token of a call is routed to the part. Can synchronize with the device."""
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a token is not routed to the part, assuming uniform routing."""
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return a placeholder result with the part's shape and dtype and the same gradient structure."""
+        """Return a placeholder for the part's result, with the same shape, dtype and autograd inputs."""

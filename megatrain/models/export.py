@@ -1,8 +1,8 @@
-"""Exports a trained model as a Hugging Face folder, unit by unit, with verification and an atomic rename.
+"""Export of a trained model to a Hugging Face folder, unit by unit, with verification and an atomic rename.
 
-The export is a hidden sibling folder until it is complete and was read back. Then it gets its name. In addition to the
-source's leases it takes RAM for one small piece of a tensor, however large the tensor is. A conversion that does more
-than stack, join, cut and transpose takes RAM for all its tensors.
+The files are written to a hidden sibling folder, which is renamed after all files have been verified. In addition to
+the leases of its source, an export needs RAM for one small piece of a tensor. A conversion that does more than stack,
+join, cut and transpose needs RAM for all its tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatrain.models.folder import (
     ModelFolderError,
     Tensors,
     dtype_name,
+    join_names,
     read_config_json,
-    some,
     tensor_bytes,
 )
 from megatrain.models.regions import Region, read_regions
@@ -64,7 +64,7 @@ __all__ = [
     "export_model",
     "export_dtype",
     "exported_step",
-    "finished_folder",
+    "atomic_folder",
     "plan_file",
     "plan_shards",
     "write_record",
@@ -72,21 +72,21 @@ __all__ = [
 
 
 def export_dtype(table: ExportConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of exported weights; "auto": the compute dtype."""
+    """Return the dtype of exported weights, which is the compute dtype for "auto"."""
     return compute_dtype if table.dtype == "auto" else getattr(torch, table.dtype)
 
 
-#: Bytes per element of the widest dtype that is read for an output element.
+#: Bytes per element of the widest dtype in which weights are read.
 _WIDEST_BYTES = 4
 
 
 class DamagedShardError(Exception):
-    """The data read back differs from the written data."""
+    """A file contains other data than was written to it."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One file: its header bytes, and the offset of each tensor."""
+    """Layout of one weight file: header bytes, and the offset of each tensor."""
 
     file_name: str
     header: bytes
@@ -95,9 +95,9 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[ShardPlan]:
-    """Split tensors (on meta, in writing order) into files of at most ``max_shard_nbytes`` of weights each.
+    """Distribute tensors (on meta, in writing order) to files with at most ``max_shard_nbytes`` of weights each.
 
-    A larger tensor gets a file for itself, as in transformers.
+    A tensor larger than this gets its own file, as in transformers.
     """
     assert max_shard_nbytes > 0, max_shard_nbytes
     groups: list[list[str]] = [[]]
@@ -115,8 +115,8 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[Sh
 
 
 def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -> ShardPlan:
-    """Return the layout of one file for these names; ``tensors`` holds all tensors, on meta."""
-    # Wide dtypes first, so that every tensor is aligned to its element size.
+    """Return the layout of a file with the tensors ``names``. ``tensors`` contains all tensors, on meta."""
+    # Store wide dtypes first, so that every tensor is aligned to its element size.
     ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
@@ -138,7 +138,7 @@ def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -
 
 
 class ShardWriter:
-    """Writes the planned files of one folder and checks them by reading them back.
+    """Writer of a folder's planned weight files, which can also verify them.
 
     Attributes:
         checksums: xxh3-64 of each tensor's bytes in the file, hexadecimal, by name.
@@ -153,7 +153,7 @@ class ShardWriter:
     ) -> None:
         self._folder, self._shards, self._tensors = folder, shards, tensors
         self._on_bytes, self._done_bytes = on_bytes, 0
-        self._num_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())  # written, then read back
+        self._num_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())  # each byte is written and read back
         self._shard_of = {name: shard for shard in shards for name in shard.offsets}
         self._started: set[str] = set()
         self.checksums: dict[str, str] = {}
@@ -162,9 +162,8 @@ class ShardWriter:
         """Write one tensor, a small piece at a time.
 
         Args:
-            name: name of the tensor in the files.
-            read: returns the elements from its first argument to its second: 1-D, any floating dtype and device.
-                ``write`` casts them.
+            name: Name of the tensor in the files.
+            read: Function (start, stop) that returns these elements: 1-D, of any floating dtype, on any device.
         """
         expected = self._tensors[name]
         count, step = expected.numel(), max(1, PIECE_BYTES // _WIDEST_BYTES)
@@ -172,7 +171,7 @@ class ShardWriter:
         self._write(name, (read(start, stop).to("cpu", expected.dtype).contiguous() for start, stop in ranges))
 
     def copy(self, name: str, folder: ModelFolder) -> None:
-        """Copy the bytes of tensor ``name`` from another folder."""
+        """Copy the bytes of a tensor from another folder."""
         self._write(name, (piece for _, piece in folder.pieces(name)))
 
     def _write(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -200,7 +199,7 @@ class ShardWriter:
         self._on_bytes(self._done_bytes, self._num_bytes)
 
     def finish(self) -> None:
-        """Write the index if there are several files, and fsync all files."""
+        """Write an index if there are several files, and flush all files to the drive."""
         unwritten = sorted(set(self._tensors) - set(self.checksums))
         assert not unwritten, unwritten[:5]
         if len(self._shards) > 1:
@@ -212,17 +211,17 @@ class ShardWriter:
         for path in sorted(self._folder.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that verify reads from the drive
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # makes `verify` read from the drive
 
     def verify(self, folder: Tensors | None = None) -> None:
-        """Read headers and all tensors back, and compare the checksums.
+        """Read all headers and tensors back, and compare the checksums.
 
         Args:
-            folder: the written files, opened again; default: a model folder, which must have its ``config.json``.
+            folder: The written files. By default, they are opened as a model folder, which needs ``config.json``.
 
         Raises:
-            DamagedShardError: the drive returned other data; the message names the tensor.
-            ModelFolderError: a header is damaged.
+            DamagedShardError: The data of a tensor differs from the written data.
+            ModelFolderError: A header is damaged.
         """
         folder = folder or ModelFolder(self._folder)
         for name, expected in self._tensors.items():
@@ -262,15 +261,15 @@ _OTHER_FILES = (
 )
 
 OnBytes = Callable[[int, int], None]
-"""Called with the finished bytes and the total bytes."""
+"""Progress callback, called with the finished bytes and the total bytes."""
 
 
 class ExportError(Exception):
-    """The folder was not written; an earlier folder of its name is unchanged."""
+    """The export failed. An existing folder with its name is unchanged."""
 
 
 class ExportTargetError(ExportError):
-    """The target folder holds files that this program did not write."""
+    """The target folder contains files that this program did not write, or an export that must not be replaced."""
 
 
 def export_model(
@@ -287,49 +286,48 @@ def export_model(
     passthrough_checksum: str | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
-    """Write the model as a Hugging Face folder for ``from_pretrained``, with the weights as the converters export them.
+    """Write the model to a Hugging Face folder for ``from_pretrained``, with the weights that the converters export.
 
-    With an ``origin``, the export has all tensors of that folder under their names, its config and its class. Trained
-    tensors have ``dtype``; all others are copied byte by byte.
+    With an ``origin``, the export has the config, the class, and all tensor names of that folder. Trained tensors have
+    ``dtype``, and all others are copied byte by byte.
 
     Args:
-        graph: the model's skeleton and layouts. Without an origin, the skeleton supplies the persistent buffers.
-        source: gives the master weights of one layout at a time, in ranges.
-        out_dir: the folder to make. It may exist if it is empty or an earlier export of this program.
-        dtype: dtype of the weights, except those that the model's class keeps in fp32; buffers keep their dtype.
-        max_shard_nbytes: weight bytes per file.
-        tokenizer: saved into the folder; otherwise the tokenizer files of ``copy_from`` are copied.
-        copy_from: the folder of the tokenizer. Without an origin it also supplies generation config, processors and
-            licence.
-        record: more keys for ``export.json``, e.g. the step.
-        origin: the folder that the weights were loaded from, if any.
-        passthrough_checksum: ``PassthroughTensors.checksum`` of the origin when training began; None skips the check.
-        on_bytes: called with the bytes written and read back so far, and with their total.
+        graph: Skeleton and layouts of the model. Without an origin, the skeleton provides the persistent buffers.
+        source: Source of the master weights.
+        out_dir: Folder to create. It can exist if it is empty or an earlier export of this program.
+        dtype: dtype of the weights, except those that the model's class keeps in fp32. Buffers keep their dtype.
+        max_shard_nbytes: Maximum weight bytes per file.
+        tokenizer: Tokenizer to save. None to copy the tokenizer files of ``copy_from``.
+        copy_from: Folder of the tokenizer. Without an origin, generation config, processors and licence are also
+            copied from it.
+        record: Additional keys for ``export.json``, such as the step.
+        origin: Folder that the weights were loaded from. None for a model without a folder.
+        passthrough_checksum: ``PassthroughTensors.checksum`` of the origin when training began. None skips the check.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
-        ExportError: ``out_dir`` holds other files, the drive is too full, or writing or checking failed. Also if the
-            pass-through tensors of the origin are missing or have changed since training began.
-        ConversionError: the weights cannot be converted to the form of the model's checkpoints.
+        ExportError: ``out_dir`` contains other files, the drive is too full, or writing or verifying failed. Also if
+            the origin's pass-through tensors are missing or have changed since training began.
+        ConversionError: The weights cannot be converted to the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()
     check_target(out)
     source = graph.exported(source)
     with graph.plain_model():
         model = graph.model
-        steps, inputs = _plan(model, dtype, origin)
+        steps, inputs = _plan_steps(model, dtype, origin)
         layouts_of = _layouts_by_name(graph)
         order = {name: number for number, name in enumerate(graph.layouts)}
-        needed = {id(step): _layouts_needed(step, layouts_of, order) for step in steps}
+        needed = {id(step): _find_layouts(step, layouts_of, order) for step in steps}
         steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
         tensors = {name: value for step in steps for name, value in step.targets.items()}
         if origin is not None:
             records = [origin.folder.records[name] for name in origin.passthrough.names]
             tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
         shards = plan_shards(tensors, max_shard_nbytes)
-        with finished_folder(out, shards) as folder:
+        with atomic_folder(out, shards) as folder:
             writer = ShardWriter(folder, shards, tensors, on_bytes)
             layouts = list(graph.layouts.values())
             for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
@@ -346,34 +344,34 @@ def export_model(
 
 
 @contextmanager
-def finished_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
-    """Yield a hidden folder to write into, and give it the name of the export if nothing failed.
+def atomic_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
+    """Yield a hidden folder to write to, and rename it to ``out`` at the end of the context if no error occurred.
 
     Args:
         out: Path of the export, accepted by `check_target`.
-        shards: The weight files, to check the free space.
+        shards: Planned weight files, for the check of the free space.
 
     Raises:
-        ExportError: the drive is too full, or writing or checking failed; ``out`` is unchanged.
+        ExportError: The drive is too full, or writing or verifying failed. ``out`` is unchanged.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(out, sum(shard.nbytes for shard in shards))
-    folder = _fresh_sibling(out, "partial")
+    _check_free_space(out, sum(shard.nbytes for shard in shards))
+    folder = _create_sibling(out, "partial")
     try:
         yield folder
-        _put_in_place(folder, out)
+        _publish(folder, out)
     except (OSError, DamagedShardError) as error:
         raise ExportError(f"{out} was not written: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # after success it has been renamed
+        shutil.rmtree(folder, ignore_errors=True)  # does nothing after the rename
 
 
-def _plan(
+def _plan_steps(
     model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None
 ) -> tuple[list[Conversion], dict[str, Tensor]]:
-    """Return the conversion steps, and the shape and dtype of their inputs (on meta) by name in the model.
+    """Return the conversion steps, and their inputs as meta tensors by name in the model.
 
-    Without an origin, tied tensors are written once; otherwise under the names in the origin's files.
+    Tied tensors are written under each of their names in the origin's files, or once without an origin.
     """
     places = model.state_dict(keep_vars=True)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -396,7 +394,7 @@ def _plan(
 
 
 def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
-    """Return the layouts that hold a parameter or its parts, by each name of the parameter."""
+    """Return the layouts that contain each parameter or its parts, by every name of the parameter."""
     found: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:
@@ -408,7 +406,7 @@ def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
     return found
 
 
-def _layouts_needed(
+def _find_layouts(
     step: Conversion, layouts_of: Mapping[str, Sequence[str]], order: Mapping[str, int]
 ) -> tuple[int, ...]:
     return tuple(sorted({order[layout] for name in step.source_names for layout in layouts_of.get(name, ())}))
@@ -431,7 +429,7 @@ def _write_group(
                 for target, parts in regions.items():
                     writer.write(target, partial(_read_parts, parts, weights))
                 continue
-            # Converted in the file's dtype: the transforms only move elements, so this is exact and takes least memory.
+            # Convert in the file's dtype to save memory. This is exact, because the transforms only move elements.
             outputs = step.run(lambda name: weights.whole(name, inputs[name].dtype), model)
             for target in list(outputs):
                 flat = outputs.pop(target).reshape(-1)
@@ -445,11 +443,7 @@ def _read_parts(regions: Sequence[Region], weights: _OpenWeights, start: int, st
 
 
 class _OpenWeights:
-    """The tensors of some open layouts, and the buffers of the model.
-
-    Args:
-        model: the skeleton, with its buffers.
-    """
+    """Reader of the tensors in a group of open layouts, and of the model's buffers."""
 
     def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:
         self._model = model
@@ -467,7 +461,7 @@ class _OpenWeights:
         return torch.float32 if name in self._places else self._buffer(name).dtype
 
     def read(self, name: str, first: int, count: int, place: Tensor | None = None) -> Tensor:
-        """Return elements of a tensor; see ``ReadSpan``."""
+        """Return a range of a tensor's elements; see ``ReadSpan``."""
         if name not in self._places:
             return self._buffer(name).reshape(-1)[first : first + count]
         found: list[Tensor] = []
@@ -479,7 +473,7 @@ class _OpenWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor."""
+        """Return a complete tensor in ``dtype``."""
         if name not in self._places:
             return self._buffer(name).to(dtype)
         entries = [entry for entry, _ in self._places[name]]
@@ -506,15 +500,15 @@ def _copy_passthrough(origin: Origin, writer: ShardWriter, checksum: str | None)
             writer.copy(name, origin.folder)
     except ModelFolderError as error:
         raise ExportError(f"{passthrough}. That folder is needed for the export: {error}") from error
-    if checksum is not None and passthrough.joined(writer.checksums) != checksum:
+    if checksum is not None and passthrough.combine_checksums(writer.checksums) != checksum:
         raise ExportError(
             f"{origin.folder.path}: {passthrough}, but they are no longer those that the run began with. Restore the "
-            "original files, or name a copy of the folder: megatrain-tier export --model FOLDER"
+            "original files, or use a copy of the folder: megatrain-tier export --model FOLDER"
         )
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None) -> None:
-    """Write ``config.json``: the origin's with the new dtype, or the model's."""
+    """Write ``config.json``: the origin's values with the new dtype, or else the model's config."""
     if origin is None:
         config = copy.deepcopy(model.config)
         config.dtype = dtype
@@ -545,7 +539,7 @@ def _write_companions(
     """Write or copy all files except weights and config.
 
     Args:
-        copy_from: the model's folder, then the tokenizer's folder, if they exist.
+        copy_from: Folder of the model, then folder of the tokenizer, as far as they exist.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -557,7 +551,7 @@ def _write_companions(
 
 
 def copy_tokenizer(sources: list[Path], folder: Path) -> None:
-    """Copy the tokenizer files of some folders into one; existing files stay."""
+    """Copy the tokenizer files of several folders to ``folder`` without overwriting files."""
     _copy_files(sources, _TOKENIZER_FILES, folder)
 
 
@@ -580,19 +574,19 @@ def exported_step(folder: Path) -> int | None:
 
 
 def check_target(out: Path, *, overwrite: bool = True) -> None:
-    """Refuse a path with files that no earlier export wrote. Writes nothing.
+    """Check that an export can be written to ``out``, without writing anything.
 
     Args:
-        out: path of the export.
-        overwrite: whether it may replace an earlier export.
+        overwrite: Whether the export can replace an earlier export.
 
     Raises:
-        ExportError: it is a file, holds other files than one earlier export, or an export that must stay.
+        ExportError: ``out`` is a file, contains files that no earlier export wrote, or is an export and ``overwrite``
+            is False.
     """
     if not out.exists():
         return
     if not out.is_dir():
-        raise ExportTargetError(f"{out} is a file. Give another folder")
+        raise ExportTargetError(f"{out} is a file. Use another folder")
     present = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
     if not present:
         return
@@ -603,32 +597,32 @@ def check_target(out: Path, *, overwrite: bool = True) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         ours, listed = False, set()
     if not ours:
-        raise ExportTargetError(f"{out} is not empty and no export of this program. Remove it or give another folder")
+        raise ExportTargetError(f"{out} is neither empty nor an export of this program. Remove it or use another one")
     if present - listed:
         raise ExportError(
-            f"{out} holds files that the earlier export did not write: {some(sorted(present - listed))}. "
-            "Move them away or give another folder"
+            f"{out} contains files that the earlier export did not write: {join_names(sorted(present - listed))}. "
+            "Move them away or use another folder"
         )
     if not overwrite:
         step = f" of step {record['step']}" if "step" in record else ""
         what = "an adapter" if (out / ADAPTER_CONFIG).is_file() else "a model"
         raise ExportTargetError(
-            f"{out} holds {what}{step} that was exported before; nothing was written. Give another folder, or "
+            f"{out} contains {what}{step} from an earlier export; nothing was written. Use another folder, or "
             "--overwrite to replace it"
         )
 
 
-def _check_room(out: Path, need_nbytes: int) -> None:
+def _check_free_space(out: Path, need_nbytes: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if need_nbytes > free:
         raise ExportError(
-            f"{out}: the weights need {need_nbytes} bytes ({format_size(need_nbytes)}), the drive of {out.parent} has "
-            f"{free} ({format_size(free)}) free. Free {format_size(need_nbytes - free)} or give another folder"
+            f"{out}: the weights need {need_nbytes} bytes ({format_size(need_nbytes)}), but the drive of {out.parent} "
+            f"has {free} ({format_size(free)}) free. Free {format_size(need_nbytes - free)} or use another folder"
         )
 
 
-def _fresh_sibling(out: Path, word: str) -> Path:
-    """Make an empty hidden folder next to ``out``, and remove the folders that dead processes left."""
+def _create_sibling(out: Path, word: str) -> Path:
+    """Create an empty hidden folder next to ``out``, after removing the hidden folders of dead processes."""
     for path in out.parent.glob(f".{out.name}.{word}-*"):
         pid = path.name.rpartition("-")[2]
         if is_number(pid) and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
@@ -642,11 +636,11 @@ def _fresh_sibling(out: Path, word: str) -> Path:
 
 
 def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
-    """Write ``export.json``, the last file of an export, which identifies the folder to later exports.
+    """Write ``export.json``, the last file of an export, by which later exports recognize the folder.
 
     Args:
-        folder: Holds all other files.
-        dtype: Dtype of the weights.
+        folder: Folder with all other files of the export.
+        dtype: dtype of the weights.
         checksums: xxh3-64 of each tensor's bytes, hexadecimal.
         more: Additional keys, such as the step.
     """
@@ -659,27 +653,27 @@ def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str],
         "xxh3_64": dict(sorted(checksums.items())),
     }
     (folder / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    _sync([folder / RECORD_FILE, folder])
+    _fsync([folder / RECORD_FILE, folder])
 
 
-def _put_in_place(partial: Path, out: Path) -> None:
-    """Give the finished folder its name; an earlier export is moved aside first and removed last."""
+def _publish(partial: Path, out: Path) -> None:
+    """Rename the finished folder to ``out``. Move an earlier export aside first, and remove it last."""
     old: Path | None = None
     if out.exists() and any(out.iterdir()):
-        old = _fresh_sibling(out, "old")
-        os.rename(out, old)  # an empty folder is replaced by a rename
+        old = _create_sibling(out, "old")
+        os.rename(out, old)  # not needed for an empty folder, which the rename below replaces
     try:
         os.rename(partial, out)
     except OSError:
         if old is not None:
             os.rename(old, out)
         raise
-    _sync([out.parent])
+    _fsync([out.parent])
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(paths: Iterable[Path]) -> None:
+def _fsync(paths: Iterable[Path]) -> None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

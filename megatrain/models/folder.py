@@ -1,7 +1,7 @@
-"""A Hugging Face folder on disk: its config, and its tensors, read one at a time.
+"""Reader of a Hugging Face folder: its config, and its tensors, one at a time.
 
-Nothing is memory-mapped or cached. A tensor's bytes go from the file into the caller's memory, through one small piece
-if the dtype changes. So the RAM of a run never holds a second copy of a model.
+Nothing is memory-mapped or cached. A tensor's bytes are read from the file into the caller's memory, through one small
+buffer if the dtype changes. So a run never has a second copy of a model in RAM.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-ADAPTER_CONFIG = "adapter_config.json"  # marks an adapter folder of peft
-PIECE_BYTES = 16 << 20  # bytes in flight while a tensor's dtype changes
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-#: Key of ``RunState.model``: ``ModelFolder.fingerprint`` of weights that are not in checkpoints.
+ADAPTER_CONFIG = "adapter_config.json"  # file name that identifies an adapter folder of peft
+PIECE_BYTES = 16 << 20  # size of the pieces in which tensors are read and converted
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
+#: Key of ``RunState.model`` with the ``ModelFolder.fingerprint`` of weights that are not in checkpoints.
 BASE_CHECKSUM = "base_xxh3_64"
-_NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # of a fingerprint
+_NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # maximum number of samples in a fingerprint, and bytes of each sample
 PLAIN_ADVICE = (
-    "De-quantize it with transformers (from_pretrained with dequantize=True, then save_pretrained), or take the "
+    "De-quantize it with transformers (from_pretrained with dequantize=True, then save_pretrained), or use the "
     "original model"
 )
-_AGAIN = "Copy or download the model again"
-_SIZES = (
+_COPY_AGAIN = "Copy or download the model again"
+_SIZE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size",
 )  # fmt: skip
@@ -61,10 +61,10 @@ _QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Location of one tensor of a checkpoint: ``nbytes`` bytes at ``offset`` of ``file``.
+    """Location of one tensor of a checkpoint: ``nbytes`` bytes at ``offset`` in ``file``.
 
-    With a ``decoder`` the tensor is quantized. Then ``nbytes`` and ``offset`` refer to its decoded fp32 elements, in
-    decoding order.
+    If the tensor is quantized, it has a ``decoder``. Then ``nbytes`` and ``offset`` refer to its decoded fp32 elements,
+    in decoding order.
     """
 
     name: str
@@ -81,10 +81,11 @@ class TensorRecord:
 
 
 def read_config(path: Path | str) -> PretrainedConfig:
-    """Return the model's config from ``config.json`` in the folder ``path``. Runs no code of the folder.
+    """Return the config of the model in folder ``path``, without running any code from the folder.
 
     Raises:
-        ModelFolderError: no folder, no or broken ``config.json``, an unknown ``model_type``, or a quantized model.
+        ModelFolderError: The folder or its ``config.json`` is missing or unusable, the ``model_type`` is unknown, or
+            the quantization method is not supported.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -97,34 +98,34 @@ def read_config(path: Path | str) -> PretrainedConfig:
 
         raise ModelFolderError(
             folder / "config.json",
-            f"model_type {model_type!r} is not known to transformers {transformers.__version__}. "
-            "Install a version that knows it; code that ships inside a model folder is never run",
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}. "
+            "Install a version that supports it; code inside a model folder is never run",
         )
     _check_sizes(folder / "config.json", values)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises many kinds; each one means that this file is unusable
+    except Exception as error:  # transformers raises many types of errors, which all mean that the file is unusable
         reason = " ".join(str(error).split())
         raise ModelFolderError(
             folder / "config.json",
-            f"transformers cannot use it: {reason}. Fix that value, or copy or download it again",
+            f"transformers cannot use it: {reason}. Fix that value, or copy or download the file again",
         ) from error
     return config
 
 
 def _check_sizes(path: Path, values: dict[str, Any]) -> None:
-    """Refuse sizes below 1, which make models fail in obscure ways."""
-    for name in _SIZES:
+    """Reject sizes below 1, because models would fail later, with obscure errors."""
+    for name in _SIZE_KEYS:
         if type(values.get(name)) is int and values[name] < 1:
-            raise ModelFolderError(path, f"{name} = {values[name]} is not a size. Copy or download it again")
+            raise ModelFolderError(path, f"{name} = {values[name]} is not a valid size. Copy or download it again")
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return the plain values of ``config.json``; refuse models that can never be trained."""
+    """Return the values of ``config.json``. Raises ModelFolderError if this program cannot read the model."""
     if not folder.is_dir():
-        advice = "Give the folder that holds config.json and *.safetensors"
+        advice = "Use the folder that contains config.json and *.safetensors"
         if not folder.is_absolute():  # the name may be a hub id
             advice += ", or the id of a model on the hub, as OWNER/NAME"
         raise ModelFolderError(folder, f"is not a folder. {advice}")
@@ -132,19 +133,19 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if not path.exists():
         _refuse_adapter(folder)
     inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
-    values = _read_json_object(path, f"Give {inner[0]}" if inner else "Give a Hugging Face model folder")
+    values = _read_json_object(path, f"Use {inner[0]}" if inner else "Use a Hugging Face model folder")
     table = quantization_of(values)
     if table is not None and method_of(table) not in METHODS:
         raise ModelFolderError(
             path,
-            f"the model is quantized ({method_of(table) or 'unknown method'}), which is not read here; with [lora] "
-            f"{', '.join(METHODS.values())} are. {PLAIN_ADVICE}",
+            f"the model is quantized ({method_of(table) or 'unknown method'}), which is not supported; with [lora], "
+            f"{', '.join(METHODS.values())} are supported. {PLAIN_ADVICE}",
         )
     return values
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Raise an error if a folder holds an adapter of peft instead of a model."""
+    """Raise ModelFolderError if a folder contains an adapter of peft instead of a model."""
     if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
         return
     try:
@@ -154,13 +155,13 @@ def _refuse_adapter(folder: Path) -> None:
     which = f"its base model ({base})" if isinstance(base, str) and base else "its base model"
     raise ModelFolderError(
         folder,
-        f"holds an adapter, not a model. Give the folder of {which}; to train the adapter on, name its folder too: "
-        "lora.adapter_name_or_path",
+        f"contains an adapter, not a model. Use the folder of {which}; to continue training the adapter, also set "
+        "lora.adapter_name_or_path to its folder",
     )
 
 
 def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantization in a ``config.json``, or None. Some multimodal configs have it in ``text_config``."""
+    """Return ``quantization_config`` of a ``config.json``, or of its ``text_config`` (multimodal models), or None."""
     table, texts = values.get("quantization_config"), values.get("text_config")
     if table is None and isinstance(texts, dict):
         table = texts.get("quantization_config")
@@ -175,17 +176,17 @@ def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(path, f"cannot be read as JSON ({error}). Copy or download it again") from error
     if not isinstance(values, dict):
-        raise ModelFolderError(path, "does not hold a JSON object. Copy or download it again")
+        raise ModelFolderError(path, "does not contain a JSON object. Copy or download it again")
     return values
 
 
 class Tensors:
-    """Tensors in safetensors files, read one at a time.
+    """Reader of the tensors in safetensors files.
 
     Attributes:
-        records: locations by name, in the order of the files.
-        stored: locations of the tensors in the files, which differ from ``records`` for quantized weights.
-        largest_piece_nbytes: peak bytes of this object's buffers, without the callers' memory.
+        records: Locations of the tensors by name, in the order of the files. Quantized weights are decoded tensors.
+        stored: Locations of the tensors in the files by name, including the parts of quantized weights.
+        largest_piece_nbytes: Peak bytes of this object's buffers, without the callers' memory.
     """
 
     def __init__(self, records: dict[str, TensorRecord]) -> None:
@@ -194,7 +195,7 @@ class Tensors:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a copy of tensor ``name``, in the dtype of its record."""
+        """Return a tensor, in the dtype of its record."""
         record = self.records[name]
         self.largest_piece_nbytes = max(self.largest_piece_nbytes, record.nbytes)
         if record.decoder is not None and record.decoder.is_transposed:
@@ -206,9 +207,9 @@ class Tensors:
         return tensor
 
     def read_span(self, name: str, first: int, count: int, place: torch.Tensor | None = None) -> torch.Tensor:
-        """Return elements ``first`` to ``first + count`` of tensor ``name``; see ``ReadSpan``.
+        """Return elements ``first`` to ``first + count`` of a tensor; see ``ReadSpan``.
 
-        Prefetches the bytes that follow, because tensors are mostly read in file order.
+        Prefetches the bytes after them, because tensors are usually read in file order.
         """
         record = self.records[name]
         if place is None or place.dtype != record.dtype or not place.is_contiguous() or place.device.type != "cpu":
@@ -221,7 +222,7 @@ class Tensors:
         return place
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, 1-D piece) over tensor ``name``; each piece is valid until the following one."""
+        """Yield (first element, 1-D piece) for each piece of a tensor. A piece is valid until the next one."""
         record = self.records[name]
         step = max(1, PIECE_BYTES // record.dtype.itemsize)
         buffer = torch.empty(min(step, record.numel), dtype=record.dtype)
@@ -234,11 +235,11 @@ class Tensors:
     def find_nonfinite(
         self, names: Iterable[str], on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """Return the tensors that hold NaN or infinite values. Reads them whole, a piece at a time.
+        """Read tensors, a piece at a time, and return the names of those that contain NaN or infinite values.
 
         Args:
-            names: names of the tensors; tensors that are not floating-point are skipped.
-            on_progress: called with the bytes read so far and the total.
+            names: Names of the tensors to check. Tensors that are not floating-point are skipped.
+            on_progress: Called with the bytes read so far and the total.
         """
         wanted = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]
         done, total, found = 0, sum(record.nbytes for record in wanted), []
@@ -253,7 +254,7 @@ class Tensors:
         return found
 
     def read_stored(self, name: str, first: int, nbytes: int) -> torch.Tensor:
-        """Return a copy of some bytes of a tensor in the files."""
+        """Return ``nbytes`` bytes of a tensor in the files, from byte ``first`` on."""
         part = torch.empty(nbytes, dtype=torch.uint8)
         self._read_bytes(self.stored[name], first, part)
         return part
@@ -264,7 +265,7 @@ class Tensors:
         """Fill the contiguous CPU tensor ``destination`` with the tensor's bytes from ``skip_nbytes`` on.
 
         Args:
-            ahead: let the kernel prefetch the same number of bytes after them.
+            ahead: Whether the kernel prefetches the same number of bytes after the range.
         """
         if destination.numel() == 0:
             return
@@ -288,10 +289,10 @@ class Tensors:
 
 
 class TensorFile(Tensors):
-    """The tensors of one safetensors file.
+    """Reader of one safetensors file.
 
     Raises:
-        ModelFolderError: it is missing, cut off or damaged.
+        ModelFolderError: The file is missing, truncated or damaged.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -299,13 +300,13 @@ class TensorFile(Tensors):
 
 
 class ModelFolder(Tensors):
-    """The tensors of a safetensors folder, by their names in the files.
+    """Reader of a folder's safetensors files.
 
     Args:
-        path: a folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
+        path: A folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
 
     Raises:
-        ModelFolderError: a file is missing, cut off or damaged, or the folder has no safetensors.
+        ModelFolderError: A file is missing, truncated or damaged, or the folder has no safetensors files.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -317,20 +318,20 @@ class ModelFolder(Tensors):
         elif (self.path / INDEX_FILE).is_file():
             self._read_shards()
         else:
-            self._refuse()
+            self._raise_no_weights()
         self.stored = self.records
         if table := quantization_of(read_config_json(self.path)):
-            self._decode(table)
+            self._add_decoders(table)
         left = [record for record in self.records.values() if record.dtype in _QUANTIZED_DTYPES]
         if left:
             raise ModelFolderError(
                 left[0].file,
-                f"tensor {left[0].name} has dtype {dtype_name(left[0].dtype)}, which is not a plain one, and "
-                "config.json does not say how it is quantized. Take the original model in float32, bfloat16 or float16",
+                f"tensor {left[0].name} has dtype {dtype_name(left[0].dtype)}, but config.json does not say how it is "
+                "quantized. Use the original model in float32, bfloat16 or float16",
             )
 
-    def _decode(self, table: Mapping[str, Any]) -> None:
-        """Replace the stored tensors of quantized weights by records of their decoded values."""
+    def _add_decoders(self, table: Mapping[str, Any]) -> None:
+        """Replace the records of quantized weights' parts by records of the decoded weights."""
         shapes = {name: (record.shape, dtype_name(record.dtype)) for name, record in self.stored.items()}
         try:
             decoders = find_decoders(shapes, table, self.read_stored)
@@ -348,9 +349,10 @@ class ModelFolder(Tensors):
             self.records[name] = TensorRecord(name, file, torch.float32, shape, 0, 4 * math.prod(shape), decoder)
 
     def fingerprint(self) -> str:
-        """Return a checksum of the headers of all files, and of samples of the tensors: 4 KiB at most 4096 places.
+        """Return a checksum of all headers, and of at most 4096 samples of 4 KiB from the tensors.
 
-        Detects another model of the same shapes in seconds at any size, but not a few changed bytes.
+        It takes seconds for models of any size. It detects another model with the same shapes, but not a few changed
+        bytes.
         """
         digest = xxhash.xxh3_64()
         records = sorted(self.stored.values(), key=lambda record: record.name)
@@ -372,39 +374,41 @@ class ModelFolder(Tensors):
         names = sorted({str(name) for name in weight_map.values()})
         outside = [name for name in names if Path(name).name != name]
         if outside:
-            raise ModelFolderError(index, f"names files outside of the folder: {some(outside)}. {_AGAIN}")
+            raise ModelFolderError(index, f"lists files outside of the folder: {join_names(outside)}. {_COPY_AGAIN}")
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:
             raise ModelFolderError(
                 self.path,
-                f"{len(missing)} of {len(names)} shards are missing: {some(missing)}. Copy or download them again",
+                f"{len(missing)} of {len(names)} shards are missing: {join_names(missing)}. Copy or download them",
             )
         for name in names:
             self.records.update(_read_header(self.path / name))
         absent = sorted(set(weight_map) - set(self.records))
         if absent:
-            text = f"lists {len(absent)} tensors that no shard holds: {some(absent)}. {_AGAIN}"
+            text = f"lists {len(absent)} tensors that no shard contains: {join_names(absent)}. {_COPY_AGAIN}"
             raise ModelFolderError(index, text)
 
-    def _refuse(self) -> None:
+    def _raise_no_weights(self) -> None:
         names = sorted(path.name for path in self.path.iterdir())
         _refuse_adapter(self.path)
         shards = [name for name in names if name.endswith(".safetensors")]
         if shards:
-            raise ModelFolderError(self.path, f"has {some(shards)} but no {INDEX_FILE}. Copy or download it again")
+            raise ModelFolderError(
+                self.path, f"has {join_names(shards)} but no {INDEX_FILE}. Copy or download it again"
+            )
         if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
             raise ModelFolderError(
                 self.path,
-                "has weights in pickle files only; this program reads safetensors only. Convert them with "
+                "has only pickle files, but this program reads only safetensors. Convert them with "
                 "transformers: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)",
             )
         if any(name.endswith(".gguf") for name in names):
-            raise ModelFolderError(self.path, "is a GGUF model; take the Hugging Face folder of the original model")
-        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. {_AGAIN}")
+            raise ModelFolderError(self.path, "is a GGUF model. Use the Hugging Face folder of the original model")
+        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. {_COPY_AGAIN}")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as writable bytes."""
+    """Return the memory of a contiguous CPU tensor as a writable memoryview of bytes."""
     assert tensor.is_contiguous(), tensor.stride()
     assert tensor.device.type == "cpu", tensor.device
     return tensor.view(-1).view(torch.uint8).numpy().data
@@ -415,19 +419,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
-def some(names: list[str], limit: int = 6) -> str:
-    """Return the first names and the number of further ones."""
+def join_names(names: list[str], limit: int = 6) -> str:
+    """Return the first ``limit`` names and the number of further names, as text."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """Return the records of one safetensors file, after a check that they cover exactly its bytes."""
-    again = "The file is damaged or cut off: copy or download it again"
+    """Return the records of one safetensors file, and check that they cover all its bytes without overlaps."""
+    again = "The file is damaged or truncated: copy or download it again"
     try:
         with path.open("rb") as file:
             prefix = file.read(8)
             if prefix == b"version ":
-                raise ModelFolderError(path, "is a pointer of Git LFS, not the file. Fetch it with `git lfs pull`")
+                raise ModelFolderError(path, "is a Git LFS pointer, not the file. Fetch the file with `git lfs pull`")
             header_nbytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_nbytes > _MAX_HEADER_BYTES:
                 raise ModelFolderError(path, f"is not a safetensors file. {again}")
@@ -440,7 +444,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
         if not isinstance(header, dict):
             raise ValueError("not an object")
         header.pop("__metadata__", None)
-        records = {name: _record(path, name, fields, 8 + header_nbytes) for name, fields in header.items()}
+        records = {name: _parse_record(path, name, fields, 8 + header_nbytes) for name, fields in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelFolderError(path, f"has no valid safetensors header ({error}). {again}") from error
     end = 8 + header_nbytes
@@ -449,17 +453,17 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
             raise ModelFolderError(path, f"tensor {record.name} does not start where the previous one ends. {again}")
         end = record.offset + record.nbytes
     if file_nbytes != end:
-        raise ModelFolderError(path, f"has {file_nbytes} bytes, its header promises {end}. {again}")
+        raise ModelFolderError(path, f"has {file_nbytes} bytes, but its header describes {end}. {again}")
     return records
 
 
-def _record(path: Path, name: str, fields: dict[str, Any], data_start: int) -> TensorRecord:
+def _parse_record(path: Path, name: str, fields: dict[str, Any], data_start: int) -> TensorRecord:
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
         raise ModelFolderError(
             path,
-            f"tensor {name} has dtype {fields['dtype']}, which is not a plain one (a quantized model?). "
-            "Take the original model in float32, bfloat16 or float16",
+            f"tensor {name} has dtype {fields['dtype']}, which is not supported (a quantized model?). "
+            "Use the original model in float32, bfloat16 or float16",
         )
     start, end = (int(value) for value in fields["data_offsets"])
     shape = tuple(int(size) for size in fields["shape"])
@@ -469,7 +473,7 @@ def _record(path: Path, name: str, fields: dict[str, Any], data_start: int) -> T
 
 
 def weight_file_bytes(folder: str) -> int:
-    """Return the size of a model folder's weights on disk; 0 if it has none."""
+    """Return the size of a model folder's weight files, or 0 if it has none."""
     try:
         return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     except OSError:
@@ -477,11 +481,11 @@ def weight_file_bytes(folder: str) -> int:
 
 
 def model_facts(name: str, folder: Path | None) -> ModelFacts:
-    """Return the facts in a model folder; an unusable folder has none.
+    """Return the facts that a model folder reveals. Facts that cannot be read are 0.
 
     Args:
-        name: name of the model in the config.
-        folder: its location; None if it is not on this machine.
+        name: Name of the model in the config.
+        folder: Folder of the model. None if it is not on this machine.
     """
     if folder is None or not folder.is_dir():
         return ModelFacts(name)

@@ -1,4 +1,4 @@
-"""A model as an ordered set of units: what is streamed, which unit owns each parameter, and its layout in blocks."""
+"""Division of a model into units, which are streamed; the owner of each parameter, and its layout in blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "UnitKind",
     "UnsupportedModelError",
     "converted_graph",
-    "cut_otherwise",
+    "find_split_mismatch",
     "find_layers",
     "find_modules",
     "graph_of",
@@ -42,17 +42,17 @@ UnitKind = Literal["layer", "resident", "container"]
 def find_modules(
     model: PreTrainedModel, is_unit: Callable[[nn.Module], bool] = lambda module: False
 ) -> list[tuple[str, nn.Module, UnitKind]]:
-    """Return `(path, module, kind)` of every unit in definition order; together they own all parameters.
+    """Return `(path, module, kind)` for every unit, in definition order. Together, the units own all parameters.
 
-    Layers come first. Outside of them, a unit is the outermost module that directly owns parameters: an embedding, a
-    norm, a projection. If such a module also contains layers, its unit has only the parameters that it directly owns.
+    Each layer is a unit. Outside of layers, each outermost module that directly owns parameters is a unit: an
+    embedding, a norm, a projection. If such a module contains layers, its unit has only its directly owned parameters.
 
     Args:
         model: A skeleton, or a model with weights.
-        is_unit: Returns whether a module is a unit although it directly owns no parameters.
+        is_unit: Function that returns whether a module is a unit although it directly owns no parameters.
 
     Raises:
-        UnsupportedModelError: no layers.
+        UnsupportedModelError: The model has no layers.
     """
     layers = find_layers(model)
     layer_ids = {id(module) for module in layers.values()}
@@ -81,8 +81,10 @@ def find_modules(
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the model's layers by path: the outermost modules that support activation checkpointing in transformers.
 
+    Without such modules, return the items of the outermost lists of blocks with parameters.
+
     Raises:
-        UnsupportedModelError: there are no such modules, and no list of blocks with parameters.
+        UnsupportedModelError: The model has neither.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -107,7 +109,7 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _no_split_modules(model: PreTrainedModel) -> set[str]:
-    """Return the class names in `_no_split_modules`, except embeddings, which are not layers."""
+    """Return the class names in `_no_split_modules`, without embeddings, which are not layers."""
     embeddings = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Embedding)}
     names: set[str] = set()
     for module in model.modules():
@@ -135,29 +137,29 @@ def _items_of_outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[st
             yield from _items_of_outermost_lists(child, child_path)
 
 
-_MAX_POSITION_OFFSET = 2  # some families leave the first rows of their position embedding unused
+_MAX_POSITION_OFFSET = 2  # some families do not use the first rows of their position embedding
 
 
 class FreezeError(Exception):
-    """A `freeze` pattern matches no parameter, or nothing is left to train."""
+    """A `freeze` pattern matches no parameter, or the patterns freeze all parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module whose `forward` the engine runs itself, with weights that are bound only for that time.
+    """A module that the engine runs as a whole, with weights that are bound only while it runs.
 
     Attributes:
         index: Position in `ModelGraph.units`.
         name: Path of the module in the model.
-        module: The module; its parameters are on the meta device except while the engine runs it.
-        is_layer: Whether it is one of the model's layers (else an embedding, norm, head, ...).
-        layer: Path of the layer that it is, or belongs to if the layer is several units; "" outside of layers.
+        module: The module. Its parameters are on the meta device except while the engine runs it.
+        is_layer: Whether the unit is one of the model's layers, not an embedding, norm or head.
+        layer: Path of the layer that the unit is or belongs to. "" outside of layers.
         params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`. A
             tied parameter appears in every unit that uses it, with the same owner.
-        is_container: The unit has only the parameters that `module` directly owns, because it contains layers. They
-            are visited at the very beginning of a forward.
-        shares_inputs: Its inputs may be inputs of earlier units in the same layer, and are saved once.
-        part: The routed part of a larger module; None if it is a whole module.
+        is_container: Whether `module` contains layers, so that the unit has only its directly owned parameters. The
+            forward visits such a unit first.
+        shares_inputs: Whether inputs can also be inputs of earlier units in the layer, so that they are saved once.
+        part: The part of a larger module that this unit is. None for a whole module.
     """
 
     index: int
@@ -172,22 +174,22 @@ class Unit:
 
     @property
     def share(self) -> float:
-        """Expected fraction of tokens that it computes; 1 unless tokens are routed to it."""
+        """Expected fraction of the tokens that the unit computes: below 1 if tokens are routed to it."""
         return 1.0 if self.part is None else len(self.part.rows) / self.part.num_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelGraph:
-    """A model without weights, ready to be streamed.
+    """A model without weights, divided into units.
 
     Attributes:
-        config: The Hugging Face configuration, as given.
-        model: The skeleton: parameters on the meta device, buffers real (on the CPU until a runner moves them).
-        units: All units in definition order; together they own every parameter.
-        layouts: Block groups by name; one or two (`<unit>`, `<unit>.frozen`) for every unit that owns parameters.
-        owner_of: Name in the owner's layout, by the other names of a tied parameter.
-        converters: They have changed the skeleton, and change its passes and exports.
-        optional_units: Indexes of the units that a micro-batch may skip, e.g. one without images.
+        config: Unmodified Hugging Face configuration.
+        model: Skeleton with parameters on the meta device and real buffers (on the CPU until a runner moves them).
+        units: All units in definition order. Together, they own all parameters.
+        layouts: Layouts by name. Each unit that owns parameters has one or two (`<unit>`, `<unit>.frozen`).
+        owner_of: For each other name of a tied parameter, its name in the owner's layout.
+        converters: The converters that changed the skeleton, and that change its passes and exports.
+        optional_units: Indices of the units that a micro-batch can skip, for example because it has no images.
     """
 
     config: PretrainedConfig
@@ -200,40 +202,42 @@ class ModelGraph:
     optional_units: frozenset[int] = frozenset()
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which modules and names equal those in the model's folder."""
-        return _all_of([converter.plain_model() for converter in self.converters])
+        """Return a context in which the model has the modules and names of its folder."""
+        return _enter_all([converter.plain_model() for converter in self.converters])
 
     def computing(
         self, on_dense_mask: Callable[[str], None] = lambda what: None, *, is_compiled: bool
     ) -> AbstractContextManager[None]:
         """Return the context for the forward and backward of a pass; see `ModelConverter.computing`."""
-        return _all_of([converter.computing(on_dense_mask, is_compiled=is_compiled) for converter in self.converters])
+        return _enter_all(
+            [converter.computing(on_dense_mask, is_compiled=is_compiled) for converter in self.converters]
+        )
 
     def exported(self, source: WeightSource) -> WeightSource:
-        """Return the weights for an export of the whole model, given the weights in the blocks."""
+        """Return the source of the weights to export, given the source of the weights in the blocks."""
         for converter in self.converters:
             source = converter.exported(self, source)
         return source
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, tied ones counted once."""
+        """Number of parameters. Tied parameters count once."""
         return sum(layout.num_parameters for layout in self.layouts.values())
 
     @property
     def trainable_parameters(self) -> tuple[str, ...]:
-        """Full names of the parameters that are trained, in layout order."""
+        """Full names of the trained parameters, in layout order."""
         trained = (layout for layout in self.layouts.values() if layout.trainable)
         return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers in a checkpoint; the loader fills them, and all others are final already."""
+        """Return the names of the buffers in a checkpoint. All other buffers already have their final values."""
         in_checkpoint = self.model.state_dict(keep_vars=True)
         return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
 
 
 @contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -251,21 +255,22 @@ def converted_graph(
     text_only: bool = False,
     is_trained: bool = True,
 ) -> ModelGraph:
-    """Build a model's skeleton and find its units. Reads no weights; parameters take no memory.
+    """Build a model's skeleton, without reading weights, and divide it into units.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
-        converters: Change the model, in this order; created for this graph only.
-        attn_implementation: As in transformers; "auto" leaves the choice to transformers.
-        freeze: Globs over full parameter names (any name of a tied one): no gradient, no optimizer state.
-        trust_remote_code: Allow model code that comes with the model.
-        dtype: Compute dtype; a `LayerRunner` of the graph uses the same.
-        text_only: Take the causal language model even if the folder's class also reads images.
-        is_trained: False freezes the model's weights, because the model is only run.
+        converters: Converters that change the model, in this order. They must be new.
+        attn_implementation: Attention implementation of transformers. "auto" for the default of transformers.
+        freeze: Glob patterns of parameters to freeze. One matching name of a tied parameter suffices.
+        trust_remote_code: Whether to run model code from the folder.
+        dtype: Compute dtype of the graph.
+        text_only: Whether to use the causal language model even if the folder's class also reads images.
+        is_trained: Whether the model is trained. False freezes all its weights.
 
     Raises:
-        UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
-        FreezeError: a pattern matches nothing, or everything is frozen.
+        UnsupportedModelError: The folder has no language model, the model has no layers, or its quantized weights
+            would be trained.
+        FreezeError: A pattern matches no parameter, or all parameters are frozen.
     """
     freezes = any(converter.freezes_weights for converter in converters)
     config = resolve_config(
@@ -279,16 +284,16 @@ def converted_graph(
         text_only=text_only,
         converters=converters,
     )
-    if not is_trained and not freezes:  # a freezing converter has done this, and trains only its own parameters
+    if not is_trained and not freezes:  # a freezing converter has already frozen all parameters except its own
         model.requires_grad_(False)
     return graph_of(model, config, converters, freeze=freeze if is_trained else None, dtype=dtype)
 
 
-def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
-    """Return a layer whose experts are cut in the graph but not in the stored blocks, or vice versa; "" without one.
+def find_split_mismatch(graph: ModelGraph, stored: Collection[str]) -> str:
+    """Return the first layer whose experts are split in the graph but not in the stored blocks, or vice versa, or "".
 
     Args:
-        stored: Keys of the blocks of a checkpoint.
+        stored: Keys of the blocks in a checkpoint.
     """
     names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
     for layer in dict.fromkeys(unit.layer for unit in graph.units if unit.layer):
@@ -300,15 +305,15 @@ def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
-    """Return the number of positions with learned embeddings; None if the model computes positions."""
-    most = getattr(graph.config, "max_position_embeddings", None)
-    words = graph.model.get_input_embeddings()
-    if not isinstance(most, int):
+    """Return the number of positions with learned embeddings, or None if the model has no position embedding."""
+    num_positions = getattr(graph.config, "max_position_embeddings", None)
+    token_embedding = graph.model.get_input_embeddings()
+    if not isinstance(num_positions, int):
         return None
     for module in graph.model.modules():
-        is_other = isinstance(module, nn.Embedding) and module is not words
-        if is_other and 0 <= module.num_embeddings - most <= _MAX_POSITION_OFFSET:
-            return most
+        is_other = isinstance(module, nn.Embedding) and module is not token_embedding
+        if is_other and 0 <= module.num_embeddings - num_positions <= _MAX_POSITION_OFFSET:
+            return num_positions
     return None
 
 
@@ -320,11 +325,11 @@ def graph_of(
     freeze: Sequence[str] | None,
     dtype: torch.dtype,
 ) -> ModelGraph:
-    """Find the units and layouts of a skeleton; `freeze` sets `requires_grad`, None leaves it unchanged."""
+    """Divide a skeleton into units and layouts. `freeze` patterns set `requires_grad`; None leaves it unchanged."""
     names = _names_by_parameter(model, converters)
     if freeze is not None:
         _freeze(model, names, freeze)
-    units = _Units(names)
+    units = _UnitCollector(names)
 
     def is_unit(module: nn.Module) -> bool:
         return any(converter.is_unit(module) for converter in converters)
@@ -349,16 +354,17 @@ def graph_of(
     )
 
 
-class _Units:
-    """The units of a model in the order in which they are found, and the layouts of their parameters.
+class _UnitCollector:
+    """Collector of a model's units, and of the layouts of their parameters.
 
     Args:
         names: Every parameter with all its names, the owner's name first.
 
     Attributes:
-        layouts: Block groups by name; the first unit with a parameter owns it.
-        covered: Owner's names of the parameters that are in a layout.
-        optional: Indexes of the units that a micro-batch may leave out.
+        found: Units in the order in which they were added.
+        layouts: Layouts by name. The first unit that uses a parameter owns it.
+        covered: Names (in the owner) of the parameters that are in a layout.
+        optional: Indices of the units that a micro-batch can skip.
     """
 
     def __init__(self, names: Sequence[tuple[nn.Parameter, list[str]]]) -> None:
@@ -370,14 +376,12 @@ class _Units:
         self.optional: set[int] = set()
 
     def add(self, path: str, module: nn.Module, kind: UnitKind, *, inside: str = "", is_optional: bool = False) -> None:
-        """Add a module of the model.
+        """Add a module of the model as a unit.
 
         Args:
-            path: Path in the model.
-            module: Runs as one unit.
-            kind: Whether it is a layer.
-            inside: Path of the layer that contains it; "" outside of layers.
-            is_optional: Whether a micro-batch may leave it out.
+            path: Path of the module in the model.
+            inside: Path of the layer that contains the module. "" outside of layers.
+            is_optional: Whether a micro-batch can skip the unit.
         """
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
         own: dict[str, nn.Parameter] = {}
@@ -399,12 +403,12 @@ class _Units:
         )
 
     def add_part(self, path: str, module: nn.Module, part: LayerPart, *, inside: str) -> None:
-        """Add some rows of all parameters of a module.
+        """Add a part of a module as a unit.
 
         Args:
-            path: Path of the part; the model has no module there.
-            module: Runs as one unit, with separate parameters.
-            inside: Path of the layer.
+            path: Path of the part, which does not exist in the model.
+            module: Module that runs the part, with its own parameters.
+            inside: Path of the layer that contains the part.
         """
         names = {name: self._owner[id(parameter)] for name, parameter in part.whole.named_parameters(recurse=False)}
         rows = f"[{part.rows.start}:{part.rows.stop}]"
@@ -426,7 +430,7 @@ class _Units:
 def _names_by_parameter(
     model: PreTrainedModel, converters: Sequence[ModelConverter]
 ) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return every parameter with all its plain names; the first in definition order is the owner's."""
+    """Return every parameter with all its plain names in definition order. The first name is the owner's."""
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -439,7 +443,7 @@ def _names_by_parameter(
 
 
 def _plain_name(name: str, converters: Sequence[ModelConverter]) -> str:
-    for converter in reversed(converters):  # undo the changes in reverse order
+    for converter in reversed(converters):  # undo the last change first
         name = converter.plain_name(name)
     return name
 
@@ -453,10 +457,10 @@ def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]],
         if not matched:
             everything = [alias for _, aliases in names for alias in aliases]
             close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]
-            text = f"model.freeze: the pattern '{pattern}' matches no parameter. Write one that does; there are e.g. "
+            text = f"model.freeze: the pattern '{pattern}' matches no parameter. Fix it; parameters are, for example, "
             raise FreezeError(text + ", ".join(close))
         for parameter in matched:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter, _ in names):
         text = f"model.freeze = {list(patterns)} leaves no parameter of {type(model).__name__} to train"
-        raise FreezeError(f"{text}. Leave some of it out")
+        raise FreezeError(f"{text}. Remove a pattern")

@@ -1,8 +1,8 @@
-"""Models of the Hugging Face hub: fetched by id into the hub's cache, at one commit, each file once.
+"""Download of models from the Hugging Face hub to its cache, at one commit.
 
-Config, tokenizer and index (a few MB) are fetched as soon as a config names an id, because a plan needs them. The
-weights are fetched shard by shard when a run begins. Files are stored where all Hugging Face programs find them
-(``HF_HOME``). After a broken connection, the file is resumed; a killed process loses only its current shard. The token
+Config, tokenizer and index (a few MB) are fetched as soon as a config contains an id, because a plan needs them. The
+weights are fetched shard by shard when a run begins. Files are stored in the cache of all Hugging Face programs
+(``HF_HOME``). After a broken connection, a download resumes; a killed process loses only its current shard. The token
 comes from the environment (``HF_TOKEN``) or from ``hf auth login``. Code is never fetched.
 """
 
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-#: The files of a model that a run reads, except its weights. Subfolders hold other formats of the same model.
-_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_NOT = ["config.json", "original/*", "onnx/*", "*.gguf"]
+#: Files of a model to fetch, except weights. The ignored subfolders contain other formats of the same model.
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_IGNORED_FILES = ["config.json", "original/*", "onnx/*", "*.gguf"]
 
 
 class HubError(ModelFolderError):
-    """A model cannot be fetched from the hub, or an export cannot be sent; the text gives the cause and the remedy."""
+    """A model cannot be downloaded, or an export cannot be uploaded. The message contains the cause and the remedy."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(Path(name), problem)
@@ -51,11 +51,11 @@ class HubError(ModelFolderError):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the hub in the cache, at one commit.
+    """A hub model in the cache, at one commit.
 
     Attributes:
-        commit: full hash.
-        folder: folder of this commit in the cache; it holds the weights after they are fetched.
+        commit: Full hash of the commit.
+        folder: Folder of this commit in the cache, which contains the weights after they are fetched.
     """
 
     id: str
@@ -65,7 +65,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A file of weights that has been fetched: the ``number``-th of ``count``."""
+    """A weight file that has been fetched, the ``number``-th of ``count`` files."""
 
     name: str
     number: int
@@ -80,36 +80,42 @@ OnFetched = Callable[[FetchedFile], None]
 
 
 def locate(name: str, revision: str | None) -> HubModel | None:
-    """Return the hub model with this name, or None if the name is a folder.
+    """Return the hub model with this id, or None if ``name`` is a path.
 
-    Fetches its small files unless the cache has them. With cached files the network is not used, so a branch keeps the
-    commit of the first fetch.
+    Fetches the model's small files if they are not in the cache. Otherwise it does not use the network, so a branch
+    keeps the commit of the first fetch.
 
     Args:
-        name: a path or an id. An existing path takes precedence.
-        revision: branch, tag or commit; default: main.
+        name: A path or an id. An existing path takes precedence.
+        revision: Branch, tag or commit. Defaults to main.
 
     Raises:
-        HubError: there is no such model or revision, it is gated or private, or the hub cannot be reached.
+        HubError: The model or revision does not exist, the model is gated or private, or the hub cannot be reached.
     """
     if Path(name).exists() or _ID.fullmatch(name) is None:
         return None
-    return _located(name, revision)
+    return _locate_cached(name, revision)
 
 
 @lru_cache(maxsize=8)
-def _located(name: str, revision: str | None) -> HubModel:
+def _locate_cached(name: str, revision: str | None) -> HubModel:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def snapshot(*, is_local: bool) -> HubModel:
-        small: dict[str, Any] = {"allow_patterns": _SMALL, "ignore_patterns": _NOT, "local_files_only": is_local}
-        folder = Path(str(snapshot_download(name, revision=revision, tqdm_class=_bar(is_shown=False), **small)))
-        # Last, so that a folder with config.json has all the other files.
+        small: dict[str, Any] = {
+            "allow_patterns": _SMALL_FILES,
+            "ignore_patterns": _IGNORED_FILES,
+            "local_files_only": is_local,
+        }
+        folder = Path(
+            str(snapshot_download(name, revision=revision, tqdm_class=_progress_bar(is_shown=False), **small))
+        )
+        # Fetch config.json last, so that a folder with config.json has all other files.
         hf_hub_download(name, "config.json", revision=folder.name, local_files_only=is_local)
         return HubModel(name, folder.name, folder)
 
-    with _explained(name, revision):
+    with _convert_errors(name, revision):
         try:
             return snapshot(is_local=True)
         except LocalEntryNotFoundError:
@@ -117,11 +123,7 @@ def _located(name: str, revision: str | None) -> HubModel:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return the folder of a model's tokenizer in the cache, without the network. None if the cache has none.
-
-    Args:
-        name: An id of the hub.
-    """
+    """Return the cached folder of a hub model's tokenizer, or None if it is not cached. Does not use the network."""
     if _ID.fullmatch(name) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -129,51 +131,51 @@ def cached_folder(name: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, "tokenizer_config.json")
-    except HFValidationError:  # such as `models/Llama-3--8B`: a path that does not exist
+    except HFValidationError:  # a path that does not exist, such as `models/Llama-3--8B`
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def missing_files(model: HubModel) -> list[str]:
-    """Return the names of the files of weights that the cache lacks, without the network."""
+    """Return the names of the weight files that are not in the cache, without using the network."""
     return [name for name in _weight_files(model) if not (model.folder / name).exists()]
 
 
 def missing_weights(model: HubModel) -> dict[str, int]:
-    """Return the sizes in bytes of the weight files that the cache lacks. Asks the hub unless the cache is complete.
+    """Return the sizes in bytes of the weight files that are not in the cache. Requests them from the hub.
 
     Raises:
-        HubError: the model has no such files, or the hub cannot be reached.
+        HubError: The hub does not have one of the files, or the hub cannot be reached.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     found = {}
-    with _explained(model.id, model.commit):
+    with _convert_errors(model.id, model.commit):
         for name in missing_files(model):
             try:
                 info: Any = hf_hub_download(model.id, name, revision=model.commit, dry_run=True)
-            except LocalEntryNotFoundError:  # no network; a kind of EntryNotFoundError
+            except LocalEntryNotFoundError:  # no network; a subclass of EntryNotFoundError
                 raise
             except EntryNotFoundError:
                 raise HubError(
                     model.id,
-                    f"has no {name} on the hub; this program reads safetensors only. Take a model with safetensors, or "
-                    "convert it with transformers: from_pretrained(ID), then save_pretrained(FOLDER)",
+                    f"has no {name} on the hub, but this program reads only safetensors. Use a model with safetensors, "
+                    "or convert it with transformers: from_pretrained(ID), then save_pretrained(FOLDER)",
                 ) from None
             found[name] = int(info.file_size)
     return found
 
 
 def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows_bar: bool = False) -> None:
-    """Fetch the weight files that the cache lacks, one after the other.
+    """Fetch the weight files that are not in the cache, sequentially.
 
     Args:
-        on_fetched: called after each file.
-        shows_bar: draw a bar on stderr if that is a terminal.
+        on_fetched: Called after each file.
+        shows_bar: Whether to show a progress bar on stderr if that is a terminal.
 
     Raises:
-        HubError: they cannot be fetched, or the drive is too full. Fetched files stay.
+        HubError: A file cannot be fetched, or the drive is too full. The cache keeps the files fetched before.
     """
     from huggingface_hub import hf_hub_download
 
@@ -182,29 +184,29 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
     if needed > free:
         raise HubError(
             model.id,
-            f"{format_size(needed)} are missing, and {model.folder} has {format_size(free)} free. Free some space, or "
+            f"{format_size(needed)} are missing, but {model.folder} has {format_size(free)} free. Free some space, or "
             "set HF_HOME to a folder on another drive",
         )
-    with _explained(model.id, model.commit):
+    with _convert_errors(model.id, model.commit):
         for number, (name, nbytes) in enumerate(sizes.items(), 1):
-            hf_hub_download(model.id, name, revision=model.commit, tqdm_class=_bar(is_shown=shows_bar))
+            hf_hub_download(model.id, name, revision=model.commit, tqdm_class=_progress_bar(is_shown=shows_bar))
             if on_fetched is not None:
                 on_fetched(FetchedFile(name, number, len(sizes), nbytes))
 
 
 def push(folder: Path, name: str, *, is_private: bool = False) -> str:
-    """Send a folder to the hub as one commit, and return its address. Creates the repository if necessary.
+    """Upload a folder to the hub as one commit, and return its URL. Creates the repository if necessary.
 
     Args:
-        name: id of the repository.
-        is_private: whether a new repository is private.
+        name: Id of the repository.
+        is_private: Whether a new repository is private.
 
     Raises:
-        HubError: no token, no write permission, or the hub cannot be reached. The folder is unchanged.
+        HubError: The token or the write permission is missing, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    with _explained(name, None, writes=True):
+    with _convert_errors(name, None, writes=True):
         api = HfApi()
         address = api.create_repo(name, private=is_private, exist_ok=True)
         api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Trained with megatrain-tier")
@@ -218,14 +220,14 @@ def _weight_files(model: HubModel) -> list[str]:
     try:
         names = sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HubError(model.id, f"{INDEX_FILE} cannot be read ({error}). Take another revision of it") from error
+        raise HubError(model.id, f"{INDEX_FILE} cannot be read ({error}). Use another revision") from error
     if any(Path(name).name != name for name in names):
-        raise HubError(model.id, f"{INDEX_FILE} names files outside of the folder. Do not use this model")
+        raise HubError(model.id, f"{INDEX_FILE} lists files outside of the folder. Do not use this model")
     return names
 
 
-def _bar(*, is_shown: bool) -> type[Any] | None:
-    """Return the class of a download's progress bar; None means the hub's default, which a terminal shows."""
+def _progress_bar(*, is_shown: bool) -> type[Any] | None:
+    """Return the class of a download's progress bar, or None for the hub's default bar."""
     if is_shown:
         return None
     from tqdm import tqdm
@@ -238,14 +240,14 @@ def _bar(*, is_shown: bool) -> type[Any] | None:
 
 
 @contextmanager
-def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iterator[None]:
-    """Convert the hub's errors inside the context into ``HubError``."""
+def _convert_errors(name: str, revision: str | None, *, writes: bool = False) -> Iterator[None]:
+    """Convert errors of huggingface_hub within the context to ``HubError``."""
     from huggingface_hub import constants, errors
 
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     try:
-        logger.setLevel(logging.ERROR)  # suppresses a dozen lines of retries before the message
+        logger.setLevel(logging.ERROR)  # suppress the log lines about retries
         try:
             yield
         finally:
@@ -258,7 +260,7 @@ def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iter
         problem = f"has no revision {revision or 'main'!r} on the hub. Check model.revision"
     except errors.RepositoryNotFoundError:
         if writes:
-            problem = "cannot be written on the hub. Set HF_TOKEN to a token with the right to write there"
+            problem = "cannot be written on the hub. Set HF_TOKEN to a token with permission to write there"
         else:
             problem = (
                 "is neither a folder here nor a model on the hub that can be read. Check the spelling (a path is "
@@ -270,39 +272,40 @@ def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iter
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
             what = "write there" if writes else "read it"
-            problem = f"is refused by the hub ({status}). Set HF_TOKEN to a token with the right to {what}"
+            problem = f"is refused by the hub ({status}). Set HF_TOKEN to a token with permission to {what}"
         else:
-            problem = f"the hub answers with an error: {_first_line(error)}. Try again later; nothing is fetched twice"
+            problem = f"the hub returned an error: {_first_line(error)}. Try again later; fetched files are kept"
     except errors.LocalTokenNotFoundError:
         problem = "needs a token. Set HF_TOKEN, or log in with `hf auth login`"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
-        problem = _unreachable(error, writes=writes)
+        problem = _describe_unreachable(error, writes=writes)
     except OSError as error:
         if error.errno is None and not isinstance(error, errors.EntryNotFoundError):
-            problem = _unreachable(error, writes=writes)
+            problem = _describe_unreachable(error, writes=writes)
         elif isinstance(error, errors.EntryNotFoundError):
-            problem = f"lacks a file on the hub: {_first_line(error)}. Take another revision of it"
+            problem = f"lacks a file on the hub: {_first_line(error)}. Use another revision"
         else:
-            raise  # a drive error, whose message is sufficient
+            raise  # the message of a drive error is sufficient
     except Exception as error:
-        if not type(error).__module__.startswith("httpx"):  # transport errors that huggingface_hub lets through
+        if not type(error).__module__.startswith("httpx"):  # huggingface_hub does not convert transport errors
             raise
-        problem = _unreachable(error, writes=writes)
+        problem = _describe_unreachable(error, writes=writes)
     else:
         return
     raise HubError(name, problem) from None
 
 
-def _unreachable(error: BaseException, *, writes: bool) -> str:
+def _describe_unreachable(error: BaseException, *, writes: bool) -> str:
     from huggingface_hub import constants
 
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error)
     if writes:
         return (
-            f"cannot be written: {constants.ENDPOINT} cannot be reached ({reason}). The folder is whole; send it later"
+            f"cannot be written: {constants.ENDPOINT} cannot be reached ({reason}). The folder is complete; upload it "
+            "later"
         )
     return (
-        f"is not a folder here, it is not complete in the cache of the hub ({constants.HF_HUB_CACHE}), and "
+        f"is not a folder here, is not completely in the hub's cache ({constants.HF_HUB_CACHE}), and "
         f"{constants.ENDPOINT} cannot be reached ({reason}). Check the spelling and the network; cached files are kept"
     )
 

@@ -1,11 +1,11 @@
-"""Frozen weights read in place: the home of their blocks is the model's folder, so there is no second copy.
+"""Source of frozen weights that are read from the model's folder, so that no tier needs a second copy of them.
 
-Each fetch of a block of frozen weights assembles it from ranges of the folder's safetensors files. A range is read past
-the kernel's cache into a small buffer, cast to the compute dtype, and copied to its place in the unit's layout. The
-bits are the same with any other home. Nothing is written to the folder. A file that changes during the run ends
-the run.
+Each fetch of such a block assembles it from ranges of the folder's safetensors files. A range is read into a small
+buffer, bypassing the page cache, cast to the compute dtype, and copied to its place in the layout. The results are
+bit-identical to any other home of the block. Nothing is written to the folder. If a file changes during the run, the
+run ends with an error.
 
-Blocks of a quantized folder hold the packed bytes unchanged (``packed.py``), in every home.
+Blocks of a quantized folder contain the packed bytes unchanged (``packed.py``), in every home.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ if TYPE_CHECKING:
 
 __all__ = ["NUM_READERS", "FolderSource", "FrozenBlock", "buffer_bytes", "frozen_blocks"]
 
-#: Parts of blocks that are read concurrently.
+#: Number of ranges that are read concurrently.
 NUM_READERS = 4
 _PIECE_BYTES = 1 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Rows of a tensor in a file, and the same rows in a block: elements at `offset` with `stride`.
+    """Rows of a tensor in a file, and their place in a block.
 
     Attributes:
-        record: the tensor; uint8 for packed bytes, which are copied unchanged; then `offset` counts bytes.
-        is_finite: returns whether packed bytes decode to finite numbers.
+        record: The tensor in the file. Its dtype is uint8 for packed bytes, which are copied unchanged.
+        skip_nbytes: Offset of the rows in the tensor, in bytes.
+        shape: Shape of the rows.
+        stride: Strides of the rows in the block, in elements.
+        offset: Offset of the rows in the block, in elements (bytes if packed).
+        is_finite: Function that returns whether packed bytes decode to finite numbers. None if not packed.
     """
 
     record: TensorRecord
@@ -65,9 +69,9 @@ class FrozenBlock:
     """Sources of a block of frozen weights.
 
     Attributes:
-        ranges: file ranges that fill it; empty if the folder has not been read.
-        gaps: bytes that no range fills; they are zeroed.
-        packing: decoder of a block of packed bytes; None if the block holds the weights.
+        ranges: File ranges that fill the block. Empty if the folder has not been read.
+        gaps: Byte ranges of the block that no file range fills. They are zeroed.
+        packing: Decoder of a block of packed bytes. None if the block contains the weights.
     """
 
     layout: UnitLayout
@@ -78,13 +82,13 @@ class FrozenBlock:
 
 
 def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: torch.dtype) -> dict[str, FrozenBlock]:
-    """Return the frozen layouts whose blocks can be read from the folder range by range, by name.
+    """Return the blocks, by layout name, of the frozen layouts that can be read from the folder range by range.
 
-    Leaves out layouts with a weight that the files lack or store in another form than the model.
+    Layouts are skipped if the files lack one of their weights, or store it in a form that needs a conversion.
 
     Args:
-        layouts: layouts of the model; trained ones are skipped.
-        dtype: compute dtype.
+        layouts: Layouts of the model. Trained layouts are skipped.
+        dtype: Compute dtype.
     """
     found = {}
     for layout in layouts:
@@ -95,7 +99,7 @@ def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: to
 
 
 def unread_block(layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock:
-    """Return the block of a folder whose weights are not available, for a plan."""
+    """Return a block without ranges, for a plan without the weights of the folder."""
     return FrozenBlock(layout, (), (), layout.num_elements * dtype.itemsize)
 
 
@@ -109,7 +113,7 @@ def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) 
         for plain in packing.plain:
             record, place = plain.source, plain.target.view()
             ranges += _ranges(record, place)
-        return FrozenBlock(layout, tuple(ranges), _gaps_of(layout, dtype), layout.num_elements * dtype.itemsize)
+        return FrozenBlock(layout, tuple(ranges), _find_gaps(layout, dtype), layout.num_elements * dtype.itemsize)
     for plain in packing.plain:
         start = plain.offset // dtype.itemsize
         ranges += _ranges(plain.source, torch.empty(start + plain.source.numel, device="meta")[start:])
@@ -123,13 +127,13 @@ def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) 
 
 
 def _ranges(record: TensorRecord, place: Tensor) -> Iterator[FileRange]:
-    """Cut a tensor into ranges of whole rows, of about ``_PIECE_BYTES`` each."""
+    """Split a tensor into ranges of whole rows with about ``_PIECE_BYTES`` each."""
     for first, rows in cut(place, _PIECE_BYTES // record.dtype.itemsize):
         skip = first * record.dtype.itemsize
         yield FileRange(record, skip, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
 
 
-def _gaps_of(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
+def _find_gaps(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
     ends = [*(entry.offset for entry in layout.entries[1:]), layout.num_elements]
     size = dtype.itemsize
     gaps = (
@@ -139,33 +143,33 @@ def _gaps_of(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
 
 
 def buffer_bytes(blocks: Iterable[FrozenBlock], dtype: torch.dtype) -> int:
-    """Return the RAM of the readers in addition to the blocks: each has a buffer, and a cast copy of its piece."""
+    """Return the RAM that all readers need for their buffers and converted pieces, in addition to the blocks."""
     blocks = list(blocks)
-    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # the folder has not been read
+    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # estimate for an unread folder
     for each in (one for block in blocks for one in block.ranges):
         is_rounded = dtype == torch.bfloat16 and each.record.dtype not in (dtype, torch.uint8)
         converted = each.numel * (torch.float32.itemsize + dtype.itemsize) if is_rounded else 0
-        checked = 6 * each.numel if each.is_finite is not None else 0  # 4-byte numbers, magnitudes and comparisons
-        most = max(most, _window(each)[1] + PAGE_BYTES + converted + checked)
+        checked = 6 * each.numel if each.is_finite is not None else 0  # temporaries of `is_finite`
+        most = max(most, _page_window(each)[1] + PAGE_BYTES + converted + checked)
     return round_up(NUM_READERS * most, PAGE_BYTES)
 
 
-def _window(each: FileRange) -> tuple[int, int]:
-    """Return (start, bytes) of the whole pages of the file around a range."""
+def _page_window(each: FileRange) -> tuple[int, int]:
+    """Return (start, bytes) of the whole file pages that contain a range."""
     start = each.record.offset + each.skip_nbytes
     first = start // PAGE_BYTES * PAGE_BYTES
     return first, round_up(start + each.numel * each.record.dtype.itemsize - first, PAGE_BYTES)
 
 
 class FolderSource:
-    """A ``BlockSource`` of frozen weights. Thread-safe.
+    """``BlockSource`` of frozen weights. Thread-safe.
 
     Args:
-        blocks: by key.
+        blocks: Blocks by key.
         dtype: dtype of unpacked weights in a block.
 
     Raises:
-        ModelFolderError: a file is gone.
+        ModelFolderError: A file cannot be read.
     """
 
     def __init__(self, blocks: Mapping[str, FrozenBlock], dtype: torch.dtype) -> None:
@@ -201,53 +205,53 @@ class FolderSource:
             high_half(piece.float(), rounded)
             piece = rounded
         place.copy_(piece.view(each.shape))
-        if (key, number) not in self._checked:  # once, because the files do not change
+        if (key, number) not in self._checked:  # one check suffices, because the files must not change
             if not (_is_finite(place) if each.is_finite is None else each.is_finite(place)):
                 raise TransferError(
-                    f"tensor {each.record.name} holds infinite values or NaN. Take an undamaged model",
+                    f"tensor {each.record.name} contains infinite values or NaN. Use an undamaged model",
                     tier="folder",
                     path=str(each.record.file),
                 )
             self._checked.add((key, number))
 
     def _bytes(self, each: FileRange) -> Tensor:
-        """Read a range past the kernel's cache. The result is valid until the thread's following read."""
-        first, nbytes = _window(each)
+        """Read a range, bypassing the page cache. The result is valid until the thread's next read."""
+        first, nbytes = _page_window(each)
         window = self._buffer(nbytes)[:nbytes]
         path = each.record.file
-        fd = open_direct(path, os.O_RDONLY, self._stop_direct) if self._is_direct else os.open(path, os.O_RDONLY)
+        fd = open_direct(path, os.O_RDONLY, self._disable_direct) if self._is_direct else os.open(path, os.O_RDONLY)
         try:
-            self._check_same(path, os.fstat(fd))
-            found = read_all(fd, tensor_bytes(window), first, self._stop_direct)
-            if not self._is_direct:  # otherwise the kernel would cache bytes that the RAM tier accounts for
+            self._check_unchanged(path, os.fstat(fd))
+            found = read_all(fd, tensor_bytes(window), first, self._disable_direct)
+            if not self._is_direct:  # the RAM tier does not account for bytes in the page cache
                 drop_cached(fd, first, nbytes)
         finally:
             os.close(fd)
         start = each.record.offset + each.skip_nbytes - first
         stop = start + each.numel * each.record.dtype.itemsize
         if found < stop:
-            raise self._changed(path)
+            raise self._changed_error(path)
         return window[start:stop] if start % each.record.dtype.itemsize == 0 else window[start:stop].clone()
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Return the thread's buffer, aligned to a page."""
+        """Return the thread's page-aligned buffer of at least ``nbytes`` bytes."""
         held: Tensor | None = getattr(self._buffers, "bytes", None)
         if held is None or held.numel() < nbytes:
             whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
             held = self._buffers.bytes = whole[-whole.data_ptr() % PAGE_BYTES :]
         return held
 
-    def _stop_direct(self) -> None:
+    def _disable_direct(self) -> None:
         self._is_direct = False  # the file system does not support direct reads
 
-    def _check_same(self, path: Path, status: os.stat_result) -> None:
+    def _check_unchanged(self, path: Path, status: os.stat_result) -> None:
         if _identity(status) != self._identity[path]:
-            raise self._changed(path)
+            raise self._changed_error(path)
 
-    def _changed(self, path: Path) -> TransferError:
+    def _changed_error(self, path: Path) -> TransferError:
         return TransferError(
-            "the file was changed or replaced while a run reads its weights from it. Restore the original and start "
-            "the run again: it continues from its last checkpoint",
+            "the file was changed or replaced during a run that reads its weights from it. Restore the original file "
+            "and start the run again, which continues from its last checkpoint",
             tier="folder",
             path=str(path),
         )

@@ -1,8 +1,8 @@
-"""Random weights by the model's initialization rules, one tensor or one range at a time, without the whole model.
+"""Random weights by the model's initialization rules, computed one tensor or one range at a time.
 
-The rules run once on the meta device, which records their operations on each parameter. Nearly all rules draw numbers
-in order and change each one separately. These can be repeated range by range with the same bits, in memory for one
-range. All other rules run on whole tensors.
+The rules run once on the meta device, to record their operations on each parameter. Nearly all rules draw random
+numbers in order and change each number separately. Such operations can be repeated range by range, with bit-identical
+results and memory for only one range. All other rules run on whole tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["InitializationError", "Initializer", "init_weights", "initialize_tensors"]
 
 _aten = torch.ops.aten
-#: Operations that draw numbers in the order of the elements.
+#: Operations that draw random numbers in the order of the elements.
 _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
 #: Operations that overwrite every element.
 _FILLS = (_aten.zero_.default, _aten.fill_.Scalar)
@@ -40,7 +40,7 @@ _CHANGES = (
     _aten.clamp_.default, _aten.erfinv_.default, _aten.neg_.default, _aten.exp_.default, _aten.sub_.Tensor,
 )  # fmt: skip
 #: torch draws normal numbers in groups of this size; the last group ends with the tensor.
-_GROUP = 16
+_GROUP_SIZE = 16
 #: Elements drawn per call when a draw is skipped to reach a later one.
 _SKIPPED_ELEMENTS = 1 << 20
 
@@ -50,55 +50,55 @@ class InitializationError(Exception):
 
 
 def init_weights(model: PreTrainedModel, layout: UnitLayout, views: Mapping[str, Tensor], seed: int) -> None:
-    """Fill the views of one layout with random weights, as ``model`` would draw them.
+    """Fill the views of one layout with random weights, by the initialization rules of ``model``.
 
-    The numbers depend only on the seed and the names of the modules, not on the order of calls or on placement. The
+    Only the seed and the names of the modules determine the numbers, not the order of calls or the placement. The
     global random state is restored.
 
     Args:
-        model: the skeleton; its parameters may be on the meta device.
-        layout: a layout of the graph that the model belongs to.
-        views: fp32 CPU tensor of the parameter's shape by full parameter name; written completely.
+        model: Skeleton of the model. Its parameters can be on the meta device.
+        layout: A layout of the model's graph.
+        views: Output by full parameter name: fp32 CPU tensors with the parameters' shapes.
 
     Raises:
-        InitializationError: neither transformers nor torch has a rule for a parameter.
+        InitializationError: Neither transformers nor torch has a rule for a parameter.
     """
     initialize_tensors(model, {entry.name: views[entry.name] for entry in layout.entries}, seed)
 
 
 def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], seed: int) -> None:
-    """Fill ``tensors`` (full parameter name -> CPU tensor) as `init_weights` does for a whole layout."""
+    """Fill tensors, given by full parameter name, with random weights; see `init_weights`."""
     from transformers import initialization
 
     for tensor in tensors.values():
-        tensor.fill_(float("nan"))  # elements that stay NaN have no rule
+        tensor.fill_(float("nan"))  # no rule exists for elements that remain NaN
     owners = _owner_names(model, tensors)
     bound = {owners[name]: tensor for name, tensor in tensors.items()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _bound(model, bound):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _bind(model, bound):
         with initialization.guard_torch_init_functions():
-            for name, module, owner in _modules_of(model, bound):
+            for name, module, owner in _find_modules(model, bound):
                 torch.manual_seed(name_seed(seed, name))
                 cast("Any", owner)._init_weights(module)
         for name in sorted(name for name, tensor in bound.items() if _has_nan(tensor)):
             module_name, _, leaf = name.rpartition(".")
             torch.manual_seed(name_seed(seed, module_name))
-            _reset(model.get_submodule(module_name), leaf)
+            _reset_parameter(model.get_submodule(module_name), leaf)
     without_rule = sorted(name for name, tensor in tensors.items() if _has_nan(tensor))
     if without_rule:
         raise InitializationError(
-            f"{type(model).__name__} has no rule to initialise {', '.join(without_rule[:4])}; "
-            "start from a folder with weights instead of train_from_scratch"
+            f"{type(model).__name__} has no rule to initialise {', '.join(without_rule[:4])}. "
+            "Start from a folder with weights instead of train_from_scratch"
         )
 
 
 class Initializer:
-    """The random weights of ``initialize_tensors``, bit for bit, one range of a parameter at a time.
+    """Reader of random weights, one range of a parameter at a time, bit-identical to ``initialize_tensors``.
+
+    Not thread-safe. Read ranges in the order of the elements. Otherwise, earlier elements are drawn again.
 
     Args:
-        model: the skeleton; its parameters may be on the meta device.
-        names: the parameters of one layout. A module's rule draws for all its parameters in ``names``, in order.
-
-    Not thread-safe. Read ranges in the order of the elements; otherwise earlier elements are drawn again.
+        model: Skeleton of the model. Its parameters can be on the meta device.
+        names: The parameters of one layout. A module's rule draws all its parameters in ``names``, in order.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
@@ -108,21 +108,21 @@ class Initializer:
 
     @property
     def is_in_ranges(self) -> bool:
-        """Whether ranges are made separately; otherwise the first read materializes all parameters."""
+        """Whether ranges are computed separately. Otherwise, the first read materializes all parameters."""
         return self._rules is not None
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Fill ``out`` with the elements of a parameter from ``start`` on.
 
         Args:
-            name: one of ``names``.
-            start: index of the first element.
-            out: 1-D CPU tensor of the range's length; fp32 numbers are rounded to its dtype.
+            name: One of ``names``.
+            start: Index of the first element.
+            out: 1-D CPU tensor with the length of the range. The fp32 numbers are rounded to its dtype.
 
         Raises:
-            InitializationError: neither transformers nor torch has a rule for a parameter.
+            InitializationError: Neither transformers nor torch has a rule for a parameter.
         """
-        if self._rules is not None and (before := start % _GROUP):  # parts of experts may begin anywhere
+        if self._rules is not None and (before := start % _GROUP_SIZE):  # parts of experts can start within a group
             wider = torch.empty(before + out.numel())
             self._rules.read(name, start - before, wider)
             out.copy_(wider[before:])
@@ -143,14 +143,14 @@ class _Operation:
 
     Attributes:
         function: torch function that changes its first argument in place.
-        arguments: arguments after the tensor.
-        before: the previous draw in the same random sequence; None if this draw starts from the seed.
-        seed: seed of a draw; unused by other operations.
-        box: region of the parameter that it fills; None means all of it.
-        position: the next element to draw.
-        state: the generator's state before ``position``; None before the first draw.
-        end: the generator's state after the last element; None until it is reached.
-        left: elements that are drawn but not yet returned: the last ones, fewer than a group.
+        arguments: Arguments after the tensor.
+        before: Previous draw in the same random sequence. None if this draw starts from the seed.
+        seed: Seed of a draw. Other operations do not use it.
+        box: Region of the parameter that the operation fills. None for the whole parameter.
+        position: Index of the next element to draw, or -1 before the first draw.
+        state: State of the generator before ``position``. None before the first draw.
+        end: State of the generator after the last element. None until the last element is drawn.
+        left: Last elements of the parameter, less than a group, that are drawn but not yet returned.
     """
 
     name: str
@@ -166,7 +166,7 @@ class _Operation:
     left: Tensor | None = None
 
     def apply(self, start: int, out: Tensor) -> None:
-        """Apply it to ``out``, a contiguous fp32 range of the parameter from ``start`` on."""
+        """Apply the operation to ``out``, a contiguous fp32 range of the parameter from ``start`` on."""
         if self.function in _DRAWS:
             self._draw(start, out)
         elif self.box is None:
@@ -181,8 +181,8 @@ class _Operation:
             if self.position < 0 or self.position > start:
                 self._rewind()
             while self.position < start:
-                self._next(torch.empty(min(_SKIPPED_ELEMENTS, start - self.position)))
-        self._next(out)
+                self._draw_next(torch.empty(min(_SKIPPED_ELEMENTS, start - self.position)))
+        self._draw_next(out)
 
     def _rewind(self) -> None:
         generator = torch.Generator()
@@ -192,27 +192,27 @@ class _Operation:
         self.position, self.state, self.left = 0, generator.get_state(), None
 
     def state_at_end(self) -> Tensor:
-        """Return the generator's state after the last element, drawing the remaining elements."""
+        """Draw the remaining elements and return the generator's state after the last element."""
         if self.end is None:
             if self.position < 0:
                 self._rewind()
             while self.position < self.num_elements:
-                self._next(torch.empty(min(_SKIPPED_ELEMENTS, self.num_elements - self.position)))
+                self._draw_next(torch.empty(min(_SKIPPED_ELEMENTS, self.num_elements - self.position)))
         assert self.end is not None
         return self.end
 
-    def _next(self, out: Tensor) -> None:
-        """Draw the next elements; the length of every range except the last is a multiple of a group."""
+    def _draw_next(self, out: Tensor) -> None:
+        """Draw the next elements into ``out``. All ranges except the last must be multiples of a group."""
         stop = self.position + out.numel()
         rest = self.num_elements - stop
         if self.left is not None:
             out.copy_(self.left[: out.numel()])
             self.left = self.left[out.numel() :]
         else:
-            assert self.state is not None and (rest == 0 or out.numel() % _GROUP == 0), (self.name, out.numel())
+            assert self.state is not None and (rest == 0 or out.numel() % _GROUP_SIZE == 0), (self.name, out.numel())
             generator = torch.Generator()
             generator.set_state(self.state)
-            if 0 < rest < _GROUP:  # torch redraws the last group, which begins in this range
+            if 0 < rest < _GROUP_SIZE:  # torch draws the last group, which starts in this range, as a whole
                 whole = torch.empty(out.numel() + rest)
                 self.function(whole, *self.arguments, generator=generator)
                 out.copy_(whole[: out.numel()])
@@ -227,7 +227,7 @@ class _Operation:
 
 @dataclass
 class _Rules:
-    """Operations of the rules on each parameter, in order."""
+    """Operations of the initialization rules by parameter, in order."""
 
     operations: dict[str, list[_Operation]]
 
@@ -243,35 +243,35 @@ class _Rules:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Recorder of the operations on some meta parameters.
+    """Recorder of the operations on meta parameters.
 
     Attributes:
-        is_simple: whether all operations can be repeated range by range.
+        is_simple: Whether all recorded operations can be repeated range by range.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names  # by storage
+        self._names = names  # parameter names by storage
         self.is_simple = True
         self.operations: dict[str, list[_Operation]] = {name: [] for name in names.values()}
         self._seed, self._last_draw = 0, cast("_Operation | None", None)
 
     def begin(self, seed: int) -> None:
-        """Begin the rule of a module with this seed."""
+        """Start to record the rule of a module, which draws with this seed."""
         self._seed, self._last_draw = seed, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = self._name(args[0]) if args and isinstance(args[0], Tensor) else None
         if func._schema.is_mutable and name is not None:
-            self._note(name, func, args, kwargs or {})
+            self._record_operation(name, func, args, kwargs or {})
         elif torch.Tag.nondeterministic_seeded in func.tags and not _is_on_meta(args, kwargs or {}):
-            self.is_simple = False  # it draws numbers that a repetition would not draw
+            self.is_simple = False  # a repetition would not draw these random numbers
         return func(*args, **(kwargs or {}))
 
     def _name(self, tensor: Tensor) -> str | None:
         return self._names.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
 
-    def _note(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _record_operation(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         tensor, arguments = args[0], tuple(args[1:])
         is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
         has_numbers = all(isinstance(each, (int, float, bool, type(None))) for each in arguments)
@@ -282,14 +282,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         is_draw = func in _DRAWS
         before = self._last_draw if is_draw else None
-        box = None if is_whole else region_of(name, tensor, tensor)  # e.g. the row of the padding token
+        box = None if is_whole else region_of(name, tensor, tensor)  # for example, the row of the padding token
         operation = _Operation(name, func, arguments, before, self._seed, tensor.numel(), box)
         if is_draw:
             self._last_draw = operation
         if func in _CHANGES or not is_whole:
             self.operations[name].append(operation)
         else:
-            self.operations[name] = [operation]  # earlier contents are overwritten
+            self.operations[name] = [operation]  # drop earlier operations, whose results are overwritten
 
 
 def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -300,7 +300,7 @@ def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules | None:
-    """Return the recorded operations of the rules; None if they cannot be repeated range by range."""
+    """Return the recorded operations of the rules, or None if they cannot be repeated range by range."""
     from transformers import initialization
 
     owners = _owner_names(model, names)
@@ -310,35 +310,35 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
-            _bound(model, bound),
+            _bind(model, bound),
             initialization.guard_torch_init_functions(),
         ):
-            for name, module, owner in _modules_of(model, bound):
+            for name, module, owner in _find_modules(model, bound):
                 recorder.begin(name_seed(seed, name))
                 torch.manual_seed(name_seed(seed, name))
                 with recorder:
                     cast("Any", owner)._init_weights(module)
     except (RuntimeError, NotImplementedError):
-        return None  # the rule reads values, which meta tensors do not have
+        return None  # a rule reads values, but meta tensors have none
     operations = {name: recorder.operations[owners[name]] for name in names}
     firsts = [each[0] if each else None for each in operations.values()]
-    # If nothing fills a whole parameter, torch's reset rule does, which may also draw for other parameters.
+    # A parameter that no operation fills completely needs torch's reset rule, which can also draw other parameters.
     if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in firsts):
         return None
     return _Rules(operations)
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return the seed of a module name, given the seed of the run."""
+    """Return the seed of a module, derived from the run's seed and the module's name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.sum().isnan())  # a sum needs no temporary of the tensor's size
+    return bool(tensor.sum().isnan())  # a sum needs no temporary tensor
 
 
-def _reset(module: nn.Module, leaf: str) -> None:
-    """Run the ``reset_parameters`` of ``module``, but keep the values of its other parameters."""
+def _reset_parameter(module: nn.Module, leaf: str) -> None:
+    """Reset the parameter ``leaf`` of ``module`` with ``reset_parameters``, and keep its other parameters."""
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         return
@@ -352,14 +352,14 @@ def _reset(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the name whose module's rule applies, by name: transformers ties weights after it initialises both."""
+    """Return, for each name, the first of its tied names, whose module's rule determines the final values."""
     source_of = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: source_of.get(name, name) for name in names}
 
 
 @contextmanager
-def _bound(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Bind ``tensors`` as parameters of ``model`` within the context; other names of a tied one stay on meta."""
+def _bind(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Bind ``tensors`` as parameters of ``model`` within the context. Other names of tied parameters stay on meta."""
     changed: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for name, tensor in tensors.items():
@@ -373,13 +373,13 @@ def _bound(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[No
             module._parameters[leaf] = parameter
 
 
-def _modules_of(
+def _find_modules(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """Yield (name, module, model whose rules apply) for the owners of ``tensors`` and all their ancestors.
 
-    The order is transformers' order, children first: a parent may change its descendants (GPT-2 scales the last
-    projection of each block).
+    Children come first, as in transformers, because a parent's rule can change its descendants. For example, GPT-2
+    scales the last projection of each block.
     """
     from transformers import PreTrainedModel
 

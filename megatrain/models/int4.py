@@ -1,9 +1,9 @@
-"""int4 of compressed-tensors (``pack-quantized``): a weight decoder for ``quantized.py``.
+"""Weight decoder for int4 of compressed-tensors (``pack-quantized``), used by ``quantized.py``.
 
-A weight ``W`` [R, C] is stored as these tensors. ``W_packed`` int32 [R, ceil(C/8)] holds eight numbers per element,
-lowest bits first, each with a bias of 8. ``W_scale`` [R, G] has a scale per group of columns, or per row (G = 1).
-``W_shape`` is int64 [2]. An asymmetric weight has ``W_zero_point`` int32 [ceil(R/8), G], packed along the rows. The
-numbers are ``(packed - zero point) * scale``. Kimi K2's experts and llm-compressor's W4A16 use this format.
+A weight ``W`` [R, C] is stored as several tensors. ``W_packed`` int32 [R, ceil(C/8)] contains eight numbers per
+element, lowest bits first, each with a bias of 8. ``W_scale`` [R, G] has one scale per group of columns, or per row
+(G = 1). ``W_shape`` is int64 [2]. An asymmetric weight also has ``W_zero_point`` int32 [ceil(R/8), G], packed along the
+rows. The numbers are ``(packed - zero point) * scale``. Kimi K2's experts and llm-compressor's W4A16 use this format.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["find_int4"]
 _PACKED, _SCALE, _ZERO, _SHAPE = "_packed", "_scale", "_zero_point", "_shape"
 _SCALES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PER_WORD, _BIAS, _LARGEST_NUMBER = 8, 8, 15
-_LARGEST = 3.38e38  # the largest number that is also finite in bf16
+_LARGEST = 3.38e38  # largest number that is finite in bf16
 
 
 @dataclass(frozen=True)
 class _Int4:
     parts: tuple[str, ...]
-    packed: tuple[str, ...]  # numbers, scales, and zero points where there are some
+    packed: tuple[str, ...]  # names of the numbers, the scales, and the zero points of asymmetric weights
     shape: tuple[int, int]
-    group: int  # columns
-    dtype: torch.dtype  # of the scales
+    group: int  # number of columns in a group
+    dtype: torch.dtype  # dtype of the scales
     is_transposed: bool = False
 
     @property
-    def _across(self) -> int:
+    def _num_groups(self) -> int:
         return -(-self.shape[1] // self.group)
 
     @property
@@ -45,38 +45,38 @@ class _Int4:
         return range(first // columns, -(-(first + count) // columns))
 
     def spans(self, first: int, count: int) -> tuple[range, ...]:
-        rows, of_scales = self._rows(first, count), self.dtype.itemsize * self._across
+        rows, of_scales = self._rows(first, count), self.dtype.itemsize * self._num_groups
         numbers = range(rows.start * self._row_bytes, rows.stop * self._row_bytes)
         scales = range(rows.start * of_scales, rows.stop * of_scales)
         if len(self.packed) == 2:
             return numbers, scales
-        of_zeros = 4 * self._across
+        of_zeros = 4 * self._num_groups
         return numbers, scales, range(rows.start // _PER_WORD * of_zeros, -(-rows.stop // _PER_WORD) * of_zeros)
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
         rows, columns = self._rows(first, count), self.shape[1]
-        numbers = _unpacked(packed[0].view(len(rows), -1))[:, :columns]
+        numbers = _unpack(packed[0].view(len(rows), -1))[:, :columns]
         device = numbers.device
         of_column = torch.arange(columns, device=device) // self.group
         if len(self.packed) > 2:
-            # A word has the zero points of eight rows: unpack rows of words, then select the requested rows.
-            words = packed[2].view(-1, self._across, 4).transpose(0, 1).reshape(self._across, -1)
+            # Each word contains the zero points of eight rows. Unpack whole words, then select the requested rows.
+            words = packed[2].view(-1, self._num_groups, 4).transpose(0, 1).reshape(self._num_groups, -1)
             skipped = rows.start % _PER_WORD
-            zeros = _unpacked(words)[:, skipped : skipped + len(rows)].T
+            zeros = _unpack(words)[:, skipped : skipped + len(rows)].T
             numbers = numbers - zeros.index_select(1, of_column)
-        scales = packed[1].view(self.dtype).view(-1, self._across).float()
+        scales = packed[1].view(self.dtype).view(-1, self._num_groups).float()
         numbers = numbers * scales.index_select(1, of_column)
         return numbers.reshape(-1)[first - rows.start * columns :][:count]
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name != self.packed[1]:
             return True
-        # The product with the largest packed number must also be finite.
+        # Check the product with the largest packed number, because all products must be finite.
         return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _LARGEST).all())
 
 
-def _unpacked(packed: Tensor) -> Tensor:
-    """Return the two numbers of each byte [rows, bytes] as [rows, 2 bytes], fp32: the low half first."""
+def _unpack(packed: Tensor) -> Tensor:
+    """Unpack bytes, ``(rows, bytes)``, to two fp32 numbers per byte, ``(rows, 2 * bytes)``, the low half first."""
     pairs = torch.stack([packed & 0xF, packed >> 4], dim=-1)
     return pairs.view(packed.shape[0], -1).float() - _BIAS
 
@@ -86,12 +86,12 @@ def find_int4(
     table: Mapping[str, Any],
     read: Callable[[str, int, int], Tensor],
 ) -> dict[str, _Int4]:
-    """Return the decoders of a folder's weights, as ``quantized.find_decoders`` does.
+    """Return the decoders of a folder's int4 weights; see ``quantized.find_decoders``.
 
     Raises:
-        ValueError: another format of compressed-tensors, or tensors that do not belong together.
+        ValueError: The folder has another format of compressed-tensors, or the parts of a weight do not fit together.
     """
-    groups = _groups(table)
+    groups = _group_sizes(table)
     found: dict[str, _Int4] = {}
     for name, (packed_shape, dtype) in shapes.items():
         if not name.endswith(_PACKED) or f"{name.removesuffix(_PACKED)}{_SHAPE}" not in shapes:
@@ -100,17 +100,17 @@ def find_int4(
         if f"{whole}_g_idx" in shapes:
             raise ValueError(f"{whole} has reordered columns (actorder), which this program does not support")
         if dtype != "I32" or len(packed_shape) != 2 or shapes[f"{whole}{_SHAPE}"] != ((2,), "I64"):
-            raise ValueError(f"{name} is {dtype} {list(packed_shape)}: no packed matrix")
+            raise ValueError(f"{name} is {dtype} {list(packed_shape)}, which is not a packed matrix")
         rows, columns = read(f"{whole}{_SHAPE}", 0, 16).view(torch.int64).tolist()
         if packed_shape != (rows, -(-columns // _PER_WORD)):
-            raise ValueError(f"{name} {list(packed_shape)} does not hold [{rows}, {columns}] numbers of 4 bits")
+            raise ValueError(f"{name} {list(packed_shape)} does not fit [{rows}, {columns}] numbers of 4 bits")
         scale_shape, scale_dtype = shapes.get(f"{whole}{_SCALE}", ((), ""))
         if len(scale_shape) != 2 or scale_shape[0] != rows or scale_dtype not in _SCALES:
             raise ValueError(f"{whole}{_SCALE} is {scale_dtype or 'missing'} {list(scale_shape)}, not [{rows}, groups]")
         across = scale_shape[1]
         group = columns if across == 1 else next((g for g in groups if -(-columns // g) == across), 0)
         if not group:
-            raise ValueError(f"{whole}{_SCALE} has {across} groups of {columns} columns, and config.json no such size")
+            raise ValueError(f"{whole}{_SCALE} has {across} groups of {columns} columns, but config.json no such size")
         packed: tuple[str, ...] = (name, f"{whole}{_SCALE}")
         if (zeros := f"{whole}{_ZERO}") in shapes:
             wanted = ((-(-rows // _PER_WORD), across), "I32")
@@ -122,20 +122,20 @@ def find_int4(
     return found
 
 
-def _groups(table: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of column groups in a config; refuse unsupported formats."""
+def _group_sizes(table: Mapping[str, Any]) -> list[int]:
+    """Return the sizes of column groups in a config. Raises ValueError for unsupported formats."""
     kind = str(table.get("format", ""))
     schemes = [each for each in (table.get("config_groups") or {}).values() if isinstance(each, Mapping)]
     formats = {str(each.get("format") or kind) for each in schemes} or {kind}
     if formats != {"pack-quantized"}:
-        raise ValueError(f"of compressed-tensors only pack-quantized is read here, not {', '.join(sorted(formats))}")
+        raise ValueError(f"of compressed-tensors, only pack-quantized is supported, not {', '.join(sorted(formats))}")
     sizes = []
     for each in schemes:
         weights = each.get("weights") or {}
         if weights.get("num_bits") != 4 or weights.get("type", "int") != "int":
             raise ValueError(f"its weights have {weights.get('num_bits')} bits ({weights.get('type')}), not 4 (int)")
         if each.get("input_activations"):
-            raise ValueError("its activations are also quantized, which training in the compute dtype would leave out")
+            raise ValueError("its activations are also quantized, but training computes them in the compute dtype")
         if size := weights.get("group_size"):
             sizes.append(int(size))
     return [size for size in sizes if size > 0]

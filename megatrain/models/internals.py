@@ -1,8 +1,8 @@
-"""Internals of transformers that this package uses, and a check that the installed version has them.
+"""List of the transformers internals that this package uses, and a check that the installed version has them.
 
-Any Hugging Face decoder trains without special cases, so transformers' code decides masks, weight names and initial
-values. This requires parts of transformers that are not public. The tables below list all of them.
-``python -m megatrain.models.internals`` (``make canary``: against the newest release) prints those that are missing.
+Any Hugging Face decoder trains without special cases, because transformers' code determines masks, weight names and
+initial values. This requires parts of transformers that are not public. The tables below list all of them.
+``python -m megatrain.models.internals`` prints the missing ones (``make canary``: in the newest release).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 
-#: Purpose of each internal, by "module:name" or "module:name.attribute".
+#: Purpose of each internal that all runs use, by "module:name" or "module:name.attribute".
 MODEL_INTERNALS = {
     "transformers.cache_utils:Cache": "to distinguish caches from other arguments of a forward",
     "transformers.conversion_mapping:get_model_conversion_mapping": "names of weights in files",
@@ -33,7 +33,7 @@ MODEL_INTERNALS = {
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS": "attention by documents",
     "transformers.masking_utils:is_tracing": "attention by documents",
     "transformers.modeling_layers:GradientCheckpointingLayer": "to find the layers of a model",
-    "transformers.modeling_outputs:BaseModelOutputWithPast": "what a model returns in place of logits",
+    "transformers.modeling_outputs:BaseModelOutputWithPast": "the model's result without logits",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS": "attention by documents",
     "transformers.modeling_utils:PreTrainedModel._from_config": "models without memory",
     "transformers.modeling_utils:PreTrainedModel._get_dtype_plan": "weights that stay in fp32",
@@ -45,21 +45,21 @@ MODEL_INTERNALS = {
     "transformers.models.auto.configuration_auto:CONFIG_MAPPING": "configs of folders",
     "transformers.models.auto.modeling_auto:AutoModelForCausalLM._model_mapping": "models of images and sounds",
     "transformers.models.auto.modeling_auto:AutoModelForMultimodalLM._model_mapping": "models of images and sounds",
-    "transformers.configuration_utils:PreTrainedConfig._attn_implementation": "which attention a run used",
+    "transformers.configuration_utils:PreTrainedConfig._attn_implementation": "the attention that a run uses",
     "transformers.utils.chat_template_utils:render_jinja_template": "masks of chats",
     "transformers.utils.output_capturing:_active_collector": "outputs that a model collects in its layers",
-    "transformers.utils.output_capturing:OutputRecorder": "which modules give attention weights",
+    "transformers.utils.output_capturing:OutputRecorder": "modules that return attention weights",
     "transformers.utils:logging": "progress bars",
 }
-#: Used only by learning rate schedules: plans need none, and the module imports peft.
+#: Internals that only learning rate schedules use. Plans do not need them, and their module imports peft.
 SCHEDULE_INTERNALS = {"transformers.trainer_utils:SchedulerType": "learning rate schedules"}
-#: Used only by `megatrain.hf`.
+#: Internals that only `megatrain.hf` uses.
 TRAINER_INTERNALS = {
     "transformers.trainer:Trainer._load_from_checkpoint": "to resume from a store",
     "transformers.trainer:Trainer.get_optimizer_cls_and_kwargs": "to choose the optimizer",
     "transformers.trainer_utils:PREFIX_CHECKPOINT_DIR": "folders of checkpoints",
 }
-#: Used only if rows have images.
+#: Internals that are used only if rows have images.
 IMAGE_INTERNALS = {
     "transformers.image_utils:load_image": "images in their orientation",
     "transformers.models.auto.processing_auto:processor_class_from_name": "processors without torchvision",
@@ -71,11 +71,11 @@ IMAGE_INTERNALS = {
 
 
 class TransformersVersionError(Exception):
-    """The installed transformers lacks internals that this package uses. The text names them and the remedy."""
+    """The installed transformers lacks internals that this package uses. The message lists them and the remedy."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that the installed transformers lacks."""
+    """Return the internals in ``names`` that the installed transformers lacks."""
     return [name for name in names if not _exists(name)]
 
 
@@ -91,16 +91,16 @@ def _exists(name: str) -> bool:
 
 
 def is_conv1d(module: object) -> bool:
-    """Return whether a module is transformers' ``Conv1D``: a linear layer with its weight as [in, out]."""
+    """Return whether a module is transformers' ``Conv1D``, a linear layer with weight ``(in, out)``."""
     return type(module).__name__ == "Conv1D"
 
 
 @functools.cache
 def check_internals(*, with_trainer: bool = False, with_images: bool = False, with_schedules: bool = False) -> None:
-    """Refuse a version of transformers that lacks internals used here, before it fails during a run.
+    """Check that the installed transformers has all internals that this package uses.
 
     Raises:
-        TransformersVersionError: lists the missing internals, their purpose, and the versions that have them.
+        TransformersVersionError: Internals are missing.
     """
     wanted = {
         **MODEL_INTERNALS,
@@ -112,16 +112,16 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False, wi
     if gone:
         named = "; ".join(f"{name.replace(':', '.')} ({wanted[name]})" for name in gone)
         raise TransformersVersionError(
-            f"transformers {version('transformers')} lacks {named}. Install a version that this one was made for: "
+            f"transformers {version('transformers')} lacks {named}. Install a supported version: "
             f"pip install '{required_transformers()}'"
         )
 
 
 def required_transformers() -> str:
-    """Return the requirement of this package on transformers, in pip's syntax."""
+    """Return this package's requirement of transformers, in pip's syntax."""
     try:
         asked = requires("megatrain-tier") or []
-    except PackageNotFoundError:  # run from a folder of sources
+    except PackageNotFoundError:  # the package is not installed
         asked = []
     return next((line.split(";")[0].strip() for line in asked if line.startswith("transformers")), "transformers")
 
@@ -132,7 +132,7 @@ def report() -> int:
     gone = missing(used)
     print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals exist")
     for name in gone:
-        print(f"gone: {name.replace(':', '.')} ({used[name]})")
+        print(f"missing: {name.replace(':', '.')} ({used[name]})")
     return 1 if gone else 0
 
 

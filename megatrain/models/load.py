@@ -1,8 +1,8 @@
-"""Loads weights of a Hugging Face folder into flat blocks, a range at a time, with the model's names and shapes.
+"""Loader of a Hugging Face folder's weights into flat blocks, one range at a time.
 
-The caller owns the memory and chooses the elements of a block. In addition, loading takes RAM for one small piece of a
-tensor, however large the tensor is. If the model keeps weights in another form than its files, a conversion that does
-more than stack, join, cut and transpose takes RAM for all its tensors.
+The caller owns the memory and chooses the range of a block. In addition, the loader needs RAM for one small piece of a
+tensor. A conversion between the files and the model that does more than stack, join, cut and transpose needs RAM for
+all its tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from megatrain.base.layout import entries_within
 from megatrain.models import folder
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
-from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError, read_config_json, some
+from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError, join_names, read_config_json
 from megatrain.models.initialize import Initializer
 from megatrain.models.internals import is_conv1d
 from megatrain.models.passthrough import PassthroughTensors, passthrough_modules
 from megatrain.models.regions import Region, read_regions
-from megatrain.models.task_head import head_of, ways_of_other_classes
+from megatrain.models.task_head import head_of, other_class_advice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
 
 
-_SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
+_SAME_MODEL = "Do config.json and the weights belong together? Copy or download both from the same model"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The folder that a model was loaded from, as needed by an export.
+    """Facts for an export about the folder that a model was loaded from.
 
     Attributes:
-        plan: mapping from the files to the model.
-        passthrough: tensors that an export copies.
-        trained: model tensors that an export writes, under each name that a file has.
+        plan: Plan that loaded the folder.
+        passthrough: Tensors that an export copies.
+        trained: Names of the model's tensors that an export writes. A tied tensor has each name that files provide.
     """
 
     folder: ModelFolder
@@ -54,34 +54,32 @@ class Origin:
 
 
 def open_loader(folder: Path | str, graph: ModelGraph) -> WeightLoader:
-    """Return the loader of a graph's weights, without adapters. Raises as `WeightLoader`.
+    """Return a loader of a graph's weights, without adapters. Raises the errors of `WeightLoader`.
 
-    Use it on the model only inside ``graph.plain_model()``.
+    Use the loader only within ``graph.plain_model()``.
     """
     with graph.plain_model():
         return WeightLoader(folder, graph.model)
 
 
 class WeightLoader:
-    """Fills the parameters and persistent buffers of one model from one folder.
+    """Loader of a model's parameters and persistent buffers from a folder. Not thread-safe.
 
-    Checks everything that names, shapes and dtypes reveal, before it reads the first weight. Each tensor of the folder
-    is loaded, copied by the export, or refused; and an export can restore all of their names.
+    Before it reads a weight, the loader checks all names, shapes and dtypes. It rejects a folder with a tensor that is
+    neither loaded nor copied by an export, or with a name that an export cannot restore.
 
     Args:
-        path: a Hugging Face folder with safetensors.
-        model: the skeleton built from the folder's config; its parameters may be on the meta device. It keeps the
-            transforms that the folder needed, as in transformers, for the export.
+        path: A Hugging Face folder with safetensors.
+        model: Skeleton built from the folder's config. Its parameters can be on the meta device. The loader stores the
+            transforms that the folder needs in the skeleton, as transformers does, for the export.
 
     Attributes:
-        origin: the folder's data for an export.
-        largest_extra_nbytes: peak bytes so far, without the caller's views.
+        origin: Facts about the folder for an export.
+        largest_extra_nbytes: Peak bytes so far, without the caller's memory.
 
     Raises:
-        ModelFolderError: a parameter is missing, a tensor has no place, a shape or dtype does not fit, or the folder is
-            damaged.
-
-    Not thread-safe: one thread at a time.
+        ModelFolderError: A parameter is missing, a tensor does not exist in the model, a shape or dtype does not fit,
+            or the folder is damaged.
     """
 
     def __init__(self, path: Path | str, model: PreTrainedModel) -> None:
@@ -107,39 +105,39 @@ class WeightLoader:
         self._aliases = {name: names for names in tied_groups(model) for name in names}
         self._check_tied()
         cast("Any", model)._weight_conversions = plan.transforms
-        self.origin = self._account(plan)
+        self.origin = self._classify_tensors(plan)
 
     @property
     def largest_extra_nbytes(self) -> int:
         return max(self._largest_conversion_nbytes, self._folder.largest_piece_nbytes)
 
     def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
-        """Copy every parameter of ``layout`` into its view.
+        """Load every parameter of a layout.
 
         Args:
-            layout: a layout of the graph that the model belongs to.
-            views: contiguous CPU tensor of the parameter's shape and any floating dtype, by full parameter name;
-                written completely.
+            layout: A layout of the model's graph.
+            views: Output by full parameter name: contiguous CPU tensors with the parameters' shapes, in any floating
+                dtype.
 
         Raises:
-            ModelFolderError: a file cannot be read, or a weight is infinite or not a number.
+            ModelFolderError: A file cannot be read, or a weight is infinite or NaN.
         """
         for entry in layout.entries:
             self._fill_range(layout, entry, 0, views[entry.name].view(-1))
         self._converted = None
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Copy a range of the block of ``layout`` into ``out``; elements between parameters are unchanged.
+        """Load a range of a layout's block into ``out``. Elements between parameters are not changed.
 
-        Read ranges in order: a whole conversion is kept until another conversion is needed, or until the block ends.
+        Read the ranges in order, because the loader keeps the result of only one whole conversion at a time.
 
         Args:
-            layout: a layout of the graph that the model belongs to.
-            start: first element of the range in the block.
-            out: 1-D contiguous CPU tensor of any floating dtype, as long as the range.
+            layout: A layout of the model's graph.
+            start: First element of the range in the block.
+            out: 1-D contiguous CPU tensor with the length of the range, in any floating dtype.
 
         Raises:
-            ModelFolderError: a file cannot be read, or a weight is infinite or not a number.
+            ModelFolderError: A file cannot be read, or a weight is infinite or NaN.
         """
         stop = start + out.numel()
         for entry, first, last in entries_within(layout, start, stop):
@@ -149,33 +147,33 @@ class WeightLoader:
 
     def _fill_range(self, layout: UnitLayout, entry: TensorEntry, start: int, out: Tensor) -> None:
         """Fill ``out`` with the elements of a parameter from ``start`` on."""
-        step, start = self._step(entry.parameter), entry.first + start
+        step, start = self._find_step(entry.parameter), entry.first + start
         with torch.no_grad():
-            if step is None:  # transformers allows it to be absent, and initialises it
+            if step is None:  # transformers allows the folder to lack the parameter, and initialises it
                 self._initializer(layout).read(entry.parameter, start, out)
             else:
-                self._run(step, entry.parameter, start, out)
+                self._run_step(step, entry.parameter, start, out)
             self._check_finite(entry.parameter, out)
 
     def _initializer(self, layout: UnitLayout) -> Initializer:
         if self._absent is None or self._absent[0] is not layout:
-            absent = [entry.parameter for entry in layout.entries if self._step(entry.parameter) is None]
+            absent = [entry.parameter for entry in layout.entries if self._find_step(entry.parameter) is None]
             self._absent = layout, Initializer(self._model, absent, seed=0)
         return self._absent[1]
 
     def regions(self, name: str) -> Sequence[Region] | None:
-        """Return the regions of the folder's tensors that make a parameter; reads nothing.
+        """Return the regions of the folder's tensors that form a parameter, without reading them.
 
         Returns:
-            None if the conversion does more than move elements, or if the folder lacks the parameter.
+            The regions, or None if the conversion does more than move elements or the folder lacks the parameter.
         """
-        step = self._step(name)
+        step = self._find_step(name)
         if step is None:
             return None
         regions = self._regions_of(step)
-        return None if regions is None else regions[self._target(step, name)]
+        return None if regions is None else regions[self._find_target(step, name)]
 
-    def _target(self, step: Conversion, name: str) -> str:
+    def _find_target(self, step: Conversion, name: str) -> str:
         found: str = next(alias for alias in (name, *self._aliases.get(name, ())) if alias in step.targets)
         return found
 
@@ -184,16 +182,16 @@ class WeightLoader:
             self._regions[id(step)] = step.regions(self._model)
         return self._regions[id(step)]
 
-    def _is_turned(self, step: Conversion) -> bool:
-        """Return whether a source is quantized in transposed order: then it is read as a whole."""
+    def _has_transposed_source(self, step: Conversion) -> bool:
+        """Return whether a source is quantized in transposed order, so that it must be read as a whole."""
         decoders = (self._folder.records[source].decoder for source in step.source_names)
         return any(decoder is not None and decoder.is_transposed for decoder in decoders)
 
     def load_buffers(self) -> None:
-        """Load the persistent buffers of the folder into the model, in the dtypes of the model."""
+        """Load the persistent buffers into the model, in the model's dtypes."""
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         for name in self._model.state_dict(keep_vars=True):
-            step = self._step(name)
+            step = self._find_step(name)
             if name in parameters or step is None:
                 continue
             module_name, _, leaf = name.rpartition(".")
@@ -202,23 +200,26 @@ class WeightLoader:
             assert buffer is not None, name
             if buffer.device.type == "meta":
                 module._buffers[leaf] = buffer = torch.empty_like(buffer, device="cpu")
-            self._run(step, name, 0, buffer.view(-1))
+            self._run_step(step, name, 0, buffer.view(-1))
 
-    def _step(self, name: str) -> Conversion | None:
+    def _find_step(self, name: str) -> Conversion | None:
         for alias in (name, *self._aliases.get(name, ())):
             if alias in self._steps:
                 return self._steps[alias]
         return None
 
-    def _run(self, step: Conversion, name: str, start: int, out: Tensor) -> None:
-        """Make the elements from ``start`` on of a model tensor that ``step`` makes."""
-        target, regions = self._target(step, name), None if self._is_turned(step) else self._regions_of(step)
+    def _run_step(self, step: Conversion, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with the elements, from ``start`` on, of a model tensor that is a target of ``step``."""
+        target, regions = (
+            self._find_target(step, name),
+            None if self._has_transposed_source(step) else self._regions_of(step),
+        )
         if regions is not None:
             largest = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
             read_regions(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))
             return
         if self._converted is None or self._converted[0] is not step:
-            self._converted = None  # free it before the following conversion
+            self._converted = None  # free the previous result before the next conversion
             outputs = step.run(self._folder.read, self._model)
             held = sum(self._folder.records[source].nbytes for source in step.source_names)
             held += sum(value.nbytes for value in outputs.values())
@@ -226,8 +227,8 @@ class WeightLoader:
             self._converted = step, outputs
         out.copy_(self._converted[1][target].reshape(-1)[start : start + out.numel()])
 
-    def _account(self, plan: LoadPlan) -> Origin:
-        """Classify the folder's tensors as trained or pass-through; check that an export can restore all of them."""
+    def _classify_tensors(self, plan: LoadPlan) -> Origin:
+        """Classify the folder's tensors as trained or pass-through, and check that an export can restore all."""
         modules = passthrough_modules(self._model)
         paths, passthrough_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
@@ -237,7 +238,9 @@ class WeightLoader:
             inside = [target for target in step.targets if target in parameters]
             if inside and len(inside) < len(step.targets):
                 outside = next(target for target in step.targets if target not in parameters)
-                text = f"tensor {step.source_names[0]} makes {inside[0]}, which is trained, and {outside}, which is not"
+                text = (
+                    f"tensor {step.source_names[0]} has a trained part ({inside[0]}) and an untrained one ({outside})"
+                )
                 raise ModelFolderError(self._folder.path, f"{text}. Such a model is not supported")
             trained += inside
             for name in () if inside else step.source_names:
@@ -255,7 +258,7 @@ class WeightLoader:
         given_back = {target for step in steps for target in step.targets}
         lost = sorted(self._folder.records.keys() - given_back - set(names) - other_heads)
         if lost:
-            text = f"{len(lost)} tensors could not be restored by an export: {some(lost)}"
+            text = f"{len(lost)} tensors could not be restored by an export: {join_names(lost)}"
             raise ModelFolderError(self._folder.path, f"{text}. Such a folder is not supported")
         return origin
 
@@ -263,60 +266,60 @@ class WeightLoader:
         missing, unexpected = plan.missing, plan.unexpected
         model_class = type(self._model).__name__
         if missing:
-            text = f"{len(missing)} tensors of {model_class} are missing: {some(missing)}"
+            text = f"{len(missing)} tensors of {model_class} are missing: {join_names(missing)}"
             if unexpected:
-                text += f"; {len(unexpected)} tensors have no place in it: {some(unexpected)}"
-            raise ModelFolderError(self._folder.path, f"{text}. {self._why_others()}")
+                text += f"; {len(unexpected)} tensors have no place in it: {join_names(unexpected)}"
+            raise ModelFolderError(self._folder.path, f"{text}. {self._explain_other_tensors()}")
         if unexpected:
             raise ModelFolderError(
                 self._folder.path,
-                f"{len(unexpected)} tensors have no place in {model_class} and would be lost: {some(unexpected)}. "
-                f"{self._why_others()}",
+                f"{len(unexpected)} tensors have no place in {model_class} and would be lost: "
+                f"{join_names(unexpected)}. {self._explain_other_tensors()}",
             )
 
-    def _why_others(self) -> str:
-        """Return why a folder has other tensors than the language model, and the remedy."""
+    def _explain_other_tensors(self) -> str:
+        """Return why a folder's tensors may differ from those of the language model, with the remedy."""
         names = read_config_json(self._folder.path).get("architectures") or ()
-        return ways_of_other_classes(map(str, names)) or _SAME_MODEL
+        return other_class_advice(map(str, names)) or _SAME_MODEL
 
     def _check_shapes(self) -> None:
         places = self._model.state_dict(keep_vars=True)
         for name, step in self._steps.items():
             made, place = step.targets[name], places[name]
             source = self._folder.records[step.source_names[0]]
-            # Check the module, not the shape: a square weight would pass and be transposed.
+            # Check the type of the module, because a transposed square weight would have the right shape.
             if source.decoder is not None and is_conv1d(self._model.get_submodule(name.rpartition(".")[0])):
                 raise ModelFolderError(
                     source.file,
-                    f"tensor {source.name} is quantized, and {name} is the weight of a Conv1D: such weights are stored "
-                    f"transposed, which is not read. {PLAIN_ADVICE}",
+                    f"tensor {source.name} is quantized, but {name} is the weight of a Conv1D. Such weights are stored "
+                    f"transposed, which is not supported. {PLAIN_ADVICE}",
                 )
             if made.shape != place.shape:
                 raise ModelFolderError(
                     source.file,
                     f"tensor {source.name} gives {name} the shape {list(made.shape)}, "
-                    f"config.json asks for {list(place.shape)}. {_SAME_MODEL}",
+                    f"but config.json requires {list(place.shape)}. {_SAME_MODEL}",
                 )
             if place.is_floating_point() and not made.is_floating_point():
                 raise ModelFolderError(
                     source.file,
-                    f"tensor {source.name} holds {str(made.dtype).removeprefix('torch.')} numbers where the model has "
-                    "floating-point weights (a quantized model?). Take the original model",
+                    f"tensor {source.name} has dtype {str(made.dtype).removeprefix('torch.')}, but the model has "
+                    "floating-point weights (a quantized model?). Use the original model",
                 )
 
     def _check_tied(self) -> None:
-        """Refuse files with different values for tensors that the config ties."""
+        """Reject files with different values for tensors that the config ties."""
         for names in tied_groups(self._model):
             stored = [self._steps[name].source_names[0] for name in names if name in self._steps]
             for other in stored[1:]:
-                if not self._equal(stored[0], other):
+                if not self._are_equal(stored[0], other):
                     raise ModelFolderError(
                         self._folder.path,
-                        f"config.json ties {stored[0]} and {other}, but the files hold different values. "
-                        'Set "tie_word_embeddings": false in config.json to train them apart',
+                        f"config.json ties {stored[0]} and {other}, but the files contain different values. "
+                        'Set "tie_word_embeddings": false in config.json to train them separately',
                     )
 
-    def _equal(self, name: str, other: str) -> bool:
+    def _are_equal(self, name: str, other: str) -> bool:
         first, second = self._folder.records[name], self._folder.records[other]
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
@@ -328,13 +331,13 @@ class WeightLoader:
             return
         low, high = torch.aminmax(view)
         if not (torch.isfinite(low) and torch.isfinite(high)):
-            step = self._step(name)
+            step = self._find_step(name)
             path = self._folder.records[step.source_names[0]].file if step else self._folder.path
-            raise ModelFolderError(path, f"parameter {name} holds infinite values or NaN. Take an undamaged model")
+            raise ModelFolderError(path, f"parameter {name} contains infinite values or NaN. Use an undamaged model")
 
 
 def _owner(name: str, paths: tuple[str, ...]) -> str:
-    """Return the owner of a pass-through tensor for messages: a module, or a prefix of its name."""
+    """Return the owner of a pass-through tensor, for messages: the module in ``paths``, or a prefix of the name."""
     for path in paths:
         if name == path or name.startswith(f"{path}."):
             return path

@@ -1,9 +1,9 @@
-"""Blocks of quantized weights: the folder's packed bytes, decoded to a layout's weights where layers run.
+"""Blocks with the packed bytes of quantized weights, which are decoded in the compute tier.
 
-A frozen layout of a quantized folder is one block of bytes: the packed bytes of its quantized weights, unchanged, and
-its other weights in the compute dtype. So tiers and links move the small form. The weights exist only in the compute
-tier, for one tick: ``Packing.decode`` makes them there from the leased block, bit-identical to decoding on the host.
-``in_place.py`` reads the block from files.
+A frozen layout of a quantized folder is one block of bytes: the unchanged packed bytes of its quantized weights, and
+its other weights in the compute dtype. So tiers and links move only the small form. The decoded weights exist only in
+the compute tier, for one tick: ``Packing.decode`` computes them from the leased block, bit-identical to decoding on
+the host. ``in_place.py`` reads such blocks from files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Packing", "cut", "pack"]
 
-#: Alignment of everything in a block: a cache line of a GPU, and a multiple of any element size.
+#: Alignment of all parts of a block: a cache line of a GPU, and a multiple of any element size.
 _ALIGNMENT_BYTES = 128
-#: Elements decoded at a time: few enough for the caches of a CPU, enough to keep a GPU busy.
+#: Number of elements to decode at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
 _NUMBERS_ON_CPU, _NUMBERS_ON_DEVICE = 1 << 18, 1 << 24
-_DECODING_BYTES = 20  # per element: an index, its value, its scale, and its two halves
+_DECODING_BYTES = 20  # temporary bytes per decoded element: an index, its value, its scale, and its two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Target:
     offset: int
 
     def view(self, flat: Tensor | None = None) -> Tensor:
-        """Return this location as a view of ``flat``, or of a meta tensor."""
+        """Return the view of ``flat`` at this location, or of a meta tensor by default."""
         if flat is None:
             span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
             flat = torch.empty(self.offset + span, device="meta")
@@ -52,11 +52,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A box of a tensor that is not quantized: contiguous in the block, at ``offset`` bytes.
+    """A box of a tensor that is not quantized.
 
     Attributes:
-        source: the box in the file.
-        offset: first byte in the block, of a layout with quantized weights.
+        source: The box in the file.
+        target: Location of the elements in the layout's weights.
+        offset: First byte of the box, which is contiguous, in a block with packed bytes.
     """
 
     source: TensorRecord
@@ -66,14 +67,14 @@ class PlainWeight:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Elements of a quantized tensor, from ``first`` on.
+    """A range of the elements of a quantized tensor.
 
     Attributes:
-        decoder: decodes the tensor's packed bytes.
-        offsets: byte offsets in the block of the tensors that the decoder reads. If the block has only a range of a
-            tensor, the offset is where the whole tensor would begin.
-        first: index of the first element in the tensor.
-        target: location of the decoded elements.
+        decoder: Decoder of the tensor.
+        offsets: Byte offset in the block of each tensor that the decoder reads. If the block contains only a range of
+            such a tensor, this is the offset at which the whole tensor would start.
+        first: Index of the range's first element in the tensor.
+        target: Location of the decoded elements in the layout's weights.
     """
 
     decoder: Decoder
@@ -84,15 +85,16 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of a block of packed bytes; an ``Encoding``.
+    """Layout of a block of packed bytes: an ``Encoding``.
 
     Attributes:
-        weights: the quantized weights; empty for an ordinary block.
+        plain: Weights that are not quantized.
+        weights: Quantized weights. Empty for a block without packed bytes.
         raw: (offset in the block, decoder) by (name of a tensor in the files, range of its bytes).
-        gaps: bytes of the block that nothing fills.
-        nbytes: size of the block.
-        num_elements: length of the layout.
-        dtype: the compute dtype.
+        gaps: Byte ranges of the block that are not used.
+        nbytes: Size of the block.
+        num_elements: Length of the layout.
+        dtype: Compute dtype.
     """
 
     plain: tuple[PlainWeight, ...]
@@ -105,17 +107,17 @@ class Packing:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of further blocks: empty, because the weight's block holds the bytes."""
+        """Keys of further blocks with encoded weights: empty, because the weights' own block contains all bytes."""
         return ()
 
     def decode(self, block: Tensor, weights: Tensor) -> None:
-        """Write a layout's weights. Kernels are queued without synchronization, as in any torch operation.
+        """Decode a block to a layout's weights, without synchronizing with the device.
 
-        Elements between parameters are unchanged.
+        Elements between parameters are not changed.
 
         Args:
-            block: uint8 [nbytes].
-            weights: [num_elements] of ``dtype``, on the same device; written.
+            block: ``(nbytes,)``, uint8.
+            weights: Output on the same device, ``(num_elements,)``, ``dtype``.
         """
         with torch.no_grad():
             for plain in self.plain:
@@ -128,7 +130,7 @@ class Packing:
                     place.copy_(self._decoded(packed, packed.first + first, place.numel(), block).view(place.shape))
 
     def decoding_bytes(self, device: torch.device) -> int:
-        """Return the bytes that ``decode`` allocates at once, in addition to block and weights."""
+        """Return the peak bytes that ``decode`` allocates, in addition to the block and the weights."""
         most = _numbers_at_once(device)
         targets = {replace(packed.target, offset=0) for packed in self.weights}
         pieces = (piece for target in targets for _, piece in cut(target.view(), most))
@@ -140,16 +142,16 @@ class Packing:
         if self.dtype != torch.bfloat16:
             return numbers
         rounded = torch.empty_like(numbers, dtype=torch.bfloat16)
-        high_half(numbers, rounded)  # the rounding of every loaded weight
+        high_half(numbers, rounded)  # round in the same way as any loaded weight
         return rounded
 
 
 def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-    """Split a view of consecutive elements into pieces of whole rows; yield (first element, piece).
+    """Split a view into pieces of whole rows, and yield (index of the first element, piece) for each piece.
 
     Args:
-        place: view of a flat tensor, of any strides.
-        num_elements: approximate length of a piece.
+        place: View of a flat tensor, with any strides.
+        num_elements: Approximate number of elements in a piece.
     """
     if place.numel() == 0:
         return
@@ -171,11 +173,11 @@ def pack(
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
-    """Return how a layout is packed in a block; None if the folder lacks a weight or does more than move its elements.
+    """Return the packing of a layout, or None if the folder lacks a weight or needs more than moves of its elements.
 
     Args:
-        regions_of: returns the regions of the folder's tensors that make a parameter.
-        dtype: compute dtype.
+        regions_of: Function that returns the regions of the folder's tensors that form a parameter.
+        dtype: Compute dtype.
     """
     plain: list[PlainWeight] = []
     weights: list[PackedWeight] = []
@@ -215,7 +217,7 @@ def pack(
                 *shape, rows, columns = target.shape
                 *strides, of_row, of_column = target.stride
                 target = replace(target, shape=(*shape, columns, rows), stride=(*strides, of_column, of_row))
-            # If other layouts hold parts of this weight, keep only the bytes that this layout is decoded from.
+            # If the weight is split between several layouts, keep only the bytes that this layout needs.
             spans = decoder.spans(region.source_start, region.num_elements)
             offsets = []
             for name, span in zip(decoder.packed, spans, strict=True):
@@ -228,7 +230,7 @@ def pack(
 
 
 def _has_whole_matrices(region: Region, record: TensorRecord) -> bool:
-    """Return whether a region of contiguous elements consists of whole matrices of a tensor."""
+    """Return whether a contiguous region consists of whole matrices of a tensor."""
     if len(region.shape) < 2 or len(record.shape) < 2:
         return False
     matrix = record.shape[-2:]

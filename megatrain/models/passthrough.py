@@ -1,8 +1,8 @@
-"""Pass-through tensors: tensors of a model's folder that are not trained, but copied into an export unchanged.
+"""Pass-through tensors: tensors of a model's folder that are not loaded, but copied to an export unchanged.
 
-They take no memory: they stay in the folder, and an export copies them from there. They are buffers, tensors that
-transformers ignores, and modules that a converter removes from the skeleton, e.g. a vision tower that text never
-reaches. So every tensor of a folder is loaded, passed through or refused. (Messages and checkpoints say "kept as is".)
+They use no memory, because an export copies them directly from the folder. They are buffers, tensors that transformers
+ignores, and tensors of modules that a converter removes from the skeleton, such as a vision tower in a run without
+images. Every tensor of a folder is loaded, passed through or rejected. Messages call these tensors "kept as they are".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.models.folder import ModelFolder, dtype_name, some, tensor_bytes
+from megatrain.models.folder import ModelFolder, dtype_name, join_names, tensor_bytes
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -34,14 +34,16 @@ __all__ = [
     "remove_tensors",
 ]
 
-#: Keys of ``PassthroughTensors.record``.
+#: Keys of the result of ``PassthroughTensors.record``.
 PASSTHROUGH_COUNT, PASSTHROUGH_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
-_QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "__hash__"})
+_METADATA_FUNCTIONS = frozenset(
+    {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "__hash__"}
+)
 _ATTRIBUTE = "_megatrain_passthrough_modules"
 
 
 class _PassthroughWeight(Tensor):
-    """Placeholder of a pass-through weight: it has shape and dtype, and raises an error if it is used."""
+    """Placeholder for a pass-through weight, with its shape and dtype, which raises an error if it is used."""
 
     weight_name: str
     model_name: str
@@ -50,22 +52,23 @@ class _PassthroughWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in _QUESTIONS:
+        if getattr(func, "__name__", "") not in _METADATA_FUNCTIONS:
             weight = next((arg for arg in args if isinstance(arg, _PassthroughWeight)), None)
             raise UnsupportedModelError(
                 getattr(weight, "model_name", "the model"),
-                f"its forward uses {getattr(weight, 'weight_name', 'a weight')} for a text without images, which is "
-                "no part of its language model and is not loaded. Take a text model",
+                f"its forward uses {getattr(weight, 'weight_name', 'a weight')} for text without images. This weight "
+                "is not part of its language model and is not loaded. Use a text model",
             )
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Registration of a pass-through parameter or buffer.
+    """Registration of a parameter or buffer in a module.
 
     Attributes:
         name: Name in the model.
+        leaf: Name in the module.
         value: Tensor on the meta device.
     """
 
@@ -82,11 +85,11 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class PassthroughModules:
-    """The modules that were removed from a skeleton.
+    """Modules and single parameters that were removed from a skeleton.
 
     Attributes:
-        paths: The outermost of them, and names of single parameters.
-        names: Their parameters and persistent buffers.
+        paths: Paths of the outermost modules, and names of the single parameters.
+        names: Names of all their parameters and persistent buffers.
     """
 
     paths: tuple[str, ...]
@@ -95,7 +98,7 @@ class PassthroughModules:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Register these tensors (on the meta device) again within the context, so that the model lists their names."""
+        """Register the tensors (on the meta device) again within the context, so that the model lists their names."""
         for place in self._places:
             place.registry[place.leaf] = place.value
         try:
@@ -106,7 +109,7 @@ class PassthroughModules:
 
 
 def passthrough_modules(model: PreTrainedModel) -> PassthroughModules | None:
-    """Return the modules that `remove_tensors` removed from the model, or None."""
+    """Return the modules that `remove_tensors` removed from a model, or None if it removed none."""
     found: PassthroughModules | None = getattr(model, _ATTRIBUTE, None)
     return found
 
@@ -114,12 +117,12 @@ def passthrough_modules(model: PreTrainedModel) -> PassthroughModules | None:
 def remove_tensors(
     model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], places: Sequence[TensorPlace]
 ) -> None:
-    """Remove tensors from a skeleton: module traversal no longer finds them, and the model's code cannot use them.
+    """Remove tensors from a skeleton. Module traversal no longer finds them, and the model's code cannot use them.
 
     Args:
-        paths: Their outermost modules, and names of single parameters.
-        names: Names of those in the model's files.
-        places: All of them, each once.
+        paths: Paths of the outermost removed modules, and names of single parameters.
+        names: Names of the tensors that model files contain.
+        places: Registration of each tensor.
     """
     for place in places:
         _replace_by_placeholder(model, place)
@@ -128,23 +131,23 @@ def remove_tensors(
 
 
 def _replace_by_placeholder(model: PreTrainedModel, place: TensorPlace) -> None:
-    """Replace a registered tensor by a plain attribute."""
+    """Replace a registered tensor by a placeholder, stored as a plain attribute of the module."""
     del place.registry[place.leaf]
     placeholder = Tensor._make_subclass(_PassthroughWeight, torch.empty_like(place.value, device="meta"))
     assert isinstance(placeholder, _PassthroughWeight)
     placeholder.weight_name, placeholder.model_name = place.name, type(model).__name__
-    cast("Any", placeholder)._is_hf_initialized = True  # transformers' rules must skip it
+    cast("Any", placeholder)._is_hf_initialized = True  # makes transformers' initialization skip the placeholder
     place.module.__dict__[place.leaf] = placeholder
 
 
 @dataclass(frozen=True)
 class PassthroughTensors:
-    """The tensors of a folder that an export copies unchanged.
+    """The pass-through tensors of a folder.
 
     Attributes:
-        folder: The folder that holds them.
-        names: Their names in the files.
-        owners: Owner by name, for messages: a module of the model, or a prefix of the name.
+        folder: Folder with the tensors.
+        names: Names of the tensors in the files.
+        owners: Owner of each tensor, for messages: a module of the model, or a prefix of the tensor's name.
     """
 
     folder: ModelFolder
@@ -156,29 +159,29 @@ class PassthroughTensors:
         return sum(self.folder.records[name].nbytes for name in self.names)
 
     def __str__(self) -> str:
-        """Return one line about all of them: `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
+        """Return a summary, such as `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
         counts = Counter(self.owners[name] for name in self.names)
-        what = some([f"{owner} ({count})" for owner, count in counts.most_common()], limit=4)
+        what = join_names([f"{owner} ({count})" for owner, count in counts.most_common()], limit=4)
         tensors = f"{len(self.names)} tensors" if len(self.names) != 1 else "1 tensor"
         verb = "are kept as they are" if len(self.names) != 1 else "is kept as it is"
         return f"{tensors} ({format_size(self.nbytes)}) {verb}: {what}"
 
     def record(self) -> dict[str, Any]:
-        """Return their entries in a checkpoint. Reads all of them."""
+        """Return the number and the checksum of the tensors for a checkpoint, after reading all tensors."""
         return {PASSTHROUGH_COUNT: len(self.names), PASSTHROUGH_CHECKSUM: self.checksum()}
 
     def checksum(self) -> str:
-        """Read all of them and return a checksum of names, shapes, dtypes and bytes. RAM: one small piece."""
+        """Read all tensors, a piece at a time, and return a checksum of names, shapes, dtypes and bytes."""
         checksums: dict[str, str] = {}
         for name in self.names:
             digest = xxhash.xxh3_64()
             for _, piece in self.folder.pieces(name):
                 digest.update(tensor_bytes(piece))
             checksums[name] = digest.hexdigest()
-        return self.joined(checksums)
+        return self.combine_checksums(checksums)
 
-    def joined(self, checksums: Mapping[str, str]) -> str:
-        """Return the `checksum`, given the xxh3-64 of each tensor's bytes."""
+    def combine_checksums(self, checksums: Mapping[str, str]) -> str:
+        """Return the result of `checksum`, computed from the xxh3-64 of each tensor's bytes."""
         digest = xxhash.xxh3_64()
         for name in sorted(self.names):
             record = self.folder.records[name]

@@ -1,16 +1,16 @@
-"""Quantized folders: their weights decoded to fp32, a few rows at a time.
+"""Decoders of quantized weights, which return a few rows at a time in fp32.
 
-Four public formats, whose tensors are found by name:
+Four public formats are supported. Their tensors are found by name:
 
-- fp8 with block scales (DeepSeek): ``W`` float8 [R, C] and ``W_scale_inv`` [ceil(R/b), ceil(C/b)];
+- fp8 with block scales (DeepSeek): ``W`` float8 [R, C], and ``W_scale_inv`` [ceil(R/b), ceil(C/b)];
 - mxfp4 (gpt-oss): ``W_blocks`` bytes [..., R, C/32, 16], each with two e2m1 numbers, low half first, and ``W_scales``
   [..., R, C/32], exponents of two with a bias of 127; the model has ``W`` as [..., C, R];
-- nf4 of bitsandbytes: ``W`` bytes, each with two indexes into a table, high half first, with ``W.absmax`` per block of
-  the flattened weight, which may itself be in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON;
+- nf4 of bitsandbytes: ``W`` bytes, each with two indices into a table, high half first; ``W.absmax`` per block of the
+  flattened weight, which can itself be quantized to 8 bits (``nested``); and JSON, ``W.quant_state.bitsandbytes__nf4``;
 - int4 of compressed-tensors, in ``int4.py``.
 
-Decoding uses torch operations with the same bits on every device. It runs on the host for loading and export, and on
-the compute device for blocks of packed bytes (``packed.py``).
+Decoding uses torch operations whose results are bit-identical on every device. It runs on the host for loading and
+export, and on the compute device for blocks of packed bytes (``packed.py``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatrain.models.int4 import find_int4
 
 __all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "method_of"]
 
-#: Name of the method in messages, by ``quant_method`` of a config.
+#: Names of the methods in messages, by ``quant_method`` of a config.
 METHODS = {
-    "fp8": "fp8 with scales of blocks",
+    "fp8": "fp8 with block scales",
     "mxfp4": "mxfp4",
     "bitsandbytes": "nf4",
     "compressed-tensors": "int4 (pack-quantized)",
@@ -41,27 +41,27 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _MX_BLOCK = 32
 _EXPONENT_BIAS = 127
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
-#: The largest number that is also finite in bf16; the largest mxfp4 scale with finite numbers; the limit of nf4's
-#: tables and scales, whose products are then finite.
+#: Largest number that is finite in bf16; largest mxfp4 scale whose products are finite; largest value in nf4's tables
+#: and scales that this program accepts, so that their products are finite.
 _LARGEST, _LARGEST_SCALE, _LARGEST_NF4 = 3.38e38, 252, 1e18
-_SMALLEST_SCALE_BITS = 0x0040_0000  # 2 ** -127, below the normal numbers
+_SMALLEST_SCALE_BITS = 0x0040_0000  # bits of 2 ** -127, a subnormal number
 
-#: Returns bytes of a tensor in the files: ``read(name, first byte, number of bytes)``, a new 1-D uint8 tensor.
+#: Function (name, first byte, number of bytes) that returns bytes of a tensor in the files as a new 1-D uint8 tensor.
 ReadBytes = Callable[[str, int, int], Tensor]
 
 
 class QuantizationError(Exception):
-    """Quantized tensors have an unsupported form; the text names it."""
+    """Quantized tensors have an unsupported format, which the message describes."""
 
 
 class Decoder(Protocol):
-    """Decodes one weight. Thread-safe.
+    """Decoder of one weight. Thread-safe.
 
     Attributes:
-        parts: names of the weight's tensors in the files.
-        packed: the ``parts`` that its numbers are computed from; the others were read when the decoder was made.
-        shape: shape of the numbers in decoding order.
-        is_transposed: Whether the model swaps the last two dimensions.
+        parts: Names of the weight's tensors in the files.
+        packed: The ``parts`` that the numbers are computed from. The other parts are read when the decoder is created.
+        shape: Shape of the weight in decoding order.
+        is_transposed: Whether the model has the weight with its last two dimensions swapped.
     """
 
     @property
@@ -77,26 +77,28 @@ class Decoder(Protocol):
     def is_transposed(self) -> bool: ...
 
     def spans(self, first: int, count: int) -> tuple[range, ...]:
-        """Return the byte range of each of ``packed`` that the numbers from ``first`` on are computed from."""
+        """Return, for each tensor in ``packed``, the byte range that ``count`` numbers from ``first`` on need."""
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        """Return ``count`` fp32 numbers of the flattened weight from ``first`` on, on the device of the bytes.
+        """Decode ``count`` numbers of the flattened weight from ``first`` on, fp32, on the device of the bytes.
+
+        Does not synchronize with the device.
 
         Args:
-            first: index of the first number in the flattened weight.
-            count: number of elements.
-            packed: the bytes of ``spans``: 1-D uint8 on any device, each aligned to four bytes. Does not synchronize.
+            packed: Bytes of each range of ``spans``: 1-D uint8 tensors on one device, aligned to four bytes.
         """
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
-        """Return whether some bytes of one of ``packed``, in host memory, decode to finite numbers.
+        """Return whether a range of bytes of one of the tensors in ``packed`` decodes to finite numbers.
 
-        They begin and end at multiples of four bytes, or with the tensor.
+        Args:
+            name: Name of the tensor.
+            packed: Bytes in host memory. The range starts and ends at multiples of four bytes, or with the tensor.
         """
 
 
 def decode(decoder: Decoder, first: int, count: int, read: ReadBytes) -> Tensor:
-    """Return ``count`` numbers of a flattened weight from ``first`` on, fp32."""
+    """Read and decode ``count`` numbers of a flattened weight from ``first`` on, fp32."""
     spans = zip(decoder.packed, decoder.spans(first, count), strict=True)
     return decoder.numbers(first, count, [read(name, span.start, len(span)) for name, span in spans])
 
@@ -112,15 +114,15 @@ def method_of(table: object) -> str:
 def find_decoders(
     shapes: Mapping[str, tuple[tuple[int, ...], str]], table: Mapping[str, Any], read: ReadBytes
 ) -> dict[str, Decoder]:
-    """Return the decoders of a folder's quantized weights, by name in the model's checkpoints.
+    """Return the decoders of a folder's quantized weights, by the names of the weights.
 
     Args:
-        shapes: shape and safetensors dtype by name of each tensor in the files.
+        shapes: Shape and safetensors dtype of each tensor in the files, by name.
         table: ``quantization_config`` of the config.
-        read: reads small tables that a decoder keeps.
+        read: Function that reads bytes of a tensor.
 
     Raises:
-        QuantizationError: the method, or this variant of it, is not supported.
+        QuantizationError: The method, or this variant of it, is not supported.
     """
     method = method_of(table)
     if method == "fp8":
@@ -174,7 +176,7 @@ class _Fp8:
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name == self.parts[1]:
-            # The product with the largest fp8 number must be finite, so no product has to be computed.
+            # Check the product with the largest fp8 number instead of computing all products.
             return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _LARGEST).all())
         magnitude = packed & 0x7F
         return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
@@ -188,7 +190,7 @@ def _find_fp8(shapes: Mapping[str, tuple[tuple[int, ...], str]], table: Mapping[
             continue
         scale = f"{name}_scale_inv"
         if scale not in shapes or len(shape) != 2 or not isinstance(size, list | tuple) or len(size) != 2:
-            raise QuantizationError(f"{name} is fp8 without scales of blocks ({scale}, weight_block_size)")
+            raise QuantizationError(f"{name} is fp8 without block scales ({scale}, weight_block_size)")
         block = (int(size[0]), int(size[1]))
         wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         if shapes[scale] != (wanted, "F32"):
@@ -215,8 +217,8 @@ class _Mxfp4:
         return range(start * _MX_BLOCK // 2, stop * _MX_BLOCK // 2), range(start, stop)
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        numbers = _halves(packed[0], _e2m1_pairs(packed[0].device)).view(-1, _MX_BLOCK)
-        # The bits of 2 ** (scale - 127), multiplied in fp32, because power functions differ between devices.
+        numbers = _unpack_pairs(packed[0], _e2m1_pairs(packed[0].device)).view(-1, _MX_BLOCK)
+        # Build 2 ** (scale - 127) from its bits, because power functions differ between devices.
         exponents = packed[1].to(torch.int32)
         scales = torch.where(exponents == 0, _SMALLEST_SCALE_BITS, exponents << 23).view(torch.float32)
         numbers *= scales[:, None]
@@ -228,17 +230,17 @@ class _Mxfp4:
 
 @functools.cache
 def _e2m1_pairs(device: torch.device) -> Tensor:
-    return _pairs(torch.tensor(_E2M1), high_first=False).to(device)
+    return _make_pair_table(torch.tensor(_E2M1), high_first=False).to(device)
 
 
-def _pairs(table: Tensor, *, high_first: bool) -> Tensor:
-    """Return the two numbers that each byte encodes, from a table [16]: [256, 2]."""
+def _make_pair_table(table: Tensor, *, high_first: bool) -> Tensor:
+    """Return the two numbers that each byte encodes, ``(256, 2)``, from a table of 16 numbers."""
     low, high = table.repeat(16), table.repeat_interleave(16)
     return torch.stack([high, low] if high_first else [low, high], dim=-1)
 
 
-def _halves(packed: Tensor, pairs: Tensor) -> Tensor:
-    """Return two numbers for each byte."""
+def _unpack_pairs(packed: Tensor, pairs: Tensor) -> Tensor:
+    """Decode each byte to two numbers."""
     return pairs.index_select(0, packed.to(torch.int32)).view(-1)
 
 
@@ -250,7 +252,7 @@ def _find_mxfp4(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
         whole = name.removesuffix("_blocks")
         scales = f"{whole}_scales"
         if len(shape) < 3 or shape[-1] != _MX_BLOCK // 2 or shapes.get(scales) != (shape[:-1], "U8"):
-            raise QuantizationError(f"{name} {list(shape)} has no {scales} of its shape")
+            raise QuantizationError(f"{name} {list(shape)} has no {scales} of a matching shape")
         found[whole] = _Mxfp4((name, scales), (*shape[:-2], shape[-2] * _MX_BLOCK))
     return found
 
@@ -269,7 +271,7 @@ class _Nested:
 @dataclass(frozen=True)
 class _Nf4:
     parts: tuple[str, ...]
-    packed: tuple[str, ...]  # numbers, scales, table; and the scales' own scales and table
+    packed: tuple[str, ...]  # names of the numbers, the scales, the table; and of the nested scales and their table
     shape: tuple[int, ...]
     block: int
     nested: _Nested | None
@@ -290,7 +292,7 @@ class _Nf4:
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
         blocks = self._blocks(first, count)
-        numbers = _halves(packed[0], _pairs(packed[2].view(torch.float32), high_first=True))
+        numbers = _unpack_pairs(packed[0], _make_pair_table(packed[2].view(torch.float32), high_first=True))
         numbers = functional.pad(numbers, (0, len(blocks) * self.block - numbers.numel()))
         numbers.view(-1, self.block).mul_(self._scales(blocks, packed)[:, None])
         return numbers[first - blocks.start * self.block :][:count]
@@ -321,7 +323,7 @@ def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes
     found: dict[str, Decoder] = {}
     for state_name in [name for name in shapes if ".quant_state." in name]:
         if not state_name.endswith(_NF4_STATE):
-            raise QuantizationError(f"{state_name} has another format than nf4")
+            raise QuantizationError(f"{state_name} has a format other than nf4")
         name = state_name.removesuffix(_NF4_STATE)
         state = json.loads(bytes(read(state_name, 0, math.prod(shapes[state_name][0])).tolist()))
         shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])

@@ -1,8 +1,8 @@
-"""Maps elements of source tensors to elements of a target tensor, so that any range of it can be made alone.
+"""Maps from elements of source tensors to elements of a target tensor, so that any range can be computed alone.
 
-The transforms between a model's tensors and its files only move elements: they stack, join, cut and transpose. A
-``Region`` is one such move: a strided box of a source that becomes a strided box of the target. With all regions of a
-target, any range of it can be made from ranges of its sources. No tensor has to be in memory as a whole.
+Most transforms between a model's tensors and its files only move elements: they stack, join, cut and transpose. A
+``Region`` describes one such move, of a strided box of a source to a strided box of the target. With all regions of a
+target, any range of the target can be copied from ranges of its sources. No tensor has to fit in memory.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ReadSpan", "Region", "aliasing", "read_regions", "region_of"]
-#: Elements that may be read per requested element. A box with wider gaps is read row by row ...
+__all__ = ["ReadSpan", "Region", "trace_regions", "read_regions", "region_of"]
+#: Maximum number of elements to read per requested element. A box with wider gaps is read row by row.
 _MAX_WASTE = 1.5
-#: ... unless its rows have fewer elements than this: then a call per row costs more than the bytes between rows.
+#: Shorter rows are read together with the gaps, because a call per row costs more than the additional bytes.
 _SHORT_ROW = 1 << 14
 
 
 class ReadSpan(Protocol):
-    """Reader of source tensors."""
+    """Function that reads source tensors."""
 
     def __call__(self, source: str, first: int, count: int, place: Tensor | None, /) -> Tensor:
-        """Return elements ``first`` to ``first + count`` of a source in memory order: 1-D.
+        """Return elements ``first`` to ``first + count`` of a source, in memory order, as a 1-D tensor.
 
-        Returns ``place`` if it is given and fits (1-D, contiguous, of that size); otherwise memory that is valid until
-        the following call.
+        Returns ``place`` if it is a suitable output (1-D, contiguous, of that size). Otherwise, the result is valid
+        until the next call.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a source that becomes a box of the target; both have ``shape``.
+    """A box of a source tensor that becomes a box of the target tensor. Strides are in elements.
 
     Attributes:
-        source: name of the source tensor.
-        shape: dimensions of both boxes.
-        source_strides: in elements.
-        target_strides: in elements.
-        source_start: first element in the contiguous source.
-        target_start: first element in the contiguous target.
+        source: Name of the source tensor.
+        shape: Shape of both boxes.
+        source_start: Index of the first element in the contiguous source.
+        target_start: Index of the first element in the contiguous target.
     """
 
     source: str
@@ -55,7 +53,7 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements moved."""
+        """Number of elements in the box."""
         count = 1
         for size in self.shape:
             count *= size
@@ -63,19 +61,19 @@ class Region:
 
     @property
     def source_span(self) -> int:
-        """Elements of the source from the first to the last one."""
+        """Number of source elements from the first to the last element of the box."""
         return _span(self.shape, self.source_strides)
 
     @property
     def can_be_read_in_place(self) -> bool:
-        """Whether reading any range of it reads little else of the source, unlike a transposed tensor."""
+        """Whether any range can be read without reading many other elements, unlike in a transposed tensor."""
         if self.num_elements == 0:
             return True
-        merged = _merged(self)
+        merged = _merge_dimensions(self)
         return merged.source_span <= _MAX_WASTE * merged.num_elements or merged.source_strides[-1] == 1
 
     def rows(self, first: int, stop: int) -> Region:
-        """Return the rows from ``first`` up to, but not including, ``stop`` of the outermost dimension."""
+        """Return the rows from ``first`` to ``stop``, exclusive, of the outermost dimension."""
         return replace(
             self,
             shape=(stop - first, *self.shape[1:]),
@@ -84,7 +82,7 @@ class Region:
         )
 
     def row(self, number: int) -> Region:
-        """Return one of its rows, without the outermost dimension."""
+        """Return one row, without the outermost dimension."""
         row = self.rows(number, number + 1)
         return replace(
             row,
@@ -94,14 +92,14 @@ class Region:
         )
 
     def within(self, start: int, stop: int) -> Iterator[Region]:
-        """Yield boxes that cover its elements within ``start`` to ``stop`` of the target."""
+        """Yield boxes that cover the elements of this region in the range ``start`` to ``stop`` of the target."""
         span = _span(self.shape, self.target_strides)
         if self.num_elements == 0 or self.target_start >= stop or self.target_start + span <= start:
             return
         if start <= self.target_start and self.target_start + span <= stop:
             yield self
             return
-        # More than one element: a single one would be fully inside or outside.
+        # The region has more than one element here, because a single element is fully inside or outside.
         size, stride = self.shape[0], self.target_strides[0]
         row_span = _span(self.shape[1:], self.target_strides[1:])
         first_whole = max(0, -(-(start - self.target_start) // stride))
@@ -117,7 +115,7 @@ class Region:
 
 
 def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
-    """Return the region between two views of equal shape; only their shape, strides and offset are used."""
+    """Return the region that maps a view of the source to a view of the target with equal shape."""
     assert source_view.shape == target_view.shape, (source, source_view.shape, target_view.shape)
     return Region(
         source,
@@ -130,25 +128,25 @@ def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
 
 
 def read_regions(regions: Sequence[Region], start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
-    """Fill ``out`` with the elements from ``start`` on of the tensor that ``regions`` make.
+    """Fill ``out`` with the elements of the target from ``start`` on.
 
     Args:
-        regions: regions that together make the target.
-        start: first requested element of the target.
-        out: 1-D contiguous, any dtype; written where regions reach.
-        read: reads the sources.
-        max_elements: maximum number of elements per read.
+        regions: All regions of the target.
+        start: Index of the first requested element in the target.
+        out: 1-D contiguous output of any dtype. Elements outside of all regions are not changed.
+        read: Function that reads the sources.
+        max_elements: Maximum number of elements per read.
     """
     for region in regions:
-        for box in _merged(region).within(start, start + out.numel()):
-            _copy(box, start, out, read, max_elements)
+        for box in _merge_dimensions(region).within(start, start + out.numel()):
+            _copy_box(box, start, out, read, max_elements)
 
 
-def _copy(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
-    box = _merged(box)
+def _copy_box(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
+    box = _merge_dimensions(box)
     span, size, stride = box.source_span, box.shape[0], max(1, box.source_strides[0])
     row_span = _span(box.shape[1:], box.source_strides[1:])
-    # Read the gaps between rows if that costs less than a separate read per row.
+    # Read the gaps between rows if this costs less than a separate read per row.
     takes_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
     if span <= max_elements and takes_gaps:
         place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
@@ -159,15 +157,15 @@ def _copy(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements: in
         return
     if not takes_gaps or row_span > max_elements:
         for number in range(size):
-            _copy(box.row(number), start, out, read, max_elements)
+            _copy_box(box.row(number), start, out, read, max_elements)
         return
     step = (max_elements - row_span) // stride + 1
     for first in range(0, size, step):
-        _copy(box.rows(first, min(first + step, size)), start, out, read, max_elements)
+        _copy_box(box.rows(first, min(first + step, size)), start, out, read, max_elements)
 
 
-def _merged(region: Region) -> Region:
-    """Return an equal region with as few dimensions as possible."""
+def _merge_dimensions(region: Region) -> Region:
+    """Return an equivalent region with as few dimensions as possible."""
     dimensions = [
         (size, source, target)
         for size, source, target in zip(region.shape, region.source_strides, region.target_strides, strict=True)
@@ -188,8 +186,8 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-class _Aliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which ``contiguous`` and ``clone`` return views, so that the strides of an output locate its elements."""
+class _AliasingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which ``contiguous`` and ``clone`` return views, so that an output's strides locate its elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -199,23 +197,23 @@ class _Aliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def aliasing(
+def trace_regions(
     shapes: Mapping[str, torch.Size],
     convert: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, list[Region]] | None:
     """Return the regions of a conversion's outputs, or None if it does more than cut and transpose its inputs.
 
     Args:
-        shapes: shapes by input name.
-        convert: the conversion, called with a function that returns an input by name; runs on the meta device.
+        shapes: Shapes by input name.
+        convert: Conversion, which is called with a function that returns meta tensors by input name.
     """
     inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {value.untyped_storage()._cdata: name for name, value in inputs.items()}
     try:
-        with _Aliasing():  # type: ignore[no-untyped-call]
+        with _AliasingMode():  # type: ignore[no-untyped-call]
             outputs = convert(inputs.__getitem__)
     except RuntimeError:
-        return None  # it changes values, or needs an order of elements that the view does not have
+        return None  # the conversion changes values, or needs contiguous memory
     found: dict[str, list[Region]] = {}
     for target, value in outputs.items():
         source = names.get(value.untyped_storage()._cdata)

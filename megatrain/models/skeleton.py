@@ -1,4 +1,4 @@
-"""A Hugging Face model without its weights: parameters on the meta device, buffers real."""
+"""Construction of Hugging Face models without weights: parameters are on the meta device, buffers are real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "build_skeleton",
     "dtypes_when_loaded",
     "multimodal_class",
-    "reads_more_than_text",
+    "is_multimodal",
     "resolve_config",
     "rows_are_documents",
 ]
@@ -34,17 +34,17 @@ __all__ = [
 def resolve_config(
     config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, takes_quantized: bool = False
 ) -> PretrainedConfig:
-    """Return a new configuration: read from a folder, or copied from the given one.
+    """Read a configuration from a folder, or copy an existing one.
 
     Args:
-        config_or_folder: As in `converted_graph`.
-        trust_remote_code: As in `converted_graph`.
-        takes_quantized: Whether quantized weights are allowed, because they are frozen and decoded. The returned
+        config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
+        trust_remote_code: Whether to run model code from the folder.
+        takes_quantized: Whether quantized weights are allowed, because they are frozen and decoded. Then the returned
             configuration has no quantization.
 
     Raises:
-        UnsupportedModelError: the weights are quantized.
-        ModelFolderError: the folder has no usable `config.json`.
+        UnsupportedModelError: The weights are quantized and `takes_quantized` is False.
+        ModelFolderError: The folder has no usable `config.json`.
     """
     if isinstance(config_or_folder, str | Path):
         config = _read_config(config_or_folder, trust_remote_code)
@@ -58,18 +58,18 @@ def resolve_config(
         where = f"'{Path(config_or_folder, 'config.json')}'" if is_folder else "its config"
         raise UnsupportedModelError(
             str(config.model_type),
-            f"by {where} its weights are quantized{_method(quantization)}, and full-parameter training needs "
-            "floating-point weights. "
+            f"according to {where}, its weights are quantized{_format_method(quantization)}, but full-parameter "
+            "training needs floating-point weights. "
             f"Train adapters: [lora]. Or {PLAIN_ADVICE[0].lower()}{PLAIN_ADVICE[1:]}",
         )
     return config
 
 
-def _method(quantization: Any) -> str:
-    """Return `` (METHOD)`` of a `quantization_config`, or "" if it has no method."""
+def _format_method(quantization: Any) -> str:
+    """Return the method of a `quantization_config` as `` (METHOD)``, or "" if it has no method."""
     if not isinstance(quantization, dict):
         return f" ({type(quantization).__name__})"
-    is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # its early folders record no method
+    is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # early folders do not store the method
     method = quantization.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
     return f" ({method})" if method else ""
 
@@ -94,23 +94,23 @@ def build_skeleton(
     text_only: bool = False,
     converters: Sequence[ModelConverter] = (),
 ) -> PreTrainedModel:
-    """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
+    """Build the model of `config`, with parameters on the meta device and all buffers on the CPU.
 
-    The class comes from a converter, or is the causal language model. The multimodal class is used if `config.json`
-    names it, or if there is no causal language model.
+    A converter can provide the class. Otherwise, the class is the causal language model, or the multimodal class if
+    `config.json` names it or if there is no causal language model.
 
     Args:
-        config: Used and changed by the model, so pass a copy.
-        attn_implementation: As in transformers; "auto" leaves the choice to transformers.
-        trust_remote_code: Allow model code that comes with the model.
-        dtype: Declared dtype of parameters and buffers; tables that transformers keeps in fp32 stay fp32.
-        text_only: Always take the causal language model, because without a folder no other weights can be copied.
-        converters: Called with the model before its buffers are made, and again when it is complete.
+        config: Configuration, which the model keeps and changes.
+        attn_implementation: Attention implementation of transformers. "auto" for the default of transformers.
+        trust_remote_code: Whether to run model code from the folder.
+        dtype: dtype of parameters and buffers, except those that transformers keeps in fp32.
+        text_only: Whether to use only the causal language model, never the multimodal class.
+        converters: Converters, called before the buffers are created, and again when the model is complete.
 
     Raises:
-        UnsupportedModelError: transformers has no class for the configuration with a trainable language model, or a
-            buffer cannot be made without the model's weights.
-        TransformersVersionError: the installed transformers lacks internals that this package uses.
+        UnsupportedModelError: transformers has no class with a trainable language model for the configuration, or a
+            buffer cannot be created without the model's weights.
+        TransformersVersionError: The installed transformers lacks internals that this package uses.
     """
     check_internals()
     from transformers import AutoModelForCausalLM
@@ -128,69 +128,69 @@ def build_skeleton(
                 given._from_config(config, **options)
                 if given is not None
                 else multimodal._from_config(config, **options)
-                if multimodal is not None and _is_wanted(multimodal, config)
+                if multimodal is not None and _is_folder_class(multimodal, config)
                 else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
             )
-    except Exception as error:  # model families raise different types
-        raise UnsupportedModelError(_name(config), _why_not_built(error, text_only)) from error
+    except Exception as error:  # the model families raise different types of errors
+        raise UnsupportedModelError(_model_name(config), _explain_failure(error, text_only)) from error
     with torch.device("meta"):
         model.tie_weights()
     for converter in converters:
         converter.take_out(model)
     _keep_fp32(model, dtype)
-    _make_buffers(model)
+    _create_buffers(model)
     model.train()
     for converter in converters:
         converter.convert(model)
     return model
 
 
-def reads_more_than_text(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
-    """Return whether a model, or a class of models, also takes images or sounds."""
+def is_multimodal(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
+    """Return whether a model, or a model class, also has images or audio as inputs."""
     modalities = model.input_modalities
     return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
 
 
 def multimodal_class(config: PretrainedConfig) -> Any:
-    """Return the multimodal class that transformers has for the configuration, or None.
+    """Return the multimodal class of transformers for a configuration, or None.
 
-    A configuration without a separate text part does not show what belongs to the language model, so it gives None.
+    Returns None for a configuration without a separate text part, because it does not define the language model.
     """
     from transformers import AutoModelForMultimodalLM
 
     found = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
-    if found is not None and reads_more_than_text(found) and config.get_text_config() is config:
+    if found is not None and is_multimodal(found) and config.get_text_config() is config:
         return None
     return found
 
 
-def _is_wanted(multimodal: type, config: PretrainedConfig) -> bool:
-    """Return whether the folder has that class: a configuration may also belong to a causal language model."""
+def _is_folder_class(multimodal: type, config: PretrainedConfig) -> bool:
+    """Return whether the folder's model has the multimodal class, not the causal language model class."""
     from transformers import AutoModelForCausalLM
 
     names = getattr(config, "architectures", None) or ()
     return multimodal.__name__ in names or type(config) not in AutoModelForCausalLM._model_mapping
 
 
-def _name(config: PretrainedConfig) -> str:
-    """Return the name of a model for messages: its type and its config file."""
+def _model_name(config: PretrainedConfig) -> str:
+    """Return the model's type and the path of its config, for messages."""
     folder = str(getattr(config, "name_or_path", "") or "")
     return f"{config.model_type} of {Path(folder) / 'config.json'}" if folder else str(config.model_type)
 
 
-def _why_not_built(error: Exception, text_only: bool) -> str:
+def _explain_failure(error: Exception, text_only: bool) -> str:
     if "Unrecognized configuration class" in str(error):
-        text = "transformers has no causal language model for it. Take a decoder: a model whose config.json names an "
+        text = "transformers has no causal language model for it. Use a decoder: a model whose config.json names an "
         text += "architecture that ends in ForCausalLM"
         if text_only:
-            text += ". One that reads images as well can be trained by `run`, from a folder with weights"
+            text += ". `run` can also train models that read images, from a folder with weights"
         return text
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return f"transformers cannot build it ({reason}). Check the values of config.json, or copy or download it again"
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Declare parameters as fp32 that transformers never lowers, as `from_pretrained` does."""
+    """Change the parameters that transformers always keeps in fp32 to fp32, as `from_pretrained` does."""
     parameters = dict(model.named_parameters())
     for name in _names_in_fp32(model, parameters, dtype):
         if parameters[name].is_floating_point():
@@ -198,7 +198,7 @@ def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Return the `names` that `from_pretrained` keeps in fp32 when called with `dtype`."""
+    """Return the names of the tensors that `from_pretrained` keeps in fp32 if it is called with `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -211,7 +211,7 @@ def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dt
 def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter and buffer after `from_pretrained` with `dtype`.
 
-    The model's code declares the dtype of some; rules keep others in fp32.
+    The model's code sets the dtype of some tensors, and rules of transformers keep others in fp32.
     """
     from transformers.initialization import no_init_weights
 
@@ -221,11 +221,11 @@ def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, 
     return found | dict.fromkeys(_names_in_fp32(other, found, dtype), torch.float32)
 
 
-def _make_buffers(model: PreTrainedModel) -> None:
-    """Allocate every buffer and let the model's initialization rules fill it.
+def _create_buffers(model: PreTrainedModel) -> None:
+    """Allocate all buffers and fill them by the model's initialization rules.
 
-    Parameters are flagged as initialised meanwhile, so that only buffers are filled. Floating buffers start as NaN,
-    which reveals buffers without a rule; the checkpoint supplies the persistent ones among them.
+    Parameters are flagged as initialised meanwhile, so that the rules fill only buffers. Floating-point buffers start
+    as NaN, to detect buffers without a rule. The checkpoint provides the values of persistent buffers without a rule.
     """
     from transformers import initialization
 
@@ -253,7 +253,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
     if left:
         raise UnsupportedModelError(
             type(model).__name__,
-            f"the model's code has no rule to make its buffers {', '.join(sorted(left)[:4])} without its weights",
+            f"the model's code cannot compute its buffers {', '.join(sorted(left)[:4])} without its weights",
         )
 
 
@@ -274,8 +274,8 @@ def _has_nan(buffer: torch.Tensor) -> bool:
 def rows_are_documents() -> Iterator[None]:
     """Make transformers assume that every row is one document, so that causal attention needs no mask.
 
-    Otherwise it searches for position restarts and padding. On fake tensors it cannot, and makes a mask of [S, S].
-    Not thread-safe.
+    Otherwise, transformers searches for position restarts and padding. With fake tensors, this search is impossible,
+    so transformers would create a dense mask, ``(S, S)``. Not thread-safe.
     """
     from transformers import masking_utils
 

@@ -1,4 +1,4 @@
-"""A scaled-down copy of a model in memory: the same family and kinds of layers, but narrow and few."""
+"""Scaled-down copies of models, with the same family and types of layers, but with fewer and narrower layers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ VOCABULARY = 512
 LARGEST_NUM_PARAMETERS = 50_000_000
 HEADS, HEAD_DIM = 4, 16
 _MIN_LAYERS, _MAX_LAYERS = 3, 8
-_NOISE = 0.05  # on every weight, so that weights that start at zero also matter
+_NOISE = 0.05  # standard deviation of the noise on every weight, so that no weight is zero
 
-#: Upper limits of sizes; smaller values stay. Names of transformers' configs.
+#: Upper limits of widths, by key of transformers' configs.
 _WIDTHS: dict[str, int] = {
     name: number
     for number, names in {
@@ -52,8 +52,8 @@ _COUNTS: dict[str, int] = {
     for name in names.split()
 }
 
-#: Names of a scan's expansion, number of heads and width of a head.
-_SCANS = (
+#: Config keys of a scan's expansion, number of heads and head width.
+_SCAN_KEYS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
     ("expand", "num_heads", "head_dim"),
@@ -71,35 +71,35 @@ def small_model(
     """Return a scaled-down copy of the model of ``config``, in fp32 on the CPU, with random weights.
 
     Args:
-        config: configuration of the whole model.
-        attn_implementation: as in transformers, or "auto".
-        seed: seed that the weights are drawn with.
-        num_layers: minimum number of layers, if the model has that many.
-        needs_head: False if the layers suffice, e.g. for a text part without a causal language model class.
+        config: Configuration of the original model.
+        attn_implementation: Attention implementation of transformers, or "auto".
+        seed: Seed of the weights.
+        num_layers: Minimum number of layers, if the original model has that many.
+        needs_head: Whether the copy must have a head. False allows a text part without a causal language model class.
 
     Raises:
-        UnsupportedModelError: no small copy can be built and run.
+        UnsupportedModelError: No small copy can be built and run.
     """
     problem: Exception | None = None
-    for small in _smaller_and_smaller(config, num_layers):
+    for small in _shrunken_configs(config, num_layers):
         try:
             model = build(small, attn_implementation, seed, needs_head=needs_head)
             with torch.no_grad():
                 model(input_ids=torch.arange(8)[None], use_cache=False)
-        except Exception as error:  # each family validates its config differently
+        except Exception as error:  # the model families raise different types of errors for invalid configs
             problem = problem or error
             continue
         return model
     reason = f"{type(problem).__name__}: {problem}" if problem else "every copy is still too large"
     raise UnsupportedModelError(
         str(config.model_type),
-        f"no small copy of it can be made ({reason}). `verify` without CONFIG uses a small Llama; model.mlp_rows also "
-        "needs one",
+        f"no small copy of it can be built ({reason}). `verify` without CONFIG uses a small Llama; model.mlp_rows also "
+        "needs a small copy",
     )
 
 
 def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, needs_head: bool = True) -> PreTrainedModel:
-    """Return the fp32 model of a small config with seeded weights, on the CPU; ``needs_head`` as in `small_model`."""
+    """Build the model of a small config in fp32 on the CPU, with seeded weights; see `small_model`."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     has_head = needs_head or type(config) in AutoModelForCausalLM._model_mapping
@@ -108,7 +108,7 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
     with torch.device("meta"):
         size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST_NUM_PARAMETERS:
-        raise ValueError(f"{size:,} parameters are too many for a quick proof")
+        raise ValueError(f"{size:,} parameters are too many for a quick test")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, **options)
@@ -118,8 +118,8 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
     return model
 
 
-def _smaller_and_smaller(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
-    """Yield copies to try: narrow; narrow with the original head size; with all original widths."""
+def _shrunken_configs(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
+    """Yield scaled-down configs to try: narrow; narrow with the original head width; with all original widths."""
     for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
@@ -127,7 +127,7 @@ def _smaller_and_smaller(config: PretrainedConfig, num_layers: int) -> Iterator[
         try:
             _shrink(values, config, num_layers, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
             yield type(config).from_dict(values)
-        except Exception:  # this copy breaks a rule of the family: the next one keeps more of the original
+        except Exception:  # the model family rejects this config; the next one is closer to the original
             continue
 
 
@@ -137,7 +137,7 @@ def _shrink(
     names = dict(getattr(config, "attribute_map", None) or {})
     _shrink_depth(values, names.get("num_hidden_layers", "num_hidden_layers"), num_layers)
     for name, most in _COUNTS.items():
-        _lower(values, names.get(name, name), most)
+        _limit(values, names.get(name, name), most)
     if not keeps_widths:
         heads_key = names.get("num_attention_heads", "num_attention_heads")
         hidden_key = names.get("hidden_size", "hidden_size")
@@ -155,17 +155,17 @@ def _shrink(
             is_latent = "kv_lora_rank" in values
             values["num_key_value_heads"] = new_heads if is_latent else max(1, new_heads * groups // heads)
         for name, most in _WIDTHS.items():
-            _lower(values, names.get(name, name), most)
-        _match_scan(values, hidden_key)
+            _limit(values, names.get(name, name), most)
+        _fit_scan_width(values, hidden_key)
     for name, value in list(values.items()):
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            values[name] = 0.0  # two programs draw different random numbers
+            values[name] = 0.0  # dropout would differ between the compared programs
         elif name.endswith("_token_id") and value is not None:
-            values[name] = _small_token(value)
+            values[name] = _limit_token(value)
 
 
 def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
-    """Keep the first layers: enough to include every kind of layer in the config's per-layer lists."""
+    """Keep the first layers: enough to include every type of layer in the config's per-layer lists."""
     depth = int(values[key])
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
     kept = min(depth, num_layers)
@@ -177,14 +177,14 @@ def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
     for name, value in lists.items():
         values[name] = value[:kept]
     for name, value in values.items():
-        # A table by layer number.
+        # Shorten tables that are keyed by layer number.
         if isinstance(value, dict) and value and all(is_number(str(number)) for number in value):
             values[name] = {number: item for number, item in value.items() if int(number) < kept}
 
 
-def _match_scan(values: dict[str, Any], hidden_key: str) -> None:
-    """Set the head width of a scan so that all heads together equal the layer's expansion, as some families require."""
-    for expand, heads, width in _SCANS:
+def _fit_scan_width(values: dict[str, Any], hidden_key: str) -> None:
+    """Set a scan's head width so that the total width of the heads equals the expansion, as some families require."""
+    for expand, heads, width in _SCAN_KEYS:
         if all(isinstance(values.get(name), int) for name in (expand, heads)) and width in values:
             inner = values[expand] * values[hidden_key]
             if isinstance(values.get("mamba_d_ssm"), int):
@@ -192,7 +192,7 @@ def _match_scan(values: dict[str, Any], hidden_key: str) -> None:
             values[width] = inner // values[heads]
 
 
-def _lower(values: dict[str, Any], name: str, most: int) -> None:
+def _limit(values: dict[str, Any], name: str, most: int) -> None:
     value = values.get(name)
     if isinstance(value, int) and not isinstance(value, bool):
         values[name] = min(value, most)
@@ -200,9 +200,9 @@ def _lower(values: dict[str, Any], name: str, most: int) -> None:
         values[name] = [min(item, most) for item in value]
 
 
-def _small_token(value: Any) -> Any:
+def _limit_token(value: Any) -> Any:
     if isinstance(value, list):
-        return [_small_token(item) for item in value]
+        return [_limit_token(item) for item in value]
     return value if value < VOCABULARY else 0
 
 
@@ -211,14 +211,12 @@ _NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # words
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A model folder with weights and config, a tokenizer, and text to train on.
+    """Paths and facts of a small model, its tokenizer, and text to train on.
 
     Attributes:
-        folder: folder of the written model.
-        text: JSON lines.
-        family: ``model_type``.
-        num_layers: layers of the copy.
-        num_parameters: parameters of the copy.
+        folder: Folder of the model.
+        text: File of JSON lines.
+        family: ``model_type`` of the config.
     """
 
     folder: Path
@@ -230,7 +228,7 @@ class SmallModel:
 
 
 def _default_config() -> PretrainedConfig:
-    """Return the config of a small Llama."""
+    """Return the config of a small Llama, the default for small models."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -246,7 +244,7 @@ def _default_config() -> PretrainedConfig:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars for small models."""
+    """Disable transformers' progress bars within the context."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -261,13 +259,13 @@ def no_progress_bars() -> Iterator[None]:
 def write_small_model(
     config: PretrainedConfig | None, folder: Path, *, attn_implementation: str, seed: int
 ) -> SmallModel:
-    """Write a scaled-down copy of ``config`` with random weights, a tokenizer, and text.
+    """Write a scaled-down copy of a model with random weights, a tokenizer, and text.
 
     Args:
-        config: config of the whole model; None for a small Llama.
+        config: Config of the original model. None for a small Llama.
 
     Raises:
-        UnsupportedModelError: no small copy can be built and run.
+        UnsupportedModelError: No small copy can be built and run.
     """
     config = config or _default_config()
     model = small_model(config, attn_implementation, seed)
@@ -280,7 +278,7 @@ def write_small_model(
 
 
 def _write_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer whose words are its token numbers, in a separate folder without a model family."""
+    """Write a tokenizer whose words spell the token ids, to a folder without ``config.json``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()
@@ -294,7 +292,7 @@ def _write_tokenizer(folder: Path) -> Path:
 
 
 def _write_text(path: Path, seed: int) -> Path:
-    """Write documents of many lengths, so that rows are packed, cut and padded."""
+    """Write documents of many different lengths, so that training packs, splits and pads them."""
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(_NUM_DOCUMENTS):

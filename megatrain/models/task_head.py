@@ -1,8 +1,8 @@
-"""A head that replaces the language model's head: a folder need not have it, and may have others.
+"""Task heads, which replace the head of the language model, such as the head of a reward model.
 
-A reward model usually starts from the folder of a language model, which lacks the reward head. So the head starts with
-random weights. The reward model has no place for the language model's head (``lm_head``), so an export leaves it out
-and changes ``config.json``. A converter records all this on the skeleton; the loader and the export read it.
+A reward model usually starts from the folder of a language model, which has no reward head. So the reward head starts
+with random weights. An export omits the head of the language model (``lm_head``) and changes ``config.json``. A
+converter records the task head on the skeleton, where the loader and the export read it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TaskHead", "give_head", "head_modules", "head_of", "ways_of_other_classes"]
+__all__ = ["TaskHead", "set_head", "head_modules", "head_of", "other_class_advice"]
 
 _ATTRIBUTE = "_megatrain_task_head"
-_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # suffixes of class names
+_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # class name suffixes of unsupported tasks
 
 
 @dataclass(frozen=True)
 class TaskHead:
-    """Differences between a folder and a model with such a head.
+    """Differences between a folder and a model with a task head.
 
     Attributes:
-        own: Pattern of parameter names that are initialised if the folder lacks them.
-        others: Pattern of tensor names that are dropped, also from an export, if the model has no place for them.
-        config: Keys that an export sets in ``config.json``.
+        own: Pattern of the head's parameter names. They are initialised if the folder lacks them.
+        others: Pattern of the tensor names of other heads, which are neither loaded nor exported.
+        config: Values that an export sets in ``config.json``.
     """
 
     own: str
@@ -36,12 +36,12 @@ class TaskHead:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def is_left_out(self, name: str) -> bool:
-        """Return whether a tensor, by its name in the model, belongs to another head."""
+        """Return whether a tensor, given its name in the model, belongs to another head."""
         return re.search(self.others, name) is not None
 
 
-def give_head(model: PreTrainedModel, head: TaskHead) -> None:
-    """Record a head on a skeleton. Adds its names to transformers' lists of missing and unexpected keys."""
+def set_head(model: PreTrainedModel, head: TaskHead) -> None:
+    """Record a task head on a skeleton, and make transformers allow missing ``own`` and unexpected ``others``."""
     own: Any = cast("Any", model).__dict__
     own[_ATTRIBUTE] = head
     for key, pattern in (("missing", head.own), ("unexpected", head.others)):
@@ -50,13 +50,13 @@ def give_head(model: PreTrainedModel, head: TaskHead) -> None:
 
 
 def head_of(model: PreTrainedModel) -> TaskHead | None:
-    """Return the head recorded on a skeleton, or None for a language model."""
+    """Return the task head of a skeleton, or None for a language model."""
     found: TaskHead | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def head_modules(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the modules with parameters outside of transformers' base model."""
+    """Return the paths of the top-level modules with parameters, except the base model of transformers."""
     prefix = model.base_model_prefix
     return [
         path
@@ -65,13 +65,13 @@ def head_modules(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def ways_of_other_classes(names: Iterable[str]) -> str:
-    """Return how to train a folder whose class is for a task other than text, or "" if no class is."""
+def other_class_advice(names: Iterable[str]) -> str:
+    """Return advice on training a folder whose model class is for another task, or "" if it is a language model."""
     other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
     if other is None:
         return ""
     return (
-        f'config.json names {other}, which is no causal language model. Write task = "reward" for rewards. Train '
-        "classifiers and other kinds from Python with megatrain.offload, or with transformers' Trainer or TRL's "
-        "RewardTrainer by megatrain.hf.offloaded(...)"
+        f'config.json names {other}, which is not a causal language model. Set task = "reward" for rewards. Train '
+        "classifiers and other models from Python with megatrain.offload, or use megatrain.hf.offloaded(...) with "
+        "transformers' Trainer or TRL's RewardTrainer"
     )

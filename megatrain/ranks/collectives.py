@@ -1,13 +1,13 @@
-"""Transfers between ranks: gather, exchange, scatter, gather to one rank. They add nothing.
+"""Transfers between ranks, without any arithmetic: gather, exchange, scatter, gather to one rank.
 
-torch.distributed carries bytes, gloo between host memory and NCCL between GPUs. Its reductions are not used: their
-order of additions depends on the number of ranks, the topology and the library. So the project's own kernels compute
-every number of a run.
+torch.distributed transfers the bytes, with gloo between host memory and NCCL between GPUs. Its reductions are not used,
+because their order of additions depends on the number of ranks, the topology and the library. The project's own kernels
+compute all sums of a run.
 
-Ranks are all on one host, or each on a separate host. So all other ranks are behind the same link.
+Either all ranks are on one host, or each rank is on a separate host. So all other ranks are behind the same link.
 
-Collectives are matched by their order, and a rank that skips one makes all others wait forever. So only ticks of a
-program issue them, which are the same on all ranks (`check_same`) and do not depend on data. Without a program,
+Collectives are matched by their order. If a rank skips one, all others wait forever. Therefore only the ticks of a
+program issue them. Programs are equal on all ranks (`check_same`) and do not depend on data. Without a program,
 collectives are announced first (`megatrain.embed.shared`).
 """
 
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class RanksDifferError(WorldError):
-    """Ranks would issue different collectives. Raised on all ranks."""
+    """Ranks differ in something that determines their collectives. Raised on all ranks."""
 
 
 def check_same(
@@ -45,16 +45,16 @@ def check_same(
     parts: Mapping[str, str],
     advice: str = "Start all of them with the same config, data and versions",
 ) -> None:
-    """Refuse parts that differ between ranks. A collective; if all ranks agree, it sends only one digest.
+    """Check that all ranks have equal texts. A collective, which sends only one digest if the texts are equal.
 
     Args:
-        gather: Returns every rank's item, by rank.
-        what: Name of the compared thing: ``"config"``.
-        parts: Name -> text of each part, in the order of comparison.
+        gather: Collective that returns every rank's item, by rank.
+        what: Name of what is compared, such as ``"config"``.
+        parts: Texts to compare, by name, in the order of the comparison.
         advice: Remedy for a difference.
 
     Raises:
-        RanksDifferError: Names the first part that differs, and its text on two ranks. Raised on all ranks.
+        RanksDifferError: A text differs. The message contains the text on two ranks. Raised on all ranks.
     """
     digests = {name: xxh3_128_hexdigest(text.encode()) for name, text in parts.items()}
     if len(set(gather(xxh3_128_hexdigest(repr(digests).encode())))) == 1:
@@ -65,7 +65,7 @@ def check_same(
     texts = gather(parts.get(name, "nothing"))
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     raise RanksDifferError(
-        f"the ranks do not have the same {what}: {name} is {texts[0]} on rank 0, and {texts[other]} on rank {other}. "
+        f"the ranks do not have the same {what}: {name} is {texts[0]} on rank 0, but {texts[other]} on rank {other}. "
         f"{advice}"
     )
 
@@ -73,14 +73,14 @@ def check_same(
 class Collectives:
     """Transfers between the ranks of a process group. Used by one thread.
 
-    Tensors are contiguous, of any dtype, and on the group's device: the host with gloo, a GPU with NCCL. On a GPU,
-    collectives are queued on the current stream. On the host they are complete when the call returns, or, with
-    ``is_async``, after a wait for the returned work.
+    Tensors must be contiguous and on the group's device: the host with gloo, a GPU with NCCL. On a GPU, collectives are
+    queued on the current stream. On the host, a collective is complete when the call returns, or, with ``is_async``,
+    after a wait for the returned work.
 
     Args:
-        group: Process group of the ranks; None for the default group.
-        tier: Name of the tier with the tensors of ``gather`` and ``exchange``, used in the names of links.
-        num_hosts: Number of hosts of the default group's ranks: 1, or one host for each rank.
+        group: Process group of the ranks. None for the default group.
+        tier: Name of the tier with the tensors of ``gather`` and ``exchange``, for the names of links.
+        num_hosts: Number of hosts: 1, or one host per rank.
 
     Attributes:
         rank: Number of this process, from 0.
@@ -96,20 +96,20 @@ class Collectives:
         assert num_hosts in (1, self.size), f"{self.size} ranks on {num_hosts} hosts"
         self._place = PEER if num_hosts == 1 else NETWORK
         self.moved_bytes: Counter[str] = Counter(dict.fromkeys(peer_links(tier, self.size, num_hosts), 0))
-        # torch 2.13 deprecates the name in earlier versions.
+        # torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def serves(self, device_type: str) -> bool:
-        """Return whether the group has a backend for the memory of a device type: ``"cpu"``, ``"cuda"``."""
+        """Return whether the group has a backend for a device type, ``"cpu"`` or ``"cuda"``."""
         return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
     def gather(self, full: Tensor, shard: Tensor, *, is_async: bool = False) -> Work | None:
-        """Write the shards of all ranks into ``full``, one after the other.
+        """Concatenate the shards of all ranks into ``full``, in the order of the ranks.
 
         Args:
-            full: [ranks * N]; written.
-            shard: [N], the same length on all ranks.
-            is_async: Whether the collective may still run when the call returns, on the host.
+            full: Output, ``(ranks * N,)``.
+            shard: ``(N,)``, with the same length on all ranks.
+            is_async: Whether to return before the collective is complete. Only on the host.
         """
         assert full.numel() == self.size * shard.numel() and full.dtype == shard.dtype, (full.shape, shard.shape)
         self._count((self.size - 1) * _nbytes(shard), (self.size - 1) * _nbytes(shard))
@@ -125,11 +125,11 @@ class Collectives:
         *,
         is_async: bool = False,
     ) -> Work | None:
-        """Send each rank its part of ``sent``, and write the parts from all ranks into ``received``, in their order.
+        """Send each rank its part of ``sent``, and write the parts from all ranks to ``received``, by rank.
 
         Args:
-            received: 1-D, as long as the sum of its lengths; written.
-            sent: 1-D, as long as the sum of its lengths.
+            received: 1-D output. Its length is the sum of ``received_lengths``.
+            sent: 1-D input. Its length is the sum of ``sent_lengths``.
             received_lengths: Number of elements from each rank.
             sent_lengths: Number of elements to each rank.
         """
@@ -144,38 +144,39 @@ class Collectives:
         return work
 
     def scatter(self, shard: Tensor, shards: Sequence[Tensor] | None, source: int) -> None:
-        """Write the n-th of ``shards``, provided by rank ``source``, into ``shard`` on rank n.
+        """Send one tensor from rank ``source`` to each rank.
 
         Args:
-            shard: [N], the same length on all ranks; written.
-            shards: One for each rank, only on the source.
+            shard: Output, ``(N,)``, with the same length on all ranks.
+            shards: Tensors to send, by rank. None on all ranks except ``source``.
         """
         self._dist.scatter(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], source, group=self._group
         )
 
     def collect(self, shard: Tensor, shards: Sequence[Tensor] | None, target: int) -> None:
-        """Write ``shard`` of rank n into the n-th of ``shards`` on rank ``target``.
+        """Send one tensor from each rank to rank ``target``.
 
         Args:
-            shard: [N], the same length on all ranks.
-            shards: One for each rank, only on the target; written.
+            shard: Tensor to send, ``(N,)``, with the same length on all ranks.
+            shards: Outputs by rank. None on all ranks except ``target``.
         """
         self._dist.gather(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], target, group=self._group
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return every rank's item, by rank. Items are objects for ``messages.encode``, sent through host memory."""
+        """Return every rank's item, by rank. Items must be supported by ``messages.encode``."""
         return gather_messages(item, self._group)
 
     def all_or_none(self, action: Callable[[], _Result]) -> _Result:
-        """Return the result of an action that all ranks run. If it fails, all raise the first failed rank's error.
+        """Run an action on all ranks and return its result. If it fails on any rank, raise an error on all ranks.
 
-        So ranks that are refused report the same error, and none of them waits for a rank that has ended.
+        A failed rank raises its own error, and each other rank the error of the first failed rank. So no rank waits for
+        a rank that has ended.
 
         Args:
-            action: Runs no collective.
+            action: Function that runs no collective.
         """
         error: Exception | None = None
         result: list[_Result] = []
@@ -196,12 +197,7 @@ class Collectives:
 
 
 class Alone:
-    """Collectives of a single process, which move nothing.
-
-    Attributes:
-        rank: 0.
-        moved_bytes: Empty.
-    """
+    """Collectives of a single process, which transfer nothing."""
 
     rank, size = 0, 1
 
@@ -209,22 +205,21 @@ class Alone:
         self.moved_bytes: Mapping[str, int] = {}
 
     def gather_objects(self, item: _Result) -> list[_Result]:
-        """Return every rank's item: this one."""
+        """Return the only item."""
         return [item]
 
 
 def collectives_of(world: World, tier: str) -> Collectives | Alone:
-    """Return the collectives of a world. Several ranks call this together, after joining it.
+    """Return the collectives of a world. If there are several ranks, all call this function after they have joined.
 
     Args:
-        world: Processes that train together.
         tier: Name of the tier in which layers run.
     """
     return Alone() if world.is_single else Collectives(tier=tier, num_hosts=world.num_hosts)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes, because not every backend supports every dtype."""
+    """Return a view of a tensor as bytes, because backends do not support all dtypes."""
     return tensor.view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Local parts of parameters that torch.distributed shards (FSDP2, tensor parallelism).
+"""Access to the local shards of DTensors, the sharded parameters of torch.distributed (FSDP2, tensor parallelism).
 
-Uses only public interfaces of ``DTensor``. Importing ``torch.distributed.tensor`` takes a second. Without that import
-no ``DTensor`` exists, so nothing here imports it until it gets one.
+Uses only public interfaces of ``DTensor``. Importing ``torch.distributed.tensor`` takes a second, so these functions
+import it only after they have received a ``DTensor``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is distributed over several ranks."""
+    """Return whether a tensor is a ``DTensor``."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with the same memory and without autograd. Other tensors are returned."""
+    """Return this rank's shard of a ``DTensor``, without autograd and without a copy, or any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -46,53 +46,53 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> object:
-    """Return a value that changes with the contents, even if code writes to this rank's part."""
+    """Return a value that changes whenever the tensor, or this rank's shard of it, is modified in place."""
     return (tensor._version, local_of(tensor)._version) if is_dtensor(tensor) else tensor._version
 
 
 def is_whole(parameter: DTensor) -> bool:
-    """Return whether this rank has all of a parameter."""
+    """Return whether this rank has all elements of a parameter."""
     return not _sharded_dims(parameter)
 
 
 def check_parameter(parameter: DTensor) -> None:
-    """Refuse a parameter whose values no rank has.
+    """Check that the ranks have values of a parameter.
 
     Raises:
-        ValueError: If it is a sum that has not been computed.
+        ValueError: The parameter is partial: each rank has only one term of a sum.
     """
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor with the placements "
-            f"{tuple(parameter.placements)}: each rank has only a term of a sum, which cannot be trained. Make it "
-            "Shard or Replicate first: parameter.redistribute(...)"
+            f"{tuple(parameter.placements)}: each rank has only one term of a sum, which cannot be trained. Change it "
+            "to Shard or Replicate first: parameter.redistribute(...)"
         )
 
 
 def check_gradient(gradient: Tensor, parameter: DTensor) -> None:
-    """Refuse a gradient that is not sharded like its parameter, so that this rank would lack some of its elements.
+    """Check that a gradient is sharded like its parameter.
 
     Raises:
-        ValueError: If the gradient is sharded differently.
+        ValueError: The gradient is not a DTensor, or it is sharded differently.
     """
     if not is_dtensor(gradient):
         raise ValueError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is an ordinary tensor, and the parameter a "
-            "DTensor: assign a DTensor of the same mesh and placements"
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is an ordinary tensor, but the parameter "
+            "is a DTensor. Assign a DTensor with the same mesh and placements"
         )
     if (gradient.device_mesh, gradient.placements) != (parameter.device_mesh, parameter.placements):
         raise ValueError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} has the placements "
-            f"{tuple(gradient.placements)}, the parameter {tuple(parameter.placements)}. Before the step: "
+            f"{tuple(gradient.placements)}, but the parameter has {tuple(parameter.placements)}. Before the step: "
             "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
         )
 
 
 def first_element(parameter: DTensor) -> int:
-    """Return a number for this rank's first element of a parameter.
+    """Return a number for the first element of this rank's shard.
 
-    If rows are sharded once, as in FSDP2, it is the element's number in the whole parameter. Otherwise it only
-    distinguishes ranks.
+    If only rows are sharded, as in FSDP2, this is the index of the element in the whole parameter. Otherwise, it only
+    differs between ranks with different shards.
     """
     from torch.distributed.tensor import Shard
 
@@ -113,7 +113,7 @@ def first_element(parameter: DTensor) -> int:
 
 
 def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
-    """Return a DTensor that is sharded like a parameter, from this rank's part."""
+    """Create a DTensor that is sharded like a parameter, from this rank's shard."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -127,28 +127,28 @@ def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
 
 
 def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
-    """Return, for each parameter, the sum of a value over the ranks with its shards. Other parameters keep theirs.
+    """Sum one value per parameter over the ranks with its shards; keep the values of parameters that are not sharded.
 
-    Values are added in the order of the ranks, so that all ranks get the same bits. A collective: all ranks call it
-    with the same parameters.
+    Values are added in the order of the ranks, so that all ranks get bit-identical sums. A collective: all ranks call
+    it with the same parameters.
 
     Args:
-        parameters: Any number of parameters, of any meshes.
-        values: Numbers of this rank, one for each parameter.
+        parameters: Parameters on any meshes.
+        values: This rank's values, one for each parameter.
     """
     totals = list(values)
-    alike: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for number, parameter in enumerate(parameters):
         if not is_dtensor(parameter):
             continue
-        alike.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
-    for (mesh, dims), numbers in alike.items():
+        groups.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
+    for (mesh, dims), numbers in groups.items():
         mine = torch.tensor([totals[number] for number in numbers], dtype=torch.float64, device=mesh.device_type)
         for dim in reversed(dims):
             ranks = Collectives(mesh.get_group(dim))
             found = torch.empty(ranks.size * len(mine), dtype=mine.dtype, device=mine.device)
             ranks.gather(found, mine)
-            first, *others = found.view(ranks.size, -1).cpu().unbind()  # on the host: additions in this order
+            first, *others = found.view(ranks.size, -1).cpu().unbind()  # the host adds in this order
             for other in others:
                 first = first + other
             mine = first.to(mesh.device_type)
@@ -158,6 +158,6 @@ def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> li
 
 
 def _sharded_dims(parameter: DTensor) -> tuple[int, ...]:
-    """Return the dimensions of the mesh whose ranks have different elements."""
+    """Return the mesh dimensions whose ranks have different elements."""
     sizes = parameter.device_mesh.shape
     return tuple(dim for dim, one in enumerate(parameter.placements) if not one.is_replicate() and sizes[dim] > 1)

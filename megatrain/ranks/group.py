@@ -1,4 +1,4 @@
-"""The ranks of a run from the view of one rank: meet, agree, report, and end together."""
+"""Group of a run's ranks: methods for one rank to meet the others, exchange data, report, and end together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks of a run. A single process is a group of one, which exchanges nothing.
+    """Group of a run's ranks, seen from one rank. A single process is a group of one.
 
     Args:
-        world: Position of this rank among all.
-        line: Line to the launcher that started it; None if torchrun or srun started it.
+        world: Position of this rank among all ranks.
+        line: Connection to the launcher that started this rank. None if torchrun or srun started it.
     """
 
     def __init__(self, world: World, line: LauncherLine | None = None) -> None:
@@ -42,32 +42,32 @@ class RankGroup:
 
     @classmethod
     def of_environment(cls) -> RankGroup:
-        """Return the group that this process was started for. It has not met other ranks yet, but has taken its GPU.
+        """Return the group that the environment describes, before the ranks have met. Selects this rank's GPU.
 
         Raises:
-            WorldError: If the environment describes no group.
+            WorldError: The environment describes no valid group.
         """
         line, world = LauncherLine.of_environment(), World.of_environment()
         if not world.is_single:
-            # Otherwise torch warns about every broken connection while the ranks end one after the other.
+            # Suppress torch's warnings about broken connections while the ranks end at slightly different times.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             world.take_gpu()
         return cls(world, line)
 
     def meet(self) -> None:
-        """Meet the other ranks, and watch them from now on. A later failure of any rank ends all, with one message.
+        """Meet the other ranks, and start to watch them: a failure of any rank ends all ranks, with one message.
 
         Raises:
-            WorldError: If no meeting point is known, or not all ranks came.
+            WorldError: The meeting point is unknown, or not all ranks have connected in time.
         """
         if self.world.is_single:
             return
         from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-        # torchrun's agent serves the store itself, and outlives rank 0.
+        # If torchrun's agent serves the store, it outlives rank 0.
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.world.is_first and not is_agents
-        # A restarted set of ranks must not read keys of the previous set.
+        # Use separate keys after a restart by torchrun, so that the ranks do not read keys of the previous attempt.
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
             if self._line is None:
@@ -81,7 +81,7 @@ class RankGroup:
             else:
                 host, port = LOOPBACK, _port(self._line)
                 served = connect(self.world, host, port)
-            self._store = PrefixStore(attempt, served)  # rank 0's store serves all ranks for as long as it exists
+            self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, which serves all ranks
             own = PrefixStore(attempt, connect(self.world, host, port))
             own.set(f"host/{self.world.rank}", self.world.host)
             self._watcher = Watcher(
@@ -100,11 +100,11 @@ class RankGroup:
             ) from error
 
     def join(self, device: str, table: DistributedConfig) -> None:
-        """Take this rank's cores, and form the group for tensors with the ranks that have met.
+        """Pin this rank to its cores, and join the process group for tensors with the other ranks.
 
         Raises:
-            WorldError: If the number of processes differs, or the ranks do not each have a separate GPU.
-            ConfigError: If the config requires a GPU and none exists.
+            WorldError: The number of processes differs from the config, or two ranks have the same GPU.
+            ConfigError: The config requires a GPU, but the machine has none.
         """
         import torch
 
@@ -117,14 +117,15 @@ class RankGroup:
         if table.processes not in (1, self.world.local_size):
             raise WorldError(
                 f"distributed.processes = {table.processes}, but {self.world.local_size} processes were started on "
-                "this machine. Leave the key out under torchrun and srun, which start the processes themselves"
+                "this machine. Remove the key with torchrun and srun, which start the processes themselves"
             )
         if table.threads != "auto":
             torch.set_num_threads(table.threads)
-        kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""  # other ranks may find a GPU
+        # Do not require a GPU yet, because `init` reports a missing GPU on all ranks.
+        kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""
         if kind.type == "cuda":
             kind, bus = torch.device("cuda", 0), machine.bus_of_gpu()
-        pins = table.numa == "auto" and self._line is not None  # torchrun has its own option for it
+        pins = table.numa == "auto" and self._line is not None  # torchrun has its own option for pinning
         if pins and kind.type == "cpu":
             os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
         init(self.world, kind, self._store, bus)
@@ -133,14 +134,14 @@ class RankGroup:
             self._settle_near(bus)
 
     def _settle_near(self, bus_id: str) -> None:
-        """Pin to cores near the GPU, divided among the ranks with GPUs on the same node."""
+        """Pin this rank to its share of the cores near its GPU. All ranks with GPUs on that NUMA node divide them."""
         near = sorted(set(cores_near(bus_id)) & os.sched_getaffinity(0))
         all_near = self.gather((self.world.host_number, near))
         neighbours = [rank for rank, each in enumerate(all_near) if each == (self.world.host_number, near)]
         if near:
             os.sched_setaffinity(0, cores_of_rank(neighbours.index(self.world.rank), len(neighbours), near))
 
-    # -- between the ranks ---------------------------------------------------------------------------------------
+    # -- communication between ranks -----------------------------------------------------------------------------
 
     def gather(self, item: T) -> list[T]:
         """Return every rank's item, by rank. A collective: all ranks call it, in the same order."""
@@ -151,7 +152,7 @@ class RankGroup:
         return gather_messages(item)
 
     def broadcast(self, item: T) -> T:
-        """Return rank 0's item; other ranks' items are ignored. A collective."""
+        """Return rank 0's item, and ignore the items of other ranks. A collective."""
         if self.world.is_single:
             return item
         from megatrain.ranks.messages import broadcast_message
@@ -160,23 +161,23 @@ class RankGroup:
         return found
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a host tensor to a rank, which must receive it."""
+        """Send a host tensor to a rank, which must call ``receive``."""
         import torch.distributed as dist
 
         dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill a host tensor with a tensor sent by a rank."""
+        """Receive a tensor from a rank into a host tensor."""
         import torch.distributed as dist
 
         dist.recv(tensor, rank)
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         self.gather(None)
 
     def one_after_the_other(self, work: Callable[[], T]) -> T:
-        """Run some work on the first rank of each host, and then on the others, which find its results."""
+        """Run ``work`` on the first rank of each host, then on the other ranks, which can reuse its results."""
         if self.world.is_single:
             return work()
         done: T
@@ -187,14 +188,17 @@ class RankGroup:
         return done
 
     def notify(self, text: str) -> None:
-        """Make rank 0 report a text to the user, with the name of this rank. From any thread."""
+        """Make rank 0 report a text to the user, with the name of this rank. Thread-safe."""
         if self._watcher is not None:
             self._watcher.notify(text)
 
     def listen(
         self, *, on_notice: Callable[[str], None] | None = None, on_failure: Callable[[Failure], None] | None = None
     ) -> None:
-        """Set callbacks, called in a thread, for notices of other ranks, and before a failure ends this process."""
+        """Set callbacks for the notices of other ranks, and for a failure, before it ends this process.
+
+        Both are called in a thread of the watcher.
+        """
         if on_failure is not None:
             self._on_failure = on_failure
         if self._watcher is not None and on_notice is not None:
@@ -205,10 +209,10 @@ class RankGroup:
         if self._line is not None:
             self._line.send(**message)
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- end of the process --------------------------------------------------------------------------------------
 
     def fail(self, message: str, exit_code: int, *, is_own: bool) -> NoReturn:
-        """End all ranks because this one failed. Never returns.
+        """End all ranks because this rank failed. Never returns.
 
         Args:
             exit_code: Exit code of all processes.
@@ -225,10 +229,10 @@ class RankGroup:
         os._exit(exit_code)
 
     def end(self, exit_code: int) -> NoReturn:
-        """End this process, one of several, after the run. Never returns.
+        """End this process after the run, if there are several ranks. Never returns.
 
-        Skips the end of the interpreter, because destroying a gloo group joins, with the GIL held, a thread that may
-        wait for the GIL to free its last work.
+        Skips the interpreter's shutdown, because it can deadlock: the destruction of a gloo group holds the GIL and
+        joins a thread that can wait for the GIL.
         """
         if self._watcher is not None:
             self._watcher.finish()
@@ -238,7 +242,7 @@ class RankGroup:
 
 
 def _port(line: LauncherLine) -> int:
-    """Return the port of the meeting point, after rank 0 has sent it to the launcher."""
+    """Wait for the port of the meeting point, which rank 0 sends to the launcher, and return it."""
     waited: Sequence[dict[str, object]] | None = []
     while waited is not None:
         for message in waited:
@@ -254,5 +258,5 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed, so there is no reader
+        except (OSError, ValueError):  # the stream is closed
             continue

@@ -1,11 +1,11 @@
-"""Lanes: the order in which the gradients of a step's micro-batches are added, on any number of ranks.
+"""Lanes: a fixed order in which the gradients of a step's micro-batches are added, on any number of ranks.
 
-Floating point sums depend on their order. So the micro-batches of a step are cut into contiguous lanes of nearly equal
-size. Each lane is summed from its first micro-batch to its last. The lanes are added in a binary tree that depends only
-on their number. A rank with some lanes of a step adds up the whole subtrees in them. The owner of an element then adds
-the subtrees of all ranks (`total`). With one lane the sum is plain, in the order of micro-batches.
+Floating-point sums depend on their order. So the micro-batches of a step are divided into contiguous lanes of nearly
+equal size. Each lane is summed from its first to its last micro-batch. The sums of the lanes are added in a binary tree
+that depends only on the number of lanes. Each rank adds up the complete subtrees in its lanes, and the owner of an
+element adds the subtrees of all ranks (`total`). With one lane, gradients are added in the order of the micro-batches.
 
-The tree is left-complete: a node is cut at the largest power of two that is less than its number of lanes.
+The tree is left-complete: a node is split at the largest power of two that is less than its number of lanes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ __all__ = [
     "total",
 ]
 
-#: Lanes [first, past the last) below a node of the tree.
+#: Node of the tree: its first lane, and the end of its lanes, exclusive.
 Subtree = tuple[int, int]
 _Sum = TypeVar("_Sum")
 
 
 def micro_batches_of_lane(lane: int, num_lanes: int, num_micro_batches: int) -> range:
-    """Return the micro-batches of a lane; empty for some lanes if there are fewer micro-batches than lanes."""
+    """Return the micro-batches of a lane. Lanes can be empty if there are fewer micro-batches than lanes."""
     return range(num_micro_batches * lane // num_lanes, num_micro_batches * (lane + 1) // num_lanes)
 
 
 def lane_of(micro_batch: int, num_lanes: int, num_micro_batches: int) -> int:
-    """Return the lane of a micro-batch, the only one for which ``micro_batches_of_lane`` contains it."""
+    """Return the lane that contains a micro-batch."""
     assert 0 <= micro_batch < num_micro_batches, (micro_batch, num_micro_batches)
     return ((micro_batch + 1) * num_lanes - 1) // num_micro_batches
 
 
 def lanes_of_rank(rank: int, num_ranks: int, num_lanes: int) -> range:
-    """Return the lanes of a rank: at least one, because there are never more ranks than lanes."""
+    """Return the lanes of a rank. Each rank has at least one, because there are never more ranks than lanes."""
     assert 0 <= rank < num_ranks <= num_lanes, (rank, num_ranks, num_lanes)
     return range(num_lanes * rank // num_ranks, num_lanes * (rank + 1) // num_ranks)
 
@@ -59,7 +59,7 @@ def micro_batches_of_rank(rank: int, num_ranks: int, num_lanes: int, num_micro_b
 
 
 def split(first: int, stop: int) -> int:
-    """Return the lane at which a node of at least two lanes is cut."""
+    """Return the first lane of a node's right half. The node must have at least two lanes."""
     assert stop - first > 1, (first, stop)
     half = 1
     while 2 * half < stop - first:
@@ -68,7 +68,7 @@ def split(first: int, stop: int) -> int:
 
 
 def subtrees(first: int, stop: int, own_first: int, own_stop: int) -> list[Subtree]:
-    """Return the largest nodes below one, in order, whose lanes are all from ``own_first`` to ``own_stop``."""
+    """Return the largest nodes within a node, in order, whose lanes are all in ``own_first`` to ``own_stop``."""
     if own_stop <= first or stop <= own_first:
         return []
     if own_first <= first and stop <= own_stop:
@@ -78,13 +78,13 @@ def subtrees(first: int, stop: int, own_first: int, own_stop: int) -> list[Subtr
 
 
 def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_Sum, _Sum], _Sum]) -> _Sum:
-    """Return the sum of the lanes ``first`` to ``stop``.
+    """Return the sum of a node's lanes.
 
     Args:
         first: First lane of the node.
-        stop: End of its lanes, exclusive.
+        stop: End of the node's lanes, exclusive.
         sums: Sums of nodes that together contain every lane once.
-        add: Returns the sum of two sums. It may change and return the left one, which is not used again.
+        add: Function that adds two sums. It can modify and return the left sum, which is not used again.
     """
     if (first, stop) in sums:
         return sums[first, stop]
@@ -93,34 +93,34 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
 
 
 def num_merges(lane: int, num_lanes: int, own: range) -> int:
-    """Return how often the last two open sums are added when a lane's sum is complete.
+    """Return how often the last two open sums must be added after a lane's sum is complete.
 
-    A caller takes lanes in order, opens a sum for each, and merges like this after each. Finally it has the sums of
-    ``subtrees``, and never more than ``most_open_sums`` open sums.
+    A caller that processes its lanes in order and merges sums in this way ends with the sums of ``subtrees``, and never
+    has more than ``most_open_sums`` open sums.
 
     Args:
-        own: Lanes that the caller takes.
+        own: Lanes that the caller processes.
     """
     (found,) = ((first, stop) for first, stop in subtrees(0, num_lanes, own.start, own.stop) if first <= lane < stop)
     first, stop = found
     count = 0
-    # Once for each node that ends with this lane and has other lanes.
+    # Count the nodes that end with this lane and have at least two lanes.
     while stop - first > 1:
         middle = split(first, stop)
         if lane < middle:
             first, stop, count = first, middle, 0
         else:
-            # The right half ends with its parent.
+            # The right half of a node ends with the same lane as the node.
             count = count + 1 if stop == lane + 1 else 0
             first = middle
     return count
 
 
 def most_open_sums(num_lanes: int, own: range | None = None) -> int:
-    """Return the largest number of open sums when lanes are taken in order.
+    """Return the maximum number of open sums while lanes are processed in order.
 
     Args:
-        own: Lanes that are taken; None for all. The sums of its subtrees stay open.
+        own: Lanes to process. None for all. The sums of its subtrees stay open.
     """
     own = range(num_lanes) if own is None else own
     now = most = 0
@@ -133,10 +133,10 @@ def most_open_sums(num_lanes: int, own: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes of a step, and the lanes that this process sums.
+    """Lanes of a step, including those that this rank sums.
 
     Attributes:
-        own: Lanes that this process sums.
+        own: Lanes that this rank sums.
     """
 
     num_lanes: int
@@ -145,12 +145,12 @@ class Lanes:
 
     @classmethod
     def single(cls) -> Lanes:
-        """Return the single lane of any number of micro-batches."""
+        """Return one lane for any number of micro-batches."""
         return cls(1, 1, range(1))
 
     @classmethod
     def all_of(cls, num_lanes: int, num_micro_batches: int) -> Lanes:
-        """Return the lanes of a step on a single process."""
+        """Return the lanes of a step in a single process."""
         return cls(num_lanes, num_micro_batches, range(num_lanes))
 
     @classmethod
@@ -160,21 +160,21 @@ class Lanes:
 
     @property
     def subtrees(self) -> list[Subtree]:
-        """Nodes whose sums remain after all lanes, in order."""
+        """Nodes whose sums remain after this rank has summed its lanes, in order."""
         return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
 
     @property
     def most_open_sums(self) -> int:
-        """Largest number of open sums."""
+        """Maximum number of open sums."""
         return most_open_sums(self.num_lanes, self.own)
 
     def lane_of(self, micro_batch: int) -> int:
-        """Return the lane of a micro-batch, by its number among the micro-batches of this process."""
+        """Return the lane of a micro-batch, given its index among the micro-batches of this rank."""
         if self.num_lanes == 1:
             return 0
         first = micro_batches_of_lane(self.own.start, self.num_lanes, self.num_micro_batches).start
         return lane_of(first + micro_batch, self.num_lanes, self.num_micro_batches)
 
     def num_merges(self, lane: int) -> int:
-        """Return how often the last two open sums are added when a lane's sum is complete."""
+        """Return how often the last two open sums must be added after a lane's sum is complete."""
         return num_merges(lane, self.num_lanes, self.own)

@@ -1,7 +1,7 @@
-"""Start the ranks of this host, forward signals to them, and end with the exit code of the run.
+"""Launcher of the ranks on this host, which forwards signals and returns the exit code of the run.
 
-Not torchrun's agent: it gives a run only 30 s to save after SIGTERM, prints its own table, and turns exit code 75 into
-1. Imports no torch, so that the launcher stays a small process.
+torchrun's agent is not used, because it gives a run only 30 s to save after SIGTERM, prints its own table, and replaces
+exit code 75 by 1. The launcher does not import torch, so that it needs little memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherLine, desc
 __all__ = ["launch"]
 
 _CHECK_S = 0.05
-#: Ranks that receive a failure end by themselves within this time: rank 0 writes the status of the run.
+#: Time for ranks to exit after they have received a failure, because rank 0 writes the status of the run.
 _LEAVE_S = 2.0
-#: Ranks that fail for the same reason do so within this time. The lowest rank's message is reported.
+#: Time to wait for other ranks that fail for the same reason. The lowest rank's message is reported.
 _TOGETHER_S = 0.5
-#: A second stop ends ranks after this time if they cannot end themselves, because they wait in a collective.
+#: Time after a second stop until ranks are killed, because they can be blocked in a collective.
 _SECOND_STOP_S = 3.0
-#: One stop may arrive twice, at this process and from a parent that forwards it.
+#: Time in which a second signal counts as the same stop, because a parent can forward it again.
 _SAME_STOP_S = 0.5
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
@@ -38,11 +38,11 @@ _PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass
 class _Rank:
-    """A started process.
+    """A started rank.
 
     Attributes:
-        is_done: Whether it announced a regular end.
-        is_open: Whether it may still send messages.
+        is_done: Whether the rank has announced a regular end.
+        is_open: Whether the rank can still send messages.
     """
 
     number: int
@@ -66,16 +66,16 @@ def launch(
     on_failure: Callable[[Failure], None],
     on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
 ) -> int:
-    """Run a command in several processes on this host, the ranks of a world, and wait until all have ended.
+    """Run a command in several processes on this host, which are the ranks of a run, and wait until all have ended.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 go to rank 0. The other ranks get them from rank 0 after the step. Each rank has
-    a separate session, so that Ctrl-C reaches it once. A rank that fails ends all. Ranks that do not end by themselves
-    are killed.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded to rank 0, which informs the other ranks after the step. Each rank
+    has a separate session, so that it does not receive Ctrl-C directly. If a rank fails, all ranks end. Ranks that do
+    not exit in time are killed.
 
     Args:
         size: Number of ranks.
-        threads: Threads of each rank's libraries; None for equal shares of the cores.
-        on_failure: Called once, with the failure that the user sees.
+        threads: Number of threads of each rank's libraries. None for equal shares of the cores.
+        on_failure: Called once, with the failure to report to the user.
         on_message: Called with other messages of ranks.
 
     Returns:
@@ -102,7 +102,7 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Any:
-        """Forward signals while the context is open. SIGHUP stays ignored if it already is (``nohup``)."""
+        """Forward signals within the context. SIGHUP stays ignored if it is already ignored (``nohup``)."""
         before = {
             number: signal.signal(number, self._pass_on)
             for number in _PASSED_ON
@@ -115,8 +115,8 @@ class _Launcher:
                 signal.signal(number, handler)
 
     def start(self, command: Sequence[str], threads: int | None) -> None:
-        """Start the ranks. Rank 0 sends the port of the meeting point."""
-        # The same number on all ranks, because on a CPU it decides about last bits.
+        """Start the ranks."""
+        # Use the same number on all ranks, because it affects rounding on a CPU.
         threads = threads or min(len(cores_of_rank(number, self._size)) for number in range(self._size))
         for number in range(self._size):
             environment = {
@@ -142,7 +142,7 @@ class _Launcher:
     def wait(self) -> int:
         """Wait until all ranks have ended, and return the exit code of the run."""
         while True:
-            # In this order: messages that a rank sent before its end have arrived by now.
+            # Check for ended ranks first, then receive all messages that they sent before they ended.
             ended = [rank for rank in self._ranks if rank.has_ended]
             self._listen(0.0 if len(ended) == self._size else _CHECK_S)
             died = any(rank.failure is None and not rank.is_done for rank in ended)
@@ -152,7 +152,7 @@ class _Launcher:
                 return self._ranks[0].process.returncode
 
     def kill(self) -> None:
-        """Kill the living ranks, and close the lines to all ranks."""
+        """Kill all running ranks, and close the connections to all ranks."""
         for rank in self._ranks:
             if not rank.has_ended:
                 rank.process.kill()
@@ -161,7 +161,7 @@ class _Launcher:
             rank.line.close()
 
     def _listen(self, timeout_s: float) -> None:
-        """Receive messages of ranks, for a moment."""
+        """Receive messages of ranks for at most ``timeout_s``."""
         ready, _, _ = select.select([rank.line for rank in self._ranks if rank.is_open], [], [], timeout_s)
         for rank in self._ranks:
             while rank.is_open and rank.line in ready:
@@ -202,7 +202,7 @@ class _Launcher:
         return failure.exit_code
 
     def _failure(self) -> Failure:
-        """Return the reason for the end: a rank's own failure, else a process's exit, else reports on other ranks."""
+        """Return the failure to report: a rank's own failure, else an unexpected exit, else a report about a rank."""
         host = socket.gethostname()
         own = {rank.number: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.number}
         if own:

@@ -1,12 +1,12 @@
-"""Messages between ranks as bytes: JSON and arrays, no pickle.
+"""Encoding of messages between ranks as JSON and arrays, without pickle.
 
-Any program that can reach the port of a process group can send a rank bytes. Unpickling them could run code; reading
-JSON cannot. Tags in JSON represent Python's types (a tuple is ``{"tuple": [...]}``). Arrays follow as they are in
-memory. Records come back as their classes, but only classes of this project are looked up: dataclasses, pydantic
-models, enums, named tuples, and exceptions (also Python's).
+Any program that can reach the port of a process group can send bytes to a rank. Unpickling such bytes could run code,
+but parsing JSON cannot. Tags in the JSON represent Python's types (a tuple is ``{"tuple": [...]}``). Arrays follow as
+they are in memory. Records are decoded to their classes, but only to classes of this project: dataclasses, pydantic
+models, enums, named tuples, and exceptions (including Python's).
 
-A message is the length of the JSON text (8 bytes, little-endian), the text, and the arrays one after the other, each
-at a multiple of 8 bytes.
+A message consists of the length of the JSON text (8 bytes, little-endian), the text, and the concatenated arrays, each
+aligned to 8 bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MessageError", "broadcast_message", "decode", "encode", "gather_messages"]
 
-#: Packages whose classes a message may name.
+#: Packages whose classes messages can contain.
 _PACKAGES = ("megatrain", "tiered", "megatrain_tier_cli")
 _HEADER = struct.Struct("<Q")
-#: Errors of reading bytes that are no message. RuntimeError comes from torch, and from too deep a nesting.
+#: Errors that invalid bytes can cause. RuntimeError comes from torch and from deeply nested JSON.
 _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError),
     struct.error,
@@ -43,18 +43,18 @@ _ALIGNMENT = 8
 
 
 class MessageError(ValueError):
-    """Bytes are no message of this project, or refer to a forbidden class."""
+    """Bytes are not a valid message, or refer to a class that is not allowed."""
 
 
 def encode(item: object) -> bytes:
-    """Return an object as bytes for ``decode``.
+    """Encode an object as bytes for ``decode``.
 
     Args:
-        item: None, bool, int, float, str, bytes, Path; lists, tuples, sets and mappings of them; numpy arrays and
-            scalars, host tensors; exceptions; dataclasses, pydantic models, enums and named tuples of this project.
+        item: None, bool, int, float, str, bytes, Path; numpy arrays and scalars, host tensors; exceptions; dataclasses,
+            pydantic models, enums and named tuples of this project; and lists, tuples, sets and mappings of these.
 
     Raises:
-        TypeError: If it contains anything else.
+        TypeError: The object contains a value of another type.
     """
     buffers: list[bytes] = []
     text = json.dumps(_tagged(item, buffers), separators=(",", ":")).encode()
@@ -63,10 +63,10 @@ def encode(item: object) -> bytes:
 
 
 def decode(message: bytes | bytearray | memoryview) -> Any:
-    """Return the object that was encoded.
+    """Decode the output of ``encode``.
 
     Raises:
-        MessageError: If the bytes are no message, or name a class that is not this project's.
+        MessageError: The bytes are not a valid message, or refer to a class of another project.
     """
     data = memoryview(message)
     try:
@@ -79,15 +79,15 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
     except MessageError:
         raise
     except _UNREADABLE as error:
-        raise MessageError(f"a message of another rank cannot be read: {error}") from error
+        raise MessageError(f"a message of another rank cannot be decoded: {error}") from error
 
 
 def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's item, by rank. A collective of a group, through host memory.
+    """Return every rank's item, by rank. A collective, which uses host memory.
 
     Args:
-        item: Object for ``encode``.
-        group: Group with a backend for host memory; None for the default group.
+        item: Object that ``encode`` supports.
+        group: Group with a backend for host memory. None for the default group.
     """
     import torch.distributed as dist
 
@@ -104,10 +104,10 @@ def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_message(item: object, *, source: int = 0) -> Any:
-    """Return one rank's item in the default group; other ranks' items are ignored. A collective.
+    """Return the item of rank ``source``. A collective of the default group.
 
     Args:
-        item: Object for ``encode``; used only on ``source``.
+        item: Object that ``encode`` supports. Ignored on all ranks except ``source``.
     """
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def _name(kind: type) -> list[str]:
 
 
 def _tagged(item: Any, buffers: list[bytes]) -> Any:
-    """Return JSON values for an object. Anything except lists and plain values becomes an object with one tag."""
+    """Convert an object to JSON values. All types except lists and plain values become a JSON object with one tag."""
     kind = type(item)
     if item is None or kind in (bool, int, float, str):
         return item
@@ -180,7 +180,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 
 def _or_text(item: Any, buffers: list[bytes]) -> Any:
-    """Return an argument of an exception, as text if it cannot be sent, so that errors always arrive."""
+    """Convert an argument of an exception, as text if its type is not supported, so that any error can be sent."""
     before = len(buffers)
     try:
         return _tagged(item, buffers)
@@ -194,7 +194,7 @@ def _attributes(error: Exception, buffers: list[bytes]) -> list[Any]:
 
 
 class _Reader:
-    """Reader of the tree of a message. Arrays are read in the order of writing: depth first."""
+    """Decoder of the JSON tree of a message. It reads the arrays in the order in which they were written."""
 
     def __init__(self, data: memoryview, start: int) -> None:
         self._data, self._at = data, start
@@ -206,7 +206,7 @@ class _Reader:
             return tree
         (tag, content), *others = tree.items()
         if others:
-            raise MessageError(f"a message has {len(tree)} tags where one is expected")
+            raise MessageError(f"a message has {len(tree)} tags instead of one")
         return getattr(self, f"_{tag}_of")(content)
 
     def _tuple_of(self, items: Sequence[Any]) -> Any:
@@ -259,7 +259,7 @@ class _Reader:
         kind = _class(content[0])
         if not is_dataclass(kind):
             raise MessageError(f"{kind} is no record")
-        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # the constructor has already run at the sender
+        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # the sender has already run the constructor
         names = {field.name for field in fields(kind)}
         for name, value in content[1]:
             if name not in names:
@@ -283,7 +283,7 @@ class _Reader:
     def _take(self, nbytes: int) -> memoryview:
         found = self._data[self._at : self._at + nbytes]
         if not isinstance(nbytes, int) or nbytes < 0 or len(found) != nbytes:
-            raise MessageError(f"a message ends before {nbytes} bytes that it names")
+            raise MessageError(f"a message is too short for the {nbytes} bytes of an array")
         self._at = _after(self._at + nbytes)
         return found
 
@@ -296,15 +296,15 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _class(name: Sequence[str], default: type | None = None) -> Any:
-    """Return a class of this project by its module and name; for other classes, ``default`` or an error."""
+    """Return a class of this project by module and name. For other classes, return ``default`` or raise an error."""
     module, qualname = name
     if module.partition(".")[0] not in _PACKAGES:
         if default is None:
-            raise MessageError(f"a message names {module}.{qualname}, which is not a class of this project")
+            raise MessageError(f"a message contains {module}.{qualname}, which is not a class of this project")
         return default
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = vars(found)[part]  # excludes names that a module has imported
+        found = vars(found)[part]
     if not isinstance(found, type) or found.__module__ != module:
         raise MessageError(f"{module}.{qualname} is not a class of this project")
     return found

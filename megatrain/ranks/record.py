@@ -1,4 +1,4 @@
-"""Records that ranks exchange at the end of a step, so that all take the same next action."""
+"""Records that ranks exchange at the end of a step, so that all ranks take the same next action."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class StepRecord:
     """State of one rank after a step.
 
     Attributes:
-        stops: Whether a signal requests this rank to end the run.
-        saves: Whether a signal requests a checkpoint from this rank, or it is due by this rank's clock.
-        is_hung_up: Whether its terminal was closed.
-        is_paused: Whether it was waiting for space on a drive.
+        stops: Whether the rank has received a signal to end the run.
+        saves: Whether the rank has received a signal to save a checkpoint, or one is due by its clock.
+        is_hung_up: Whether the terminal of the rank was closed.
+        is_paused: Whether the rank was waiting for space on a drive.
         step_s: Seconds of the step.
-        tier_used_bytes: Tier -> bytes of slots in use after the step.
-        stall_s: Cause -> seconds that the step waited for it.
-        link_bytes: Link (``"ram->nvme"``, ``"ram->ranks"``) -> bytes moved during the step.
-        written_bytes: Path on a drive -> bytes written to it during the step.
+        tier_used_bytes: Bytes of slots in use after the step, by tier.
+        stall_s: Seconds that the step waited, by cause.
+        link_bytes: Bytes moved during the step, by link (``"ram->nvme"``, ``"ram->ranks"``).
+        written_bytes: Bytes written during the step, by path on a drive.
         rss_bytes: Resident memory of the process.
     """
 
@@ -38,7 +38,7 @@ class StepRecord:
     rss_bytes: int = 0
 
     def figures(self) -> dict[str, Any]:
-        """Return its figures for ``StepMetrics.ranks``."""
+        """Return the rank's measurements for ``StepMetrics.ranks``."""
         values = asdict(self)
         return {name: value for name, value in values.items() if name not in ("stops", "saves", "is_hung_up")}
 
@@ -59,7 +59,7 @@ class Agreed:
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> Agreed:
-        """Return the common action: a request to one rank applies to all."""
+        """Return the action of all ranks. A request to one rank applies to all."""
         return cls(
             stops=any(record.stops for record in records),
             saves=any(record.saves for record in records),

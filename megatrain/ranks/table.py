@@ -1,4 +1,4 @@
-"""[distributed]: the processes of a run."""
+"""Config table [distributed]: the processes of a run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatrain.base.table import Duration, Table, all_alter, is_not, key
 
 ThreadCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1)],
-    is_not("is no number of threads", 'Write a whole number at least 1, or "auto"'),
+    is_not("is not a number of threads", 'Write a whole number of at least 1, or "auto"'),
 ]
 
 
 class DistributedConfig(Table, json_schema_extra=all_alter("no")):
-    """Several processes on one run, each with its shard of every block."""
+    """``[distributed]``: several processes that train one run, each with its shard of every block."""
 
     processes: int = key(
-        "Processes (ranks) of the run on this machine, one per GPU. Leave it out under torchrun and srun, which "
-        "start the processes.",
+        "Number of processes (ranks) of the run on this machine, one per GPU. Do not set it with torchrun and srun, "
+        "which start the processes themselves.",
         1,
         ge=1,
     )
     threads: ThreadCount = key(
-        "CPU threads of torch per process; auto: the cores divided by the processes. On a CPU, another number "
-        "changes last bits.",
+        "CPU threads of torch per process. auto: the number of cores divided by the number of processes. On a CPU, a "
+        "different number changes rounding.",
         "auto",
         alters="yes",
     )
@@ -33,6 +33,6 @@ class DistributedConfig(Table, json_schema_extra=all_alter("no")):
         "auto: pin each process to separate cores near its GPU. off: do not pin.", "auto"
     )
     timeout: Duration = key(
-        "A process that sends no heartbeat for this long is considered dead and ends the run.",
+        "Time without a heartbeat after which a process is considered dead and the run ends.",
         10.0,
     )

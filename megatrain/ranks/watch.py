@@ -1,7 +1,7 @@
-"""Mutual watch of ranks: if one fails or stops responding, all end within seconds, with one message that names it.
+"""Watchers of ranks: if a rank fails or stops responding, all ranks end within seconds, with one message about it.
 
-A rank in a collective waits forever for a rank that has ended, and a kernel of NCCL cannot be interrupted. So threads
-watch, and end the process by ``os._exit``. Nothing is lost: the checkpoints of a run survive a ``SIGKILL``.
+A rank in a collective waits forever for a rank that has ended, and NCCL kernels cannot be interrupted. So threads watch
+the other ranks, and end the process with ``os._exit``. This is safe, because checkpoints survive a ``SIGKILL``.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherLine", "Watcher", "describe_end"]
 
 _log = logging.getLogger(__name__)
-#: Environment variable of ranks whose stdin is a socket of their launcher.
+#: Environment variable that marks ranks whose stdin is a socket of their launcher.
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
 _CHECK_S = 0.1
-#: Time that a rank waits for the reason of a broken collective, which is clearer than "connection reset".
+#: Time to wait for the reason of a broken collective, which is clearer than "connection reset".
 _REASON_S = 2.0
-#: After a broken collective, a rank whose heartbeats are missing for this time is reported as the cause.
+#: Time without heartbeats after which a rank is reported as the cause of a broken collective.
 _BROKEN_S = 2.5
-#: Ranks that fail for the same reason do so within this time. The lowest rank's message is reported.
+#: Time to wait for other ranks that fail for the same reason. The lowest rank's message is reported.
 _TOGETHER_S = 0.5
-#: A living store answers within this time.
+#: Time in which a running store answers.
 _ANSWER_S = 0.5
-#: Time that rank 0 waits for the others to end first, because it may serve the store that they read.
+#: Time for the other ranks to end before rank 0, which can serve the store that they read.
 _LEAVE_S = 3.0
-#: Time that a rank with a wrong config waits for rank 0 to find the same error.
+#: Time to wait for rank 0 to find the same error in the config, the model or the data.
 _ALIKE_S = 2.0
-#: Exit codes for a wrong config, for a model that does not fit, and for unusable data.
+#: Exit codes for an invalid config, for a model that does not fit, and for unusable data.
 _OF_ALL = (2, 3, 4)
 _FAILED, _REPORTED, _NOTICES = "failed", "reported", "notices"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason for the end of a run of several ranks.
+    """Failure that ends all ranks of a run.
 
     Attributes:
-        rank: Number of the failed rank; -1 if it is no single rank.
-        host: Host of that rank.
+        rank: Number of the failed rank, or -1 if the failure is not specific to a rank.
+        host: Host of the failed rank.
         exit_code: Exit code of all processes.
         message: Message for the user, without the rank.
-        is_shared: Whether all ranks failed with this message.
+        is_shared: Whether the failure applies to all ranks.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Failure:
     is_shared: bool = False
 
     def __str__(self) -> str:
-        """Return the reported message. Rank 0's errors in config, model or data apply to all ranks."""
+        """Return the message to report, with the name of the rank unless the failure applies to all ranks."""
         if self.is_shared or self.rank < 0 or (self.rank == 0 and self.exit_code in _OF_ALL):
             return self.message
         return f"rank {self.rank} (on {self.host}): {self.message}"
@@ -82,7 +82,7 @@ class Failure:
 
     @classmethod
     def reported_of(cls, failures: Mapping[int, Failure], size: int) -> Failure:
-        """Return the failure to report of several ranks' failures: the lowest rank's.
+        """Select the failure to report: the failure of the lowest rank.
 
         Args:
             failures: Failures by the rank that reported them.
@@ -95,7 +95,7 @@ class Failure:
 
 
 def describe_end(code: int) -> str:
-    """Return a description of a process's end, from its exit code alone."""
+    """Describe the end of a process from its exit code."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -107,9 +107,10 @@ def describe_end(code: int) -> str:
 
 
 class LauncherLine:
-    """Connection of a rank with its launcher: lines of JSON in both directions. Thread-safe.
+    """Connection between a rank and its launcher, for lines of JSON in both directions. Thread-safe.
 
-    It is the rank's stdin: a socket without a name that others could open, which is closed when either side ends.
+    The connection is the rank's stdin: an unnamed socket, which no other process can open, and which is closed when
+    either side ends.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -119,7 +120,7 @@ class LauncherLine:
 
     @classmethod
     def of_environment(cls) -> LauncherLine | None:
-        """Return the line of a rank that a launcher started; None for other processes. Its stdin is then empty."""
+        """Return the connection to the launcher, and replace stdin by an empty file. None without a launcher."""
         if os.environ.pop(LAUNCHED_VARIABLE, None) is None:
             return None
         connection = socket.socket(fileno=os.dup(0))
@@ -129,16 +130,16 @@ class LauncherLine:
         return cls(connection)
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the file descriptor, for ``select``."""
         return self._connection.fileno()
 
     def send(self, **message: object) -> None:
-        """Send a message. If the reader has ended, the message is lost."""
+        """Send a message. The message is lost if the other end is closed."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
-        """Wait for some bytes, and return the messages that have arrived; None if the other end is closed."""
+        """Wait for data, and return the messages that have arrived, or None if the other end is closed."""
         self._connection.settimeout(timeout_s)
         try:
             data = self._connection.recv(1 << 16)
@@ -152,20 +153,20 @@ class LauncherLine:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the connection."""
         self._connection.close()
 
 
 class Watcher:
-    """Watcher of the other ranks, with threads that end this process if one of the ranks is gone.
+    """Watcher of the other ranks, whose threads end this process if another rank has failed.
 
     Args:
-        world: Position of this rank among all.
+        world: Position of this rank among all ranks.
         store: Separate connection to the store at which the ranks meet.
-        timeout_s: A rank that sends no heartbeat for this long is considered dead.
-        line: Line to the launcher, which then reports failures in place of the ranks.
-        on_notice: Called on rank 0, in a thread, with the notices of others.
-        on_failure: Called in a thread before a failure ends this process, with the failure.
+        timeout_s: Time without a heartbeat after which a rank is considered dead.
+        line: Connection to the launcher, which then reports failures instead of the ranks.
+        on_notice: Called on rank 0, in a thread, with the notices of other ranks.
+        on_failure: Called in a thread with the failure, before it ends this process.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class Watcher:
         self._leaving = threading.Lock()
         self._beats: dict[int, bytes] = {}
         self._seen_s: dict[int, float] = {}
-        self._gone: set[int] = set()  # ended regularly
+        self._gone: set[int] = set()  # ranks that have ended regularly
         self._answered_s = time.monotonic()
         self._limit_s = timeout_s
-        self._store_error: Exception | None = None  # why the store is lost
+        self._store_error: Exception | None = None  # error after which the store cannot be used
         self._num_notices = 0
         self._failure: Failure | None = None
-        self._is_reporter: bool | None = None  # whether this rank reports to the user; None if undecided
+        self._is_reporter: bool | None = None  # whether this rank reports to the user; None until it is decided
         self._threads = [
             threading.Thread(target=target, name=f"ranks-{name}", daemon=True)
             for name, target in (("beat", self._beat), ("watch", self._watch))
@@ -203,37 +204,36 @@ class Watcher:
         self._timeout_s = self._limit_s = timeout_s
 
     def start(self) -> None:
-        """Begin to watch. The caller waits for ranks that have not started yet."""
+        """Start the threads. The caller must wait for ranks that have not started yet."""
         for thread in self._threads:
             thread.start()
 
     # -- reports of this rank ------------------------------------------------------------------------------------
 
     def notify(self, text: str) -> None:
-        """Make rank 0 report a text to the user, with the name of this rank. From any thread."""
+        """Make rank 0 report a text to the user, with the name of this rank. Thread-safe."""
         if self._world.is_first:
             self.on_notice(text)
             return
-        with contextlib.suppress(Exception):  # a rank that cannot reach the store is about to end
+        with contextlib.suppress(Exception):  # if the store cannot be reached, this rank is about to end
             number = self._store.add(_NOTICES, 1)
             self._store.set(f"notice/{number}", f"rank {self._world.rank}: {text}")
 
     def fail(self, message: str, exit_code: int, *, is_own: bool) -> NoReturn:
-        """End all ranks because this one failed.
+        """End all ranks because this rank failed.
 
         Args:
             exit_code: Exit code of all processes.
-            is_own: Whether this rank caused the error. If not, it may be a collective that another rank's end broke,
-                and this rank first waits for that reason.
+            is_own: Whether this rank certainly caused the error. If not, the error can be a collective that broke when
+                another rank ended, so this rank first waits for the reason.
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
-            self._over.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watching thread ends this process if it finds one
+            self._over.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread ends the process if it finds the reason
         mine = Failure(self._world.rank, self._world.host, exit_code, message)
         with contextlib.suppress(Exception):
             self._store.set(f"{_FAILED}/{self._world.rank}", mine.to_json())
-            # Errors in config, model or data usually apply to all ranks: rank 0 is about to fail also, and its message
-            # is reported.
+            # Errors in config, model or data usually apply to all ranks. Wait for rank 0, whose message is reported.
             end_s = time.monotonic() + (_ALIKE_S if exit_code in _OF_ALL else 0.0)
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
                 time.sleep(_CHECK_S / 2)
@@ -242,7 +242,7 @@ class Watcher:
         self._leave(mine)
 
     def finish(self) -> None:
-        """End the watch, because this rank is done. Rank 0, which may serve the store, waits for all others."""
+        """Stop watching after a regular end. Rank 0, which can serve the store, waits for all other ranks."""
         with contextlib.suppress(Exception):
             self._store.set(f"gone/{self._world.rank}", "1")
             if self._world.is_first:
@@ -252,10 +252,10 @@ class Watcher:
                     time.sleep(_CHECK_S / 5)
         self._over.set()
 
-    # -- the threads ---------------------------------------------------------------------------------------------
+    # -- threads -------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Send heartbeats. The store may never answer if the process that serves it is stopped."""
+        """Send and read heartbeats. Calls of the store can block forever if the process that serves it is stopped."""
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         number, next_s = 0, 0.0
         while not self._over.is_set():
@@ -287,7 +287,7 @@ class Watcher:
             self._gone.add(rank)
 
     def _reported_failure(self) -> Failure:
-        """Return the failure to report, of all failures that ranks have written."""
+        """Select the failure to report from all failures in the store."""
         first = Failure.from_json(self._store.get(_FAILED))
         self._is_reporter = self._claim()
         time.sleep(0.0 if self._line is not None else _TOGETHER_S)
@@ -303,12 +303,12 @@ class Watcher:
             self.on_notice(self._store.get(f"notice/{self._num_notices}").decode())
 
     def _watch(self) -> None:
-        """Judge the findings of the other threads."""
+        """End this process if the other threads have found a failure, or if a rank is silent for too long."""
         before_s = time.monotonic()
         while not self._over.wait(_CHECK_S):
             now_s = time.monotonic()
             if now_s - before_s > 5 * _CHECK_S:
-                # This process was stopped or got no time, so other ranks may have sent heartbeats meanwhile.
+                # This process was paused. Do not count the pause, because other ranks could have sent heartbeats.
                 self._answered_s += now_s - before_s
                 self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in self._seen_s.items()}
             before_s = now_s
@@ -330,7 +330,7 @@ class Watcher:
         return None
 
     def _ask(self, question: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
-        """Return the store's answer, or None without an answer: a stopped rank may serve it."""
+        """Return the store's answer, or None if it does not answer in time, because its process may be stopped."""
         answers: list[bytes] = []
 
         def ask() -> None:
@@ -345,12 +345,12 @@ class Watcher:
     def _silence(self, seconds: float) -> str:
         if self._limit_s < self._timeout_s:
             return "has ended without a message"
-        return f"has not been heard of for {seconds:.0f} s (distributed.timeout): its process is stopped, or is gone"
+        return f"has sent no heartbeat for {seconds:.0f} s (distributed.timeout): its process is stopped or has ended"
 
     def _without_store(self, what: str) -> Failure:
         if self._world.is_first:
             return Failure(
-                -1, "", 1, "the store at which the ranks meet is gone: the program that started them has ended"
+                -1, "", 1, "the store at which the ranks meet is gone, because the program that started them has ended"
             )
         return Failure(0, self._host_of(0), 1, what)
 
@@ -373,10 +373,10 @@ class Watcher:
                 if "failed" in message:
                     self._failure = Failure.from_json(str(message["failed"]))
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- end of the process --------------------------------------------------------------------------------------
 
     def _leave(self, failure: Failure) -> NoReturn:
-        """End this process. A second thread waits here until the first has ended it."""
+        """Report the failure if necessary, and end this process. A second thread blocks here meanwhile."""
         with self._leaving:
             with contextlib.suppress(Exception):
                 self.on_failure(failure)
@@ -392,7 +392,7 @@ class Watcher:
             os._exit(failure.exit_code)
 
     def _see_off(self, failure: Failure) -> bytes:
-        """On rank 0, which may serve the store, wait until the others have read the failure from it."""
+        """Mark this rank as gone. Rank 0, which can serve the store, waits until the others have read the failure."""
         self._store.set(f"gone/{self._world.rank}", "1")
         others = set(range(self._world.size)) - {self._world.rank, failure.rank}
         while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in others]):
@@ -400,12 +400,12 @@ class Watcher:
         return b""
 
     def _claim(self) -> bool:
-        """Return whether this rank is the first that wants to report to the user."""
+        """Return whether this rank is the first to claim the report to the user."""
         mine = str(self._world.rank)
         return bool(self._store.compare_set(_REPORTED, "", mine) == mine.encode())
 
     def _should_report(self, failure: Failure) -> bool:
-        """Return whether this rank reports to the user: the first one, or without a store the lowest living rank."""
+        """Return whether this rank reports to the user: the first to claim it, or the lowest running rank."""
         if self._is_reporter is None and self._store_error is None:
             answer = self._ask(lambda: b"1" if self._claim() else b"")
             self._is_reporter = None if answer is None else bool(answer)

@@ -1,6 +1,6 @@
-"""The processes ("ranks") of a run: the rank of this process, read from its environment, and the group of all.
+"""Position of this process among the processes ("ranks") of a run, read from the environment, and their connection.
 
-Only joining the group imports torch; the launcher and ``--help`` do not need it.
+Only the functions that connect ranks import torch, because the launcher and ``--help`` do not need it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ __all__ = [
     "meeting_point",
 ]
 
-#: Set by torchrun for each of its processes, and by this project's launcher.
+#: Variables that torchrun and this project's launcher set for each process.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-#: Set by srun inside a job step. A batch script has only the variables of the job, and is no rank.
+#: Variables that srun sets in a job step. A batch script, which is not a rank, has only the variables of the job.
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-#: GPUs visible to a process, by number or name.
+#: Variable with the GPUs that a process sees, by number or name.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: A rank may pause for hours for a full drive. The watcher handles silence, not the group.
+#: Timeout of the process group. It is long because a rank can wait for hours if a drive is full; the watcher handles
+#: silent ranks.
 _GROUP_TIMEOUT = timedelta(days=1)
-#: Time until all ranks have started. Ranks on other hosts may import from slow file systems.
+#: Time for all ranks to start, which can import from slow file systems.
 CONNECT_TIMEOUT_S = 600.0
-#: Meeting point of ranks on one host, unreachable from the network.
+#: Meeting point of ranks on one host, which other hosts cannot reach.
 LOOPBACK = "127.0.0.1"
 #: Interface on which gloo and NCCL listen if all ranks are on one host.
 _LOOPBACK_INTERFACE = "lo"
 
 
 class WorldError(Exception):
-    """The environment or the config describes no usable set of ranks. The text has the remedy."""
+    """The environment or the config describes no valid set of ranks. The message contains the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class World:
         size: Number of processes.
         local_rank: Number of this process on its host, from 0.
         local_size: Number of processes on each host.
-        num_hosts: Hosts with ``local_size`` ranks each; rank r is on the host with number ``r // local_size``.
+        num_hosts: Number of hosts, with ``local_size`` ranks each. Rank r is on host number ``r // local_size``.
     """
 
     rank: int
@@ -75,7 +76,7 @@ class World:
 
     @classmethod
     def local(cls, rank: int, size: int, num_hosts: int = 1) -> World:
-        """Return the world of one of ``size`` processes on this host, or on several equal hosts."""
+        """Return the world of one of ``size`` processes on this host, or on several hosts with equally many ranks."""
         return cls(rank, size, rank % (size // num_hosts), size // num_hosts, socket.gethostname(), num_hosts)
 
     @classmethod
@@ -83,7 +84,7 @@ class World:
         """Return the world that torchrun, srun or this project's launcher describes, or a world of one process.
 
         Raises:
-            WorldError: If the variables contradict each other, or the hosts have different numbers of ranks.
+            WorldError: The variables contradict each other, or the hosts have different numbers of ranks.
         """
         if all(name in environment for name in _NAMES):
             rank, size, local_rank, local_size = (_number(environment, name) for name in _NAMES)
@@ -92,7 +93,7 @@ class World:
             counts = _tasks_per_node(environment[_SLURM_NAMES[3]])
             if len(set(counts)) > 1:
                 raise WorldError(
-                    f"srun starts {', '.join(map(str, counts))} processes on the hosts. Let each have the same number: "
+                    f"srun starts {', '.join(map(str, counts))} processes on the hosts. Start the same number on each: "
                     "--ntasks-per-node"
                 )
             local_size = counts[0]
@@ -113,7 +114,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone holds the run's folder and reports on the run."""
+        """Whether this is rank 0, the only rank that owns the run's folder and reports on the run."""
         return self.rank == 0
 
     @property
@@ -122,11 +123,11 @@ class World:
         return self.rank // self.local_size
 
     def take_gpu(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Make one GPU the only one that this process sees, so that all of its threads compute there.
+        """Make this rank's GPU the only one that the process sees, so that all its threads compute there.
 
-        Call it before any query about GPUs, even about their existence: CUDA reads the variable at the first query and
-        never again. So the GPUs are not counted; a rank beyond the last GPU sees none. If every process already sees
-        only its own GPU, as Slurm may arrange, nothing changes.
+        Call this method before any query about GPUs, because CUDA reads the variable only at the first query. Therefore
+        the method does not count the GPUs, and a rank beyond the last GPU sees none. Nothing changes if the process
+        already sees only one GPU, as under Slurm.
         """
         if self.is_single:
             return
@@ -139,11 +140,11 @@ class World:
             environment[_VISIBLE] = names[self.local_rank] if self.local_rank < len(names) else ""
 
     def folder_in(self, folder: Path) -> Path:
-        """Return this rank's subfolder of a folder of the run; the folder itself for a single process."""
+        """Return this rank's subfolder of a run's folder, or the folder itself for a single process."""
         return folder if self.is_single else folder / f"rank{self.rank:05d}"
 
     def name_of(self, rank: int, host: str = "") -> str:
-        """Return the name of a rank in messages: ``rank 3``, with its host if there are several hosts."""
+        """Return the name of a rank for messages, such as ``rank 3``, with its host if there are several hosts."""
         return f"rank {rank} ({host})" if host and self.num_hosts > 1 else f"rank {rank}"
 
 
@@ -155,7 +156,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each host in srun's list: ``"2(x3),1"`` -> 2, 2, 2, 1."""
+    """Parse srun's list of the number of tasks on each host: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -166,7 +167,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host in Slurm's list: ``"a[03-07,12],b"`` -> ``"a03"``."""
+    """Return the first host in Slurm's list, which is ``"a03"`` for ``"a[03-07,12],b"``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if match is None:
         raise WorldError(f"SLURM_STEP_NODELIST = {nodes!r} in the environment cannot be read. Set MASTER_ADDR")
@@ -174,16 +175,16 @@ def _first_host(nodes: str) -> str:
 
 
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port of the meeting point with rank 0, as set by torchrun or srun.
+    """Return the host and port of the meeting point, as set by torchrun or srun.
 
     Raises:
-        WorldError: If the environment does not contain them.
+        WorldError: The environment does not contain them.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if "MASTER_PORT" in environment:
         return host, _number(environment, "MASTER_PORT")
     if "SLURM_JOB_ID" in environment:
-        # Two steps of one job must meet at different ports.
+        # Use different ports for the steps of a job, which can run concurrently.
         number = 97 * _number(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", 0))
         return host, _FIRST_PORT + number % _NUM_PORTS
     raise WorldError(
@@ -192,15 +193,14 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
 
 def connect(world: World, host: str, port: int, *, serves: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
-    """Return a new connection to the store at which ranks meet. Thread-safe, but its calls wait for each other.
+    """Return a new connection to the store at which the ranks meet. Thread-safe, but its calls run one at a time.
 
-    A store on ``LOOPBACK`` listens only there. On any other host torch's store always listens on all interfaces of the
-    machine, and answers any client: use it only in networks closed to others.
+    A store on ``LOOPBACK`` listens only there. On any other host, torch's store listens on all interfaces of the
+    machine and answers any client, so use it only in private networks.
 
     Args:
-        world: Position of this rank among all.
         host: Host that serves the store.
-        port: Port of the store; 0 for a free one, if this rank serves it.
+        port: Port of the store. 0 for any free port, if this rank serves the store.
         serves: Whether this rank serves the store, for as long as the connection exists.
         timeout_s: Time that a call waits for a key.
     """
@@ -223,25 +223,24 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
 
 
 def init(world: World, device: torch.device, store: Store, bus: str = "") -> None:
-    """Join the default group of torch.distributed: gloo for host memory, NCCL for GPU memory.
+    """Join the default process group of torch.distributed, with gloo for host memory and NCCL for GPU memory.
 
-    Waits for all ranks. The group adds nothing, so the library never decides the order of sums.
+    Waits for all ranks. A single process joins no group.
 
     Args:
-        world: Position of this rank among all; a single process joins nothing.
-        device: Device of the layers; a GPU is the only one that this process sees.
-        store: Store at which the ranks meet; each run has its own keys in it.
-        bus: Address of the GPU; "" if it is unknown.
+        device: Device of the layers. A GPU must be the only one that this process sees.
+        store: Store at which the ranks meet.
+        bus: PCI address of the GPU, or "" if it is unknown.
 
     Raises:
-        WorldError: If only some ranks have a GPU, or two ranks on a host compute on the same one.
+        WorldError: Only some ranks have a GPU, or two ranks on a host have the same GPU.
     """
     import torch.distributed as dist
 
     if world.is_single:
         return
     if world.num_hosts == 1:
-        # This precedes the group: both listen on the named interface, otherwise on one that others can reach.
+        # Set these variables before the group is created. Otherwise, gloo and NCCL use a network interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     on_gpu = device.type == "cuda"
@@ -257,14 +256,13 @@ def init(world: World, device: torch.device, store: Store, bus: str = "") -> Non
 
 
 def _check_gpus(world: World, store: Store, bus: str | None) -> None:
-    """Check that each rank has a separate GPU, or that no rank has a GPU. All ranks call it.
+    """Check that each rank has a separate GPU, or that no rank has a GPU. All ranks call this function.
 
-    NCCL would only report "invalid usage". If one rank had no GPU, the others would wait for it forever.
+    Otherwise, NCCL would only report "invalid usage", or the other ranks would wait forever for a rank without a GPU.
 
     Args:
-        world: Position of this rank among all.
         store: Store at which the ranks meet.
-        bus: Address of this rank's GPU, "" if it is unknown; None if it has no GPU.
+        bus: PCI address of this rank's GPU, "" if it is unknown, or None without a GPU.
     """
     store.set(f"gpu/{world.rank}", f"{world.host} {'none' if bus is None else bus}")
     found = [store.get(f"gpu/{rank}").decode().rpartition(" ")[::2] for rank in range(world.size)]
@@ -275,12 +273,12 @@ def _check_gpus(world: World, store: Store, bus: str | None) -> None:
         if bus == "none":
             count = sum(found[each][1] != "none" for each in on_host)
             raise WorldError(
-                f"{world.local_size} processes on {host}, of which {count} found a GPU. Start one for each GPU at "
-                'most, or write device = "cpu"'
+                f"{world.local_size} processes on {host}, of which {count} found a GPU. Start at most one for "
+                'each GPU, or set device = "cpu"'
             )
         same = next((each for each in on_host if each < rank and found[each][1] == bus != ""), None)
         if same is not None:
             raise WorldError(
-                f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process for "
-                "each GPU, and let each see either all of them or only its GPU (CUDA_VISIBLE_DEVICES)"
+                f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process per "
+                "GPU, and make all GPUs or only its own GPU visible to each process (CUDA_VISIBLE_DEVICES)"
             )

@@ -1,6 +1,6 @@
-"""Warnings about settings that a config allows but users rarely intend. Nothing here refuses a run.
+"""Warnings about settings that a config allows but users rarely intend. They never refuse a run.
 
-The bounds are rules of thumb, wide enough for published recipes; docs/decisions has the reasons.
+The bounds are rules of thumb, wide enough for published recipes. docs/decisions explains them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["model_warnings", "schedule_warnings", "warmup_notice"]
 
-#: Models with fewer parameters, as in tests and demonstrations, use the rates of training from scratch.
+#: Models with fewer parameters, which tests and demonstrations use, have the bounds of training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
@@ -35,18 +35,18 @@ class _LearningRates:
 
 _RATES = {
     "adamw": _LearningRates(1e-8, 5e-4, 1e-2),
-    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # with unscaled rates: its updates are as large as AdamW's
+    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # for unscaled rates, because its updates are as large as AdamW's
     "lion": _LearningRates(1e-9, 1e-4, 3e-3),
     "sgd": _LearningRates(1e-6, 1.0, 10.0),
-    "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" takes much larger rates than "match_rms_adamw"
+    "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" needs much larger rates than "match_rms_adamw"
 }
 _FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
 _LONG_WARMUP_SHARE = 0.5
 
 
 def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig, graph: ModelGraph) -> Iterator[str]:
-    """Yield settings that do not suit the model: rows longer than its positions, implausible rates."""
-    yield from _positions(graph, max_length, from_scratch=model.table.train_from_scratch)
+    """Yield a warning for each setting that does not suit the model, such as an implausible learning rate."""
+    yield from _position_warning(graph, max_length, from_scratch=model.table.train_from_scratch)
     width = getattr(graph.config.get_text_config(), "hidden_size", None)
     if model.lora is not None and isinstance(width, int) and model.lora.r > width:
         yield (
@@ -55,67 +55,67 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
         )
     is_new = model.table.train_from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
     for key, rate in optimizer.learning_rates.items():
-        yield from _rate(key, rate, optimizer.optim, is_new=is_new)
+        yield from _rate_warning(key, rate, optimizer.optim, is_new=is_new)
     if optimizer.optim == "muon" and optimizer.muon_fused != "whole":
-        yield from _fused(graph, optimizer)
+        yield from _fused_warning(graph, optimizer)
 
 
-def _fused(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a warning if parameters seem to fuse matrices in an unknown way."""
+def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
+    """Yield a warning if parameters seem to contain several fused matrices, but the parts are unknown."""
     _, unknown = find_fused(graph)
     left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
     products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)
     if left:
         globs = ", ".join(f'"*.{product}*"' for product in products)
         yield (
-            f"Muon makes {left[0]} orthogonal as one matrix ({len(left)} such parameters). Its name suggests that it "
-            f"holds several, but their parts are unknown. optimizer.muon_exclude = [{globs}] leaves them to AdamW"
+            f"Muon orthogonalizes {left[0]} as one matrix ({len(left)} such parameters). Its name suggests that it "
+            f"contains several matrices. To train these parameters with AdamW, set optimizer.muon_exclude = [{globs}]"
         )
 
 
-def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:
+def _position_warning(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:
     positions = getattr(graph.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or not 1 < positions < length or num_learned_positions(graph) is not None:
-        return  # the plan refuses rows that are longer than learned positions
+        return  # the plan already rejects rows that are longer than learned positions
     what = f"data.max_length = {length}, but the model's config.json has max_position_embeddings = {positions}"
     if from_scratch:
-        yield f"{what}: programs that load it may cut there. Write at most {positions}, or raise it in config.json"
+        yield f"{what}. Other programs may truncate rows there. Use at most {positions}, or raise it in config.json"
     else:
         yield (
-            f"{what}: it was not trained on later positions. Write at most {positions}, or set its rope scaling in "
+            f"{what}, so it was not trained on later positions. Use at most {positions}, or set its rope scaling in "
             "config.json"
         )
 
 
-def _rate(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
+def _rate_warning(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
     bounds = _RATES.get(optim)
-    if bounds is None:  # an optimizer from a package has no known bounds
+    if bounds is None:  # the bounds of an optimizer from another package are unknown
         return
     highest = bounds.highest_from_scratch if is_new else bounds.highest
     what = f'{key} = {rate:g} is implausible for optim = "{optim}"'
     if rate > highest:
         how = "" if is_new else " of a trained model with all its parameters"
-        yield f"{what}: training{how} mostly diverges above {highest:g}. Write a smaller value"
+        yield f"{what}: training{how} usually diverges above {highest:g}. Use a smaller value"
     elif rate < bounds.lowest:
-        yield f"{what}: the weights hardly change below {bounds.lowest:g}. Write a larger value"
+        yield f"{what}: the weights hardly change below {bounds.lowest:g}. Use a larger value"
 
 
 def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[str]:
-    """Yield problems of the warm-up in a run of ``num_steps`` steps."""
+    """Yield a warning if the warm-up is too long or too short for a run of ``num_steps`` steps."""
     warmup = optimizer.num_warmup_steps(num_steps)
     if not warmup or not optimizer.has_warmup:
         return
     what = f"optimizer.warmup_steps = {optimizer.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
     if warmup >= num_steps:
-        yield f"{what}, so that the learning rate never reaches its peak. Write 0, or train for more steps"
+        yield f"{what}, so that the learning rate never reaches its peak. Use 0, or train for more steps"
     elif warmup > _LONG_WARMUP_SHARE * num_steps:
-        yield f"{what}. Write less: a few percent of the steps are usual"
+        yield f"{what}. Use less: a few percent of the steps are usual"
     elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
-        yield f"{what}, which has almost no effect. Write 0.03 for 3 % of the steps, or 0 for none"
+        yield f"{what}, which has almost no effect. Use 0.03 for 3 % of the steps, or 0 for none"
 
 
 def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
-    """Return the notice about a warm-up. In transformers' schedules it begins at 0, which users do not expect.
+    """Return the notice about a warm-up. It says if the learning rate starts at 0, which users do not expect.
 
     Args:
         first: Learning rate of the first step.
@@ -125,5 +125,5 @@ def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) 
     text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
     text += f"{num_steps} step{'s' if num_steps != 1 else ''}"
     if first == 0.0 and is_start:
-        text += "; the first one changes no weights, as in transformers"
+        text += "; the first step does not change the weights, as in transformers"
     return text

@@ -1,6 +1,6 @@
-"""Continuation of a batch of prompts: passes over a store's blocks with transformers' ``generate`` and its cache.
+"""Generation of continuations for a batch of prompts, with transformers' ``generate`` and the blocks of a store.
 
-Used by whole commands (``generation``) and between the steps of a run (``evaluation``).
+Used by commands (``generation``) and between the steps of a run (``evaluation``).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Continuation:
         plan: Plan of the passes for a batch of prompts.
         settings: Sampling and length of completions.
         activity: Progress within a pass, for status.
-        is_exact: Whether to prefetch for the running pass only, because all prompts may end after it. Otherwise links
-            stay busy between passes, but prefetched bytes are wasted if the next pass does not run.
+        is_exact: Whether to prefetch only for the current pass. If False, links stay busy between passes, but
+            prefetched bytes are wasted if all prompts end before the next pass.
         should_stop: Called before each pass, on all ranks.
         collectives: Collectives of the ranks that share the weights, each with separate prompts, or None for a single
             process.
 
     Attributes:
-        planned_bytes: Link -> planned bytes of all passes so far.
+        planned_bytes: Planned bytes of all passes so far, by link.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Continuation:
         self.planned_bytes: dict[str, int] = {}
 
     def run(self, prompts: Sequence[Tensor], first_micro_batch: int = 0) -> list[tuple[int, ...]]:
-        """Return the new tokens of prompts, including the end of text.
+        """Return the new tokens of each prompt, including the end-of-text token.
 
         Args:
-            prompts: Tokens of each prompt; at most one prompt per row of the plan. May be empty on some ranks.
-            first_micro_batch: Number of the first micro-batch, which seeds its random numbers.
+            prompts: Tokens of each prompt; at most one prompt per row of the plan. Can be empty on some ranks.
+            first_micro_batch: Number of the first micro-batch. It determines the random numbers.
 
         Raises:
             StoppedError: ``should_stop`` returned True.
-            VisitOrderError: Prompts call different layers, or others than planned.
+            VisitOrderError: The prompts do not call the same layers, or not the planned ones.
         """
         from transformers import DynamicCache
 
@@ -98,7 +98,7 @@ class Continuation:
         accesses = [
             StoreAccess(store, model, KernelThreads(1), self._collectives, activity=self._activity) for model in models
         ]
-        turn = _Turns(accesses)
+        turn = _CurrentAccess(accesses)
 
         def on_pass(number: int) -> None:
             nonlocal num_passes
@@ -107,7 +107,7 @@ class Continuation:
             if self._should_stop():
                 raise StoppedError
             num_passes = number + 1
-            at = min(number, 1)  # the first pass fills the cache, the others use it
+            at = min(number, 1)  # the first pass fills the cache, and the later passes use it
             turn.access = accesses[at]
             if number <= 1 or self._is_exact:
                 store.set_schedule(None)
@@ -115,7 +115,7 @@ class Continuation:
                 set_schedule(
                     store, programs[at].schedule(homes, count, first_step=number), plan.run.advanced.prefetch_bytes
                 )
-            # Each pass reads one token of each prompt, except the first, which reads all tokens.
+            # The first pass reads all tokens of the prompts, and each later pass one token of each prompt.
             turn.access.start_step(number, num_tokens=sum(map(len, prompts)) if number == 0 else len(prompts))
 
         runner = GenerationRunner(
@@ -129,16 +129,18 @@ class Continuation:
         config = graph.config.get_text_config(decoder=True)
         caches = [DynamicCache(config=config) for _ in batches]
         options = generation_options(self._settings, self._tokenizer, num_new)
-        functions = [_generating(model, batch, cache, options) for batch, cache in zip(batches, caches, strict=True)]
+        functions = [
+            _make_generate_call(model, batch, cache, options) for batch, cache in zip(batches, caches, strict=True)
+        ]
         seeds = [(self._settings.seed or 0) + first_micro_batch + number for number in range(len(batches))]
         before = model.generation_config
         _read_generation_config(model, Path(plan.run.model.folder))
-        ends = _ends_of(model)
+        ends = _end_tokens(model)
         outputs: list[Any] | None = None
         try:
             outputs = runner.run(functions, caches, seeds, on_pass)
             turn.access.end_step()
-        except StoppedError:  # between two passes
+        except StoppedError:  # raised again below, after the store is idle
             pass
         finally:
             model.generation_config = before
@@ -150,7 +152,7 @@ class Continuation:
         if outputs is None:
             raise StoppedError
         return [
-            tuple(_until_end(row, ends))
+            tuple(_trim_after_end(row, ends))
             for batch, output in zip(batches, outputs, strict=True)
             for row in output[:, batch["input_ids"].shape[1] :].tolist()
         ]
@@ -159,7 +161,7 @@ class Continuation:
         return any(self._collectives.gather_objects(goes_on))
 
     def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return prompts padded on the left to one length, as ``generate`` requires."""
+        """Return the prompts padded on the left to one length, as ``generate`` requires."""
         width = max(map(len, prompts))
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
@@ -170,8 +172,8 @@ class Continuation:
         return {"input_ids": ids.to(self._plan.device), "attention_mask": mask.to(self._plan.device)}
 
 
-class _Turns:
-    """Blocks of the current pass, the first one or a later one; a ``GenerationAccess``."""
+class _CurrentAccess:
+    """``GenerationAccess`` that forwards to the access of the current pass: the first pass or a later one."""
 
     def __init__(self, accesses: Sequence[StoreAccess]) -> None:
         self.access = accesses[0]
@@ -181,11 +183,11 @@ class _Turns:
         self.access.begin(phase, visit)
 
     def weights(self, unit: Any, visit: int) -> Any:
-        """Lease weights."""
+        """Lease the weights of a visit."""
         return self.access.weights(unit, visit)
 
     def skip_weights(self, unit: Any, visit: int) -> None:
-        """Skip the lease of weights, without moving them."""
+        """Skip the lease of a visit's weights, without moving them."""
         self.access.skip_weights(unit, visit)
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
@@ -193,11 +195,13 @@ class _Turns:
         self.access.announce_idle(visits, idle)
 
     def cache_block(self, visit: int, micro_batch: int) -> Any:
-        """Lease the cache's blocks."""
+        """Lease the blocks of the KV cache."""
         return self.access.cache_block(visit, micro_batch)
 
 
-def _generating(model: Any, batch: Mapping[str, Tensor], cache: Any, options: Mapping[str, Any]) -> Callable[[], Any]:
+def _make_generate_call(
+    model: Any, batch: Mapping[str, Tensor], cache: Any, options: Mapping[str, Any]
+) -> Callable[[], Any]:
     return lambda: model.generate(**batch, past_key_values=cache, **options)
 
 
@@ -209,13 +213,13 @@ def _read_generation_config(model: Any, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
 
 
-def _ends_of(model: Any) -> frozenset[int]:
+def _end_tokens(model: Any) -> frozenset[int]:
     ends = model.generation_config.eos_token_id
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
-def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
-    """Return the tokens up to and including the first that ends a text; the rest is padding."""
+def _trim_after_end(ids: list[int], ends: frozenset[int]) -> list[int]:
+    """Return the tokens up to and including the first end-of-text token, without the padding after it."""
     for number, token in enumerate(ids):
         if token in ends:
             return ids[: number + 1]

@@ -1,4 +1,4 @@
-"""Distillation: training on a teacher's scores of every token, with logits computed in parts of the vocabulary."""
+"""Distillation: training on a teacher's scores of every token. Logits are computed for parts of the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["DistillTask", "Distillation", "RunningDistillation", "TeacherRows"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherRows:
-    """A teacher's scores of rows, at the temperature of the distillation.
+    """A teacher's scores of rows of logits, at the temperature of the distillation.
 
     Attributes:
-        ids: Token ids, distinct within a row, [rows, k].
-        log_probs: Log-probabilities of these tokens, [rows, k], fp32.
-        rest_log_probs: Log of the total probability of all other tokens, [rows], fp32.
+        ids: Token ids, distinct within a row, ``(rows, k)``.
+        log_probs: Log-probabilities of these tokens, ``(rows, k)``, fp32.
+        rest_log_probs: Log of the total probability of all other tokens, ``(rows,)``, fp32.
     """
 
     ids: Tensor
@@ -45,15 +45,15 @@ class TeacherRows:
 class Distillation(Loss):
     """Training on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
 
-    Both are means over the tokens with a label. The divergence is the forward one, at the temperature, over the
-    teacher's k likeliest tokens. ``rest`` defines the treatment of the teacher's probability p for all other tokens.
+    Both terms are means over the tokens with a label. The forward KL divergence is computed at the temperature, over
+    the teacher's k most likely tokens. ``rest`` defines the treatment of all other tokens.
 
     Attributes:
         temperature: Temperature of the scores. The student's logits are divided by it.
-        alpha: Share of the cross entropy.
-        rest: ``bucket``: all other tokens are one outcome, with probability p for the teacher and their summed
-            probability for the student. ``ignore``: they have no term. ``renormalize``: the teacher's k probabilities
-            are scaled to a sum of 1.
+        alpha: Weight of the cross entropy.
+        rest: ``bucket``: all other tokens are one outcome, with their total probabilities for teacher and student.
+            ``ignore``: other tokens have no term. ``renormalize``: the teacher's k probabilities are scaled to a sum of
+            1.
         k: Number of the teacher's tokens per position.
     """
 
@@ -68,11 +68,11 @@ class Distillation(Loss):
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of the teacher's scores of a token: ids, log-probabilities, and the log-probability of the rest."""
+        """Bytes of a token's teacher scores: ids, log-probabilities, and the log-probability of the rest."""
         return 8 * self.k + 4
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return the teacher's scores of the rows with a label; empty for micro-batches without scores."""
+        """Return the teacher's scores of the rows with a label, or an empty dict for a micro-batch without scores."""
         return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
 
     def synthetic_inputs(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -80,11 +80,11 @@ class Distillation(Loss):
         return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch: plain cross entropy if it has no scores."""
+        """Return the loss of a micro-batch, which is plain cross entropy if it has no scores."""
         return TaughtRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities to compare the student with: of the k tokens, and of all others."""
+        """Return the teacher's log-probabilities of the k tokens and of the rest, to compare the student with."""
         log_probs = teacher.log_probs.float()
         if self.rest == "renormalize":
             log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
@@ -93,7 +93,7 @@ class Distillation(Loss):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtRows(MicroBatchLoss):
-    """The distillation of one micro-batch.
+    """Distillation loss of one micro-batch.
 
     Attributes:
         teacher: Scores of the rows with a label.
@@ -108,11 +108,11 @@ class TaughtRows(MicroBatchLoss):
 
 
 class DistillTask(TextTask):
-    """Texts whose labels come with the scores of a teacher."""
+    """Task that trains on texts whose labels have the scores of a teacher."""
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
-        """Return the loss against the scores; reads only their kind.
+        """Return the loss against the teacher's scores, without reading the scores themselves.
 
         Raises:
             ConfigError: The scores do not exist, or do not match the config.
@@ -122,32 +122,30 @@ class DistillTask(TextTask):
         try:
             found = read_kind(table.scores)
         except ScoresError as error:
-            advice = "Make them with megatrain-tier score TEACHER.toml"
+            advice = "Create them with megatrain-tier score TEACHER.toml"
             raise ConfigError("[distill]", [Problem("distill.scores", str(error), advice)]) from error
         problems = []
         if table.top_k is not None and table.top_k > found.top_k:
             text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} per position"
-            advice = f"Write at most {found.top_k}, or score with a larger top_k"
+            advice = f"Use at most {found.top_k}, or score with a larger top_k"
             problems.append(Problem("distill.top_k", text, advice))
         if not found.top_k:
-            text = f"the scores in {table.scores} have no likeliest tokens (score.top_k = 0)"
+            text = f"the scores in {table.scores} have no most likely tokens (score.top_k = 0)"
             problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
         if table.temperature != found.temperature:
-            text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
+            text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} have temperature"
             text += f" {found.temperature:g}"
-            problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
+            problems.append(Problem("distill.temperature", text, f"Use {found.temperature:g}, or score again"))
         if problems:
             raise ConfigError("[distill]", problems)
         return Distillation(table.temperature, table.alpha, table.rest, table.top_k or found.top_k)
 
 
 class RunningDistillation:
-    """The loss of a student against a teacher's likeliest tokens, in parts of the logits; used like ``RunningSoftmax``.
-
-    Everything is computed in fp32. See ``Distillation`` for the loss.
+    """Distillation loss, computed in fp32 from one part of the logits at a time, like ``RunningSoftmax``.
 
     Args:
-        labels: Token ids, [rows]; every row has a label.
+        labels: Token ids, ``(rows,)``. Every row has a label.
         vocab_size: Size of the vocabulary over all parts.
         num_items: Divisor of the sum over the rows.
     """
@@ -163,7 +161,7 @@ class RunningDistillation:
         self._rest = torch.full_like(self._log_rest_p, -torch.inf)
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Add the logits [rows, columns] of the tokens from ``start`` on."""
+        """Add a part of the logits, ``(rows, columns)``, of the tokens from ``start`` on."""
         if self._hard is not None:
             self._hard.add(logits, start)
         values, at, is_here = self._tempered(logits, start)
@@ -171,7 +169,7 @@ class RunningDistillation:
         self._rest = torch.logaddexp(self._rest, values.scatter_(1, at, -torch.inf).logsumexp(1))
 
     def loss(self) -> Tensor:
-        """Return the loss, after all parts."""
+        """Return the loss, after all parts were added."""
         log_sum = self._log_sum()
         found = _weighted(self._log_p, self._log_p - (self._of_top - log_sum.unsqueeze(1))).sum(1)
         if self._spec.rest == "bucket":
@@ -180,20 +178,20 @@ class RunningDistillation:
         return soft if self._hard is None else soft + self._spec.alpha * self._hard.loss()
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the gradient of the loss by a part's logits, in their dtype, after all parts were added."""
+        """Return the loss's gradient with respect to a part's logits, in their dtype, after all parts were added."""
         spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
         values, at, _ = self._tempered(logits, start)
-        found = values.sub_(log_sum).exp_()  # the student's probabilities; 0 in the padding column
+        found = values.sub_(log_sum).exp_()  # student's probabilities, which are 0 in the padding column
         of_top = found.gather(1, at)
         if spec.rest == "bucket":
-            # For a token outside the k tokens: its own probability, and its share of the bucket's.
+            # For tokens outside of the k tokens, subtract their share of the bucket from their probability.
             share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
             found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
         elif spec.rest == "ignore":
             mass = self._log_p.exp().sum(1, keepdim=True)
             found.mul_(mass)
             of_top = of_top * mass
-        # Scattered, not added: each token has one column. Tokens of other parts share the padding column.
+        # Scatter instead of adding, because each token has one column. Tokens of other parts use the padding column.
         found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
         found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
         if self._hard is not None:
@@ -204,9 +202,9 @@ class RunningDistillation:
         return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
 
     def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tempered logits, the columns of the teacher's tokens [rows, k], and whether they are in this part.
+        """Return tempered logits, the columns of the teacher's tokens, and whether they are in this part.
 
-        The logits have an additional padding column for the tokens of other parts.
+        The logits have an additional padding column for tokens that are in other parts.
         """
         num_columns = logits.shape[1]
         values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)
@@ -216,6 +214,6 @@ class RunningDistillation:
 
 
 def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
-    """Return ``exp(log_p) * values``; 0 where the probability is 0, whatever the value, even infinity."""
+    """Return ``exp(log_p) * values``, and 0 where the probability is 0, even if the value is infinite."""
     p = log_p.exp()
     return torch.where(p > 0, p * values, 0)

@@ -1,4 +1,4 @@
-"""Preferences: ``task = "dpo"``, and the related losses."""
+"""Preference task (``task = "dpo"``), for DPO and related losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Answers = Sequence[tuple[Mapping[str, "Tensor"], Sequence[float]]]
 
 
 class PreferenceTask:
-    """Judged answers, compared with the initial model's log-probabilities of them; a ``Task``."""
+    """``Task`` that trains on preferred, rejected or labelled answers, usually relative to the initial model."""
 
     def __init__(self, loss: Loss) -> None:
         assert isinstance(loss, PreferenceLoss), loss
@@ -39,18 +39,18 @@ class PreferenceTask:
 
     @staticmethod
     def findings(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return the number of examples, and warn of settings that users rarely intend."""
+        """Return the number of examples, a warning if all answers have the same label, and a note on scoring."""
         loss = PreferenceTask.loss_of(None, table)
         found = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
-            found.append(RowFinding("warning", "all answers are judged alike: the loss learns from the difference"))
+            found.append(RowFinding("warning", "all answers have the same label, but the loss learns from differences"))
         if loss.needs_reference:
-            text = f"before its first step `run` scores all {len(dataset):,} answers once with the initial model"
+            text = f"before its first step, `run` scores all {len(dataset):,} answers once with the initial model"
             found.append(RowFinding("note", text))
         return found
 
     def accumulator(self) -> JudgedExamples:
-        """Return an accumulator of all examples of a set."""
+        """Return an accumulator of a set's examples."""
         return JudgedExamples(self._loss)
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ class PreferenceTask:
 
 
 class JudgedExamples:
-    """Accumulator of all examples of a set, with the loss and TRL's metrics; a ``MetricAccumulator``."""
+    """``MetricAccumulator`` of a set's examples, which computes the loss and TRL's metrics."""
 
     def __init__(self, loss: PreferenceLoss) -> None:
         self._loss, self._collected, self._num_passes = loss, CollectedExamples(), 0
@@ -81,7 +81,7 @@ class JudgedExamples:
         return list(zip(micro_batches, runner.log_probs(micro_batches), strict=True))
 
     def add(self, found: _Answers) -> None:
-        """Add a pass."""
+        """Add the result of ``head`` for a pass."""
         for batch, logps in found:
             self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
         self._num_passes += 1

@@ -15,7 +15,7 @@ import torch
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import EvaluationMetrics, RunObserver, Sample
-from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, load_dataset
+from megatrain.data.dataset import NAME, check_id_range, describe, held_out_part, load_dataset
 from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
@@ -61,9 +61,11 @@ EvaluatedWeights = Literal["trained", "average"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSource:
-    """Rows of one ``[[data.eval]]``.
+    """Source of one ``[[data.eval]]``.
 
     Attributes:
+        name: Name of the set in metrics.
+        label: Name of the source in messages.
         data: Settings for reading the rows.
     """
 
@@ -74,12 +76,12 @@ class EvaluationSource:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSpec:
-    """When a run evaluates, and on which data.
+    """Settings and sources of a run's evaluations.
 
     Attributes:
         table: The ``[evaluation]`` table.
-        rows: Largest number of rows of a micro-batch, or None for the number in training.
-        sources: Rows in addition to those that ``data.val_size`` keeps from training.
+        rows: Maximum number of rows in a micro-batch, or None for the number in training.
+        sources: Sources in addition to the rows that ``data.val_size`` holds out.
     """
 
     table: EvaluationConfig
@@ -88,33 +90,33 @@ class EvaluationSpec:
 
     @property
     def num_samples(self) -> int:
-        """Rows of each set that the model continues; 0 without samples."""
+        """Number of rows of each set that the model continues, or 0 without samples."""
         return self.table.max_predict_samples if self.table.predict_with_generate else 0
 
     @property
     def weights(self) -> tuple[EvaluatedWeights, ...]:
-        """The weights to evaluate, in order."""
+        """Kinds of weights to evaluate, in order."""
         return ("trained", "average") if self.table.weights == "both" else (self.table.weights,)
 
     def name_of(self, name: str, weights: EvaluatedWeights) -> str:
-        """Return the name of a set's evaluation in metrics."""
+        """Return the name, in metrics, of a set's evaluation with these weights."""
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
     def evaluations_of(self, names: Iterable[str]) -> list[str]:
-        """Return the names of all evaluations of a step, in order."""
+        """Return the names of all evaluations at a step, in order, given the names of the sets."""
         names = list(names)
         return [self.name_of(name, weights) for weights in self.weights for name in names]
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """Rows that are only used for evaluation.
+    """Rows that are used only for evaluation.
 
     Attributes:
-        loader: Batches of the rows. One epoch is an evaluation.
-        num_micro_batches: Micro-batches in a step of the loader.
-        num_together: Micro-batches that share a pass.
-        own: Micro-batches that this process evaluates, or None for all. The other ranks evaluate the rest.
+        loader: Loader of the rows. One evaluation uses one epoch.
+        num_micro_batches: Number of micro-batches in a step of the loader.
+        num_together: Number of micro-batches that share a pass.
+        own: Micro-batches of a pass that this rank evaluates, or None for all.
     """
 
     name: str
@@ -125,11 +127,11 @@ class EvaluationSet:
 
     @property
     def num_passes(self) -> int:
-        """How often the weights are streamed for an evaluation."""
+        """Number of passes over the weights in an evaluation."""
         return self.loader.steps_per_epoch * (self.num_micro_batches // self.num_together)
 
     def passes(self) -> Iterator[Sequence[Mapping[str, Tensor]]]:
-        """Yield the micro-batches of each pass that this process evaluates."""
+        """Yield, for each pass, the micro-batches that this rank evaluates."""
         self.loader.seek(LoaderPosition())
         own = range(self.num_together) if self.own is None else self.own
         for _ in range(self.loader.steps_per_epoch):
@@ -146,15 +148,15 @@ def load_evaluation_sets(
     training: TokenDataset | None = None,
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> list[EvaluationSet]:
-    """Read and tokenize every ``[[data.eval]]``, in order. Return none if the config has no evaluation.
+    """Read and tokenize the evaluation sets of a run, in order. Return no sets if the config has no evaluation.
 
     Args:
         on_message: Called with reports on the rows.
-        training: Result of ``load_dataset``, with the rows that ``data.val_size`` holds out. Loaded if None and needed.
+        training: Training dataset, whose held-out rows are a set. None to load it if necessary.
         on_warning: Called with a warning for each set that lost many rows or tokens.
 
     Raises:
-        DataError: As ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
+        DataError: Raised by ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or truncated.
     """
     if spec.table.eval_strategy == "no" and not spec.table.eval_on_start:
         return []
@@ -165,8 +167,10 @@ def load_evaluation_sets(
     dealt = deal_micro_batches(run, rows)
     num_micro_batches, own = dealt[-1].stop, None if run.world.is_single else dealt[run.world.rank]
     sets = []
-    for number, (name, dataset) in enumerate(_datasets(spec, run.data, tokenizer, on_message, training, on_warning)):
-        check_ids(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
+    for number, (name, dataset) in enumerate(
+        _load_datasets(spec, run.data, tokenizer, on_message, training, on_warning)
+    ):
+        check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
         loader = BatchLoader(
             dataset,
             micro_batch_size=rows,
@@ -177,15 +181,16 @@ def load_evaluation_sets(
             pad_token_id=pad_token_id(tokenizer),
             images=run.data.image_processor(tokenizer),
         )
-        # As in training, no more rows share a pass than the planned memory allows.
+        # A pass has at most as many rows as in training, because the plan has memory for no more.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets
 
 
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
-    """Return the micro-batches of ``rows`` rows that each rank evaluates in a pass: no more rows than in training.
+    """Return the micro-batches, with ``rows`` rows each, that each rank evaluates in a pass.
 
-    Every rank has at least one, as in training. The micro-batches of a pass do not affect any metric.
+    Every rank has at least one micro-batch, and at most as many rows as in training. Metrics do not depend on the
+    division.
     """
     of_training = [
         len(run.lanes.micro_batches_of_rank(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
@@ -194,7 +199,7 @@ def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
     return [range(first, stop) for first, stop in pairwise([0, *stops])]
 
 
-def _datasets(
+def _load_datasets(
     spec: EvaluationSpec,
     data: DataSpec,
     tokenizer: PreTrainedTokenizerFast,
@@ -202,7 +207,7 @@ def _datasets(
     training: TokenDataset | None,
     on_warning: Callable[[str], None],
 ) -> Iterator[tuple[str, TokenDataset]]:
-    """Yield the sets by name: rows kept from training, or each ``[[data.eval]]``."""
+    """Yield (name, dataset) for the rows held out from training and for each ``[[data.eval]]``."""
     if data.table.val_size is not None:
         whole = load_dataset(data, tokenizer, on_message) if training is None else training
         dataset = held_out_part(whole, spec.table.eval_max_samples)
@@ -220,23 +225,19 @@ def _datasets(
 
 
 def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeights, Plan]:
-    """Return the plan of passes over each kind of evaluated weights.
-
-    Args:
-        spec: The evaluated weights.
+    """Return the plan of evaluation passes for each kind of evaluated weights.
 
     Raises:
-        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        DoesNotFitError: A tier is too small. The message contains a sufficient size.
     """
     return {weights: plan if weights == "trained" else plan_averages(plan) for weights in spec.weights}
 
 
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
-    """Return the exact bytes that each link moves in an evaluation of ``num_passes`` passes.
+    """Return the exact bytes that each link moves in ``num_passes`` evaluation passes.
 
     Args:
-        plan: Plan with the homes of the weights, see ``plans_of_evaluations``.
-        num_passes: Passes over all sets.
+        plan: A plan of ``plans_of_evaluations``.
     """
     program = plan.for_passes.program
     placement = plan.placement
@@ -245,18 +246,18 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
 
 
 class Evaluator:
-    """Evaluations of a run at the configured steps. Used by the training thread.
+    """Evaluator of a run at the configured steps. Used by the training thread.
 
     Args:
-        steps_per_epoch: Steps in one pass over all training rows.
+        steps_per_epoch: Number of steps in an epoch of the training rows.
         should_stop: Called between passes. An interrupted evaluation is not reported. All ranks call it and get the
-            same result, so it may be a collective.
-        before: Name -> last evaluation before the run was resumed. It is not repeated at the same step.
-        plans: Plans of passes over the evaluated weights. Defaults to the result of ``plans_of_evaluations``.
-        samplers: Samplers of each set's rows, by the weights that they use. Empty without samples.
+            same result, so it can be a collective.
+        before: Last evaluations before the run was resumed, by name. They are not repeated at the same step.
+        plans: Plans of the passes. Defaults to the result of ``plans_of_evaluations``.
+        samplers: Samplers by the weights that they use. Empty without samples.
 
     Attributes:
-        latest: Name -> last evaluation. Equal on all ranks except for the seconds.
+        latest: Last evaluation by name. Equal on all ranks except for the seconds.
     """
 
     def __init__(
@@ -285,21 +286,22 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest = dict(before)
         self._passes: dict[EvaluatedWeights, Passes] = {}
-        self._collectives: Collectives | Alone | None = None  # created by the first evaluation, after the rendezvous
+        # The first evaluation creates the collectives, because it runs after the ranks have met.
+        self._collectives: Collectives | Alone | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether an evaluation is due after ``step`` steps, unless all sets were already evaluated there."""
-        return self._is_wanted(step) and not all(self._is_done(step, name) for name in self.names)
+        """Return whether an evaluation is due after ``step`` steps and at least one set has not been evaluated then."""
+        return self._is_scheduled(step) and not all(self._is_done(step, name) for name in self.names)
 
     @property
     def names(self) -> list[str]:
-        """Names of all evaluations of a step, in order."""
+        """Names of all evaluations at a step, in order."""
         return self._spec.evaluations_of(each.name for each in self._sets)
 
     def _is_done(self, step: int, name: str) -> bool:
         return name in self.latest and self.latest[name].step == step
 
-    def _is_wanted(self, step: int) -> bool:
+    def _is_scheduled(self, step: int) -> bool:
         strategy = self._spec.table.eval_strategy
         if step == 0:
             return self._spec.table.eval_on_start
@@ -312,14 +314,14 @@ class Evaluator:
         return self._steps_per_epoch if self._spec.table.eval_strategy == "epoch" else self._spec.table.eval_steps
 
     def next_step(self, step: int) -> int:
-        """Return the next step after ``step`` at which an evaluation, or the end of the run, interrupts training."""
+        """Return the first step after ``step`` at which an evaluation is due or the run ends."""
         if not self._sets or self._spec.table.eval_strategy == "no":
             return self._max_steps
         return min(self._max_steps, (step // self._interval + 1) * self._interval)
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Bytes by link that evaluations have exchanged with other ranks."""
+        """Bytes that evaluations have exchanged with other ranks, by link."""
         return {} if self._collectives is None else dict(self._collectives.moved_bytes)
 
     @property
@@ -328,10 +330,10 @@ class Evaluator:
         return self._collectives
 
     def run(self, step: int) -> None:
-        """Evaluate and report every set with the current weights, unless it was evaluated at this step.
+        """Evaluate every set with the current weights and report it, unless it was already evaluated at this step.
 
-        No update may be pending, and no copy may stay for a later step. Afterwards the store has no schedule. With
-        several ranks, all of them call it at the same steps.
+        All updates must be finished, and the compute tier must not keep copies for a later step. Afterwards, the store
+        has no schedule. A collective: all ranks call it at the same steps.
         """
         if self._collectives is None:
             self._collectives = self._plan.collectives()
@@ -345,7 +347,7 @@ class Evaluator:
                         return
 
     def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
-        """Evaluate and report a set. Return False if it was interrupted."""
+        """Evaluate and report a set. Return False if a stop interrupted the evaluation."""
         start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
         figures = self._judge(each, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
@@ -365,7 +367,7 @@ class Evaluator:
         return True
 
     def _judge(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
-        """Return the task's metrics of a set."""
+        """Run the passes of a set and return the task's metrics."""
         if weights not in self._passes:
             self._passes[weights] = Passes(
                 self._plans[weights],
@@ -384,19 +386,19 @@ class Evaluator:
 
 
 @dataclass(frozen=True, slots=True)
-class _RowToContinue:
-    """The beginning of a row as tokens, and the text that follows it in the row."""
+class _SplitRow:
+    """The start of a row as a prompt, and the tokens that follow it in the row."""
 
     prompt: Tensor
     reference: Tensor
 
 
-def _rows_to_continue(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_RowToContinue]:
-    """Return the first rows of a set, cut where their trained part begins. Preferences use rows with first answers.
+def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_SplitRow]:
+    """Return the first rows of a set, split where their trained part starts. For preferences, use the first answers.
 
-    A text that is trained as a whole is cut in the middle.
+    A text that is trained as a whole is split in the middle.
     """
-    found: list[_RowToContinue] = []
+    found: list[_SplitRow] = []
     for document in dataset.epoch_documents(data_seed):
         if len(found) == count:
             break
@@ -408,25 +410,25 @@ def _rows_to_continue(dataset: TokenDataset, data_seed: int, count: int, max_new
         start = int(trained[0]) if trained[0] > 1 else len(tokens) // 2
         untrained = np.flatnonzero(~dataset.trained[part][start:])
         stop = start + (int(untrained[0]) if len(untrained) and untrained[0] else len(tokens) - start)
-        found.append(_RowToContinue(tokens[:start], tokens[start : min(stop, start + max_new_tokens)]))
+        found.append(_SplitRow(tokens[:start], tokens[start : min(stop, start + max_new_tokens)]))
     return found
 
 
 class Sampler:
-    """Generator of samples between two steps: continues rows of evaluation sets with the current weights.
+    """Generator of samples between two steps, which continues rows of evaluation sets with the current weights.
 
-    It uses the likeliest tokens, so that samples depend only on the weights. Gradients, activations and the workspace
-    of steps are released for the KV cache. No tier ever exceeds its capacity.
+    It always selects the most likely token, so samples depend only on the weights. The KV cache uses the memory
+    of gradients, activations and workspace, so that no tier exceeds its capacity.
 
     Attributes:
-        planned_bytes: Link -> planned bytes of all passes so far.
+        planned_bytes: Planned bytes of all passes so far, by link.
     """
 
     def __init__(
         self,
         plan: Plan,
         generation: GenerationPlan,
-        rows: Mapping[str, Sequence[_RowToContinue]],
+        rows: Mapping[str, Sequence[_SplitRow]],
         tokenizer: PreTrainedTokenizerFast,
         max_new_tokens: int,
     ) -> None:
@@ -435,7 +437,7 @@ class Sampler:
         self.planned_bytes: dict[str, int] = {}
 
     @classmethod
-    def of_sets(
+    def for_sets(
         cls,
         spec: EvaluationSpec,
         plan: Plan,
@@ -443,20 +445,20 @@ class Sampler:
         tokenizer: PreTrainedTokenizerFast,
         gather: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> Sampler | None:
-        """Return a sampler of the first rows of these sets as configured, or None if there are no rows.
+        """Return a sampler of the first rows of each set, or None if there are no rows.
 
         Args:
-            spec: Number of rows, and of new tokens per row.
-            plan: Plan of passes over the weights.
-            gather: Returns the values of all ranks; a collective.
+            spec: Settings with the number of rows, and of new tokens per row.
+            plan: Plan of evaluation passes.
+            gather: Collective that returns the values of all ranks.
 
         Raises:
-            ConfigError: A row and its new tokens exceed the positions of the model.
+            ConfigError: A row with its new tokens exceeds the positions of the model.
             DoesNotFitError: A tier is too small.
             UnsupportedModelError: The model cannot generate with streamed weights.
         """
         num_new, seed = spec.table.max_new_tokens, plan.run.data.seed
-        rows = {each.name: _rows_to_continue(each.loader.dataset, seed, spec.num_samples, num_new) for each in sets}
+        rows = {each.name: _split_rows(each.loader.dataset, seed, spec.num_samples, num_new) for each in sets}
         most = max(map(len, rows.values()), default=0)
         if not most:
             return None
@@ -466,26 +468,26 @@ class Sampler:
             key = "evaluation.max_new_tokens"
             text = (
                 f"{key} = {num_new}, but the longest prompt of an evaluation has {longest:,} tokens, and the model "
-                f"{positions:,} positions"
+                f"has only {positions:,} positions"
             )
-            advice = f"Write at most {positions - longest}" if positions > longest else "Lower data.max_length"
+            advice = f"Use at most {positions - longest}" if positions > longest else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
         together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
-        # Ranks get whole micro-batches, because tokens depend on the rows of a micro-batch.
+        # Each rank gets whole micro-batches, because the tokens depend on the rows that share a micro-batch.
         num_micro_batches = -(-most // (together * plan.run.world.size))
 
         def planned(count: int) -> GenerationPlan:
             return plan_samples(plan, rows=together, num_prompts=count * together, max_length=longest + num_new)
 
         generation = planned(num_micro_batches)
-        least = min(gather(generation.plan.num_micro_batches))  # a rank may have memory for fewer
+        least = min(gather(generation.plan.num_micro_batches))  # some ranks can have memory for fewer micro-batches
         if least < generation.plan.num_micro_batches:
             generation = planned(least)
         return cls(plan, generation, rows, tokenizer, num_new)
 
     @property
     def num_ticks(self) -> int:
-        """Ticks of a pass."""
+        """Number of ticks in a pass."""
         return len(self._generation.first.ticks)
 
     @property
@@ -501,11 +503,13 @@ class Sampler:
         should_stop: Callable[[], bool],
         collectives: Collectives | Alone | None = None,
     ) -> list[Sample]:
-        """Return the samples of a set; empty if a stop was requested. Nothing may be pending, as in ``Evaluator.run``.
+        """Generate the samples of a set; return no samples if a stop was requested.
+
+        All updates must be finished, as for ``Evaluator.run``. A collective: all ranks call it.
 
         Args:
             should_stop: Called before each pass, with the same result on all ranks.
-            collectives: Collectives of the ranks. All ranks call this.
+            collectives: Collectives of the ranks. None for a single process.
         """
         rows, own, ranks = self._rows[name], self._generation.plan, collectives or Alone()
         if not rows:
@@ -546,19 +550,16 @@ def make_samplers(
     tokenizer: PreTrainedTokenizerFast,
     gather: Callable[[int], Sequence[int]] = lambda number: [number],
 ) -> dict[EvaluatedWeights, Sampler]:
-    """Return samplers of these sets' rows, by the weights that they use; empty if the config has no samples.
+    """Return samplers of the sets' rows, by the weights that they use. Return none if the config has no samples.
+
+    Raises the errors of ``Sampler.for_sets``.
 
     Args:
-        spec: Number of rows, and of new tokens per row.
-        plans: Plans of passes, as ``plans_of_evaluations`` returns them.
-        gather: Returns the values of all ranks; a collective.
-
-    Raises:
-        ConfigError: As ``Sampler.of_sets``.
-        DoesNotFitError: As ``Sampler.of_sets``.
-        UnsupportedModelError: As ``Sampler.of_sets``.
+        spec: Settings with the number of rows, and of new tokens per row.
+        plans: Result of ``plans_of_evaluations``.
+        gather: Collective that returns the values of all ranks.
     """
     if not spec.num_samples:
         return {}
-    found = {weights: Sampler.of_sets(spec, plan, sets, tokenizer, gather) for weights, plan in plans.items()}
+    found = {weights: Sampler.for_sets(spec, plan, sets, tokenizer, gather) for weights, plan in plans.items()}
     return {weights: sampler for weights, sampler in found.items() if sampler is not None}

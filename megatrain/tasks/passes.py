@@ -1,6 +1,6 @@
-"""Forward passes over batches with the weights of a store: evaluations, a reference, scores.
+"""Forward passes over batches with the weights of a store, for evaluations, a reference, and scores.
 
-A head, a function of the layer runner, defines the result of a pass. Schedule, order and end are the same for all.
+A head (a function of the layer runner) computes the result of a pass. All else is equal for all passes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Result = TypeVar("Result")
 
 
 class Passes:
-    """Runner of forward passes of a plan. Used by one thread, with no update pending.
+    """Runner of forward passes. Used by one thread, when all updates are finished.
 
     Args:
-        plan: Plan of a training step, whose forward is a pass, or of passes.
-        timeline: Record of every op, or None.
+        plan: Plan of a training step, whose forward is a pass, or plan of passes.
+        timeline: Timeline that records every op. None to record nothing.
         activity: Progress within a pass, for status.
         collectives: Collectives of the ranks that share the weights, or None for a single process.
-        stays: Copies that stay in the compute tier from one pass to the next, from the plan of passes.
+        stays: Copies that stay in the compute tier between passes, from the plan of passes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Passes:
 
     @property
     def num_ticks(self) -> int:
-        """Ticks of a pass."""
+        """Number of ticks in a pass."""
         return len(self._engine.program.ticks)
 
     def run(
@@ -71,9 +71,9 @@ class Passes:
         num_passes: int,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Result]:
-        """Run a pass for each item and yield the head's result. The caller must exhaust the iterator.
+        """Run a pass for each item of ``batches`` and yield the head's result. The caller must exhaust the iterator.
 
-        Weights are prefetched for all passes. Afterwards no copy stays, and the store has no schedule.
+        Weights are prefetched for all passes. At the end, no copy stays, and the store has no schedule.
 
         Args:
             batches: Micro-batches of each pass. Each unit runs all of them before the next unit.
@@ -82,7 +82,7 @@ class Passes:
             should_stop: Called after each pass, on all ranks.
 
         Raises:
-            VisitOrderError: In eval mode, the model calls its units in another order.
+            VisitOrderError: The model calls its units in a different order in eval mode.
         """
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)

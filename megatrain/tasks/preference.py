@@ -1,12 +1,13 @@
-"""Losses over preferences: functions of the log-probabilities of whole answers, and their gradients per answer.
+"""Preference losses: functions of the log-probabilities of whole answers, and their gradients per answer.
 
-An example is two rows of a micro-batch: rows 0 to P - 1 hold the first answers of P examples, rows P to 2P - 1 the
-second ones. In a pair these are the chosen and the rejected answer. An unpaired example (KTO) has its one answer first,
-and then its prompt with the answer of another example. From the latter KTO estimates how far the model has moved.
+An example consists of two rows of a micro-batch. Rows 0 to P - 1 contain the first answers of P examples, and rows P to
+2P - 1 their second answers. In a pair, these are the chosen and the rejected answer. In an unpaired example (KTO), the
+first row contains the answer, and the second row its prompt with the answer of another example, from which KTO
+estimates the divergence from the reference model.
 
-Every loss here depends on a row of logits only through the summed log-probability of an answer. So its gradient is the
-cross-entropy gradient times one weight per answer. The weight is known after all rows of an example were read, so the
-head runs twice over the rows of a micro-batch, for the sums and for the gradients (`head.py`).
+These losses depend on logits only through the summed log-probability of each answer. So the gradient is the
+cross-entropy gradient times one weight per answer. The weight is known only after all rows of an example were read.
+Therefore the head runs twice over the rows of a micro-batch: for the sums, and for the gradients (`head.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ __all__ = [
     "StepSize",
 ]
 
-_ROW_NBYTES = 32  # log-probability, its gradient and intermediate values, for all rows of a micro-batch at once
+_ROW_NBYTES = 32  # bytes per row of a micro-batch for the log-probability, its gradient and intermediate values
 
 _WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
-_BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of an answer
+_BY_LENGTH = ("orpo", "simpo")  # losses with means over the tokens of an answer instead of sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class StepSize:
     """Divisors of the terms of a step.
 
     Attributes:
-        num_chosen_tokens: Tokens of all first answers.
+        num_chosen_tokens: Number of tokens in all first answers.
     """
 
     num_examples: int
@@ -58,14 +59,14 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """The examples of a micro-batch, without empty rows.
+    """The P examples of a micro-batch, without empty rows.
 
     Attributes:
-        counts: Labelled tokens of every row of the micro-batch, including empty rows.
-        rows: Rows of first and second answers [2, P].
-        lengths: Tokens of the answers [2, P], fp32.
-        reference: Log-probabilities of the answers by the reference model [2, P], fp32.
-        desirable: Whether the first answer is good [P], bool.
+        counts: Number of labelled tokens in each row of the micro-batch, including empty rows.
+        rows: Row indices of the first and second answers, ``(2, P)``.
+        lengths: Number of tokens in each answer, ``(2, P)``, fp32.
+        reference: Log-probabilities of the answers by the reference model, ``(2, P)``, fp32.
+        desirable: Whether the first answer is good, ``(P,)``, bool.
         num_desirable: Number of good first answers.
         repeats: ``counts`` as a tensor, on the device of the gradients.
     """
@@ -83,24 +84,24 @@ class Examples:
         return self.rows.shape[1]
 
     def sums(self, row_logps: Tensor) -> Tensor:
-        """Sum log-probabilities of all labelled tokens, in the order of the rows, to one per row's answer [2 P]."""
-        # Not `index_add_`, whose order of additions varies on a GPU.
+        """Sum the log-probabilities of each row's labelled tokens; return one sum per row."""
+        # Do not use `index_add_`, because its order of additions varies on a GPU.
         return torch.stack([part.sum() for part in torch.split(row_logps, list(self.counts))])
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss(Loss):
-    """A loss over preferences, with the setting names and meanings of TRL.
+    """A preference loss. The attributes have the names and meanings of TRL.
 
     Attributes:
         loss_type: sigmoid (DPO), hinge, ipo and robust compare a pair relative to the reference model; kto judges
-            single answers relative to it; cpo, orpo and simpo do not use it.
-        beta: Strength of the pull toward the reference; for orpo the weight of the odds ratio.
-        label_smoothing: Probability that the two answers of a pair are swapped.
-        simpo_gamma: simpo: target margin.
-        rpo_alpha: Weight of the chosen answer's negative log-likelihood, a mean over its tokens.
-        desirable_weight: kto: weight of good answers.
-        undesirable_weight: kto: weight of bad answers.
+            single answers relative to it; cpo, orpo and simpo do not use a reference model.
+        beta: Strength of the pull toward the reference model; for orpo, the weight of the odds ratio.
+        label_smoothing: Assumed probability that the two answers of a pair are swapped.
+        simpo_gamma: Target margin of simpo.
+        rpo_alpha: Weight of the chosen answer's negative log-likelihood, which is a mean over its tokens.
+        desirable_weight: Weight of good answers in kto.
+        undesirable_weight: Weight of bad answers in kto.
     """
 
     loss_type: LossType = "sigmoid"
@@ -125,7 +126,7 @@ class PreferenceLoss(Loss):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it uses a reference model."""
+        """Whether the loss uses a reference model."""
         return self.loss_type not in _WITHOUT_REFERENCE
 
     @property
@@ -138,7 +139,7 @@ class PreferenceLoss(Loss):
         return _without_dropout(model)
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return the examples of a micro-batch; empty if it has none."""
+        """Return the loss's inputs of a micro-batch, or an empty dict if it has no examples."""
         return describe_examples(batch, shifted) if REFERENCE in batch else {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> StepSize | None:
@@ -152,24 +153,24 @@ class PreferenceLoss(Loss):
         )
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch: plain cross entropy if it has no examples."""
+        """Return the loss of a micro-batch, which is plain cross entropy if it has no examples."""
         if not host:
             return PLAIN
         assert isinstance(size, StepSize), size
         return ComparedRows(self, examples_from(host, placed), size)
 
     def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a step. For KTO, add the margin of its rewards, two means over different answers."""
+        """Return the metrics of a step. For KTO, add the margin between the mean rewards of good and bad answers."""
         if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
 
     def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[PartialMean]]:
-        """Return the loss of a micro-batch's examples, a part of the step's mean, and their metrics.
+        """Return a micro-batch's part of the step's mean loss, and the metrics of its examples.
 
         Args:
-            logps: Log-probabilities of the answers of all rows [2 P], including empty rows.
-            examples: The examples, at least one.
+            logps: Log-probability of the answer in each row, including empty rows.
+            examples: At least one example.
         """
         first, second = logps[examples.rows[0]], logps[examples.rows[1]]
         if not self.is_paired:
@@ -192,10 +193,10 @@ class PreferenceLoss(Loss):
     def gradient(
         self, row_logps: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, Tensor, list[PartialMean]]:
-        """Return the loss of a micro-batch, its gradient by each token's log-probability [N], and metrics.
+        """Return a micro-batch's loss, its gradient with respect to each token's log-probability, and metrics.
 
         Args:
-            row_logps: Log-probabilities of all labelled tokens of the micro-batch, in order [N].
+            row_logps: Log-probabilities of all labelled tokens of the micro-batch, in order, 1-D.
         """
         if not examples.num_examples:
             return torch.zeros((), device=row_logps.device), torch.zeros_like(row_logps), []
@@ -210,7 +211,7 @@ class PreferenceLoss(Loss):
         """Return the loss of each pair, from the scores of its two answers."""
         beta, smoothing, margin = self.beta, self.label_smoothing, own - other
         if self.loss_type == "ipo":
-            # Per token, so that beta means the same for answers of all lengths, as in TRL.
+            # Divide by the lengths, as in TRL, so that the meaning of beta does not depend on the lengths.
             difference = own / examples.lengths[0] - other / examples.lengths[1]
             return (difference - 1 / (2 * beta)) ** 2
         if self.loss_type == "hinge":
@@ -241,7 +242,7 @@ class PreferenceLoss(Loss):
         self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]
-        # Never negative, and without a gradient.
+        # KTO clamps this estimate of the KL divergence at 0 and does not differentiate it.
         moved = (mismatched - examples.reference[1]).mean().detach().clamp(min=0)
         good = examples.desirable
         weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
@@ -258,7 +259,7 @@ class PreferenceLoss(Loss):
 
 
 def _log_one_minus_exp(values: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` of negative numbers, accurate near 0 and far from it."""
+    """Return ``log(1 - exp(x))`` of negative numbers, accurate both near 0 and far from 0."""
     is_near = values > -0.693
     near = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
@@ -267,12 +268,7 @@ def _log_one_minus_exp(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRows(MicroBatchLoss):
-    """A loss over the preferences of one micro-batch.
-
-    Attributes:
-        examples: Examples of the micro-batch.
-        size: Divisors of the step.
-    """
+    """Preference loss of one micro-batch."""
 
     loss: PreferenceLoss
     examples: Examples
@@ -283,11 +279,11 @@ class ComparedRows(MicroBatchLoss):
         return True
 
     def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
-        """Return the log-probabilities of some rows. Their weights are known after all rows were read."""
+        """Return an accumulator of the rows' log-probabilities. ``compare`` sets their weights later."""
         return RunningSoftmax(labels, vocab_size, 1)
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
-        """Return the loss of the micro-batch, and weight the gradients of its rows."""
+        """Return the loss and metrics of the micro-batch, and set the weights of its rows' gradients."""
         if not rows:
             return torch.zeros((), device=self.examples.repeats.device), ()
         softmaxes = [each for each in rows if isinstance(each, RunningSoftmax)]
@@ -300,7 +296,7 @@ class ComparedRows(MicroBatchLoss):
 
 @dataclass(eq=False)
 class CollectedExamples:
-    """The examples of an evaluation, with a few numbers of each, on the host. Ranks exchange them."""
+    """Examples of an evaluation, with a few numbers per example, on the host. Ranks exchange this object."""
 
     _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
     _parts: list[int] = field(default_factory=list)
@@ -309,8 +305,8 @@ class CollectedExamples:
         """Add a micro-batch, its shifted labels, and the log-probabilities of its answers.
 
         Args:
-            batch: Batch with ``REFERENCE`` and ``DESIRABLE``.
-            shifted: Labels for the next token.
+            batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
+            shifted: Labels of the next token.
             part: Number of the pass.
         """
         described = describe_examples(batch, shifted)
@@ -319,7 +315,7 @@ class CollectedExamples:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[CollectedExamples]) -> CollectedExamples:
-        """Return the examples of all ranks in the order of a single process: rank 0 comes first in each pass."""
+        """Join the examples of all ranks in the order of a single process: by pass, then by rank."""
         found = cls()
         pairs = [(part, batch) for each in ranks for part, batch in zip(each._parts, each._batches, strict=True)]
         for part, batch in sorted(pairs, key=lambda pair: pair[0]):
@@ -328,7 +324,7 @@ class CollectedExamples:
         return found
 
     def judge(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
-        """Return the loss, the number of tokens of all answers, and the metrics of all examples."""
+        """Return the loss of all examples, the number of tokens in their answers, and the metrics."""
         logps, lengths, reference = (
             torch.cat(parts, dim=1)
             for parts in (
@@ -351,15 +347,15 @@ class CollectedExamples:
         return float(loss), sum(counts), preference.step_metrics(means)
 
 
-# -- from micro-batches --------------------------------------------------------------------------------------------
+# -- examples of micro-batches -------------------------------------------------------------------------------------
 
 
 def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str, Tensor]:
-    """Return the loss's inputs from a micro-batch, on the host.
+    """Return the loss's inputs of a micro-batch, on the host.
 
     Args:
-        batch: Batch with ``REFERENCE`` and ``DESIRABLE``.
-        shifted: Labels for the next token [2 P * S].
+        batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
+        shifted: Labels of the next token, for all positions of all rows.
     """
     num_rows = len(batch["input_ids"])
     counts = (shifted.reshape(num_rows, -1).numpy() != IGNORED_LABEL).sum(axis=1)
@@ -376,7 +372,7 @@ def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str,
 
 
 def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:
-    """Return the examples from `describe_examples`, with their tensors on the device of the loss."""
+    """Create examples from the output of `describe_examples`, with tensors on the loss's device (``placed``)."""
     return Examples(
         tuple(host["counts"].numpy().tolist()),
         placed["rows"],
@@ -390,7 +386,7 @@ def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> E
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Disable dropout, as TRL does, because the model is compared with its reference."""
+    """Disable dropout within the context."""
     layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
     try:
         for module, _ in layers:

@@ -1,4 +1,4 @@
-"""Prompts as tokens, after the earlier turns of a conversation, and the settings of their continuation."""
+"""Conversion of prompts to tokens, including earlier turns of a conversation, and the settings of generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GenerationSettings", "PromptError", "generation_options", "prompt_to
 
 
 class PromptError(Exception):
-    """A prompt cannot be continued; the text says why and what to do."""
+    """A prompt cannot be continued. The message contains the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class GenerationSettings:
     """Sampling and length of completions.
 
     Attributes:
-        temperature: 0 takes the likeliest token each time. None uses the model's generation_config.json.
-        seed: Seed of sampling. None means 0.
+        temperature: Temperature of sampling. 0 selects the most likely token. None uses generation_config.json.
+        seed: Seed of sampling. None is equivalent to 0.
         system: System message before each prompt, or "".
     """
 
@@ -35,14 +35,14 @@ class GenerationSettings:
 
 
 def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
-    """Render a conversation within limits, because the template is a program and may be untrusted."""
+    """Render a conversation with limited time and memory, because the template is an untrusted program."""
 
     def render() -> None:
         try:
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (MemoryError, OverflowError):
             raise
-        except Exception:  # a template may raise anything; the caller reports it
+        except Exception:  # a template can raise any exception, which the caller reports
             return
 
     try:
@@ -54,20 +54,21 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
 def prompt_tokens(
     tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
 ) -> torch.Tensor:
-    """Return the tokens of a prompt, [1, tokens]: a turn of a chat, or without a template a text to continue.
+    """Return the tokens of a prompt, ``(1, tokens)``: a chat turn, or text to continue if there is no chat template.
 
     Args:
         system: System message, or "".
+        earlier: Earlier messages of the conversation.
 
     Raises:
-        PromptError: The prompt has no tokens, the template refuses it, or there is a system message but no template.
+        PromptError: The prompt has no tokens, the template rejects it, or there is a system message but no template.
     """
     if not tokenizer.chat_template:
         if system:
-            raise PromptError("this model has no chat template, so it takes no system message")
+            raise PromptError("this model has no chat template, so it supports no system message")
         tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
         if tokens.shape[1] == 0:
-            raise PromptError("there is no token in this prompt: write the beginning of a text")
+            raise PromptError("this prompt has no tokens: write the beginning of a text")
     else:
         first = [{"role": "system", "content": system}] if system else []
         messages = [*first, *earlier, {"role": "user", "content": prompt}]
@@ -77,16 +78,16 @@ def prompt_tokens(
             tokens = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )["input_ids"]
-        except Exception as error:  # a template may raise anything
-            raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+        except Exception as error:  # a template can raise any exception
+            raise PromptError(f"the chat template rejects it: {' '.join(str(error).split())}") from error
     return tokens  # type: ignore[no-any-return]
 
 
 def generation_options(settings: GenerationSettings, tokenizer: Any, room: int) -> dict[str, Any]:
-    """Return the arguments of transformers' ``generate`` besides the prompt.
+    """Return the arguments of transformers' ``generate`` in addition to the prompt.
 
     Args:
-        room: Number of free positions.
+        room: Maximum number of new tokens that the model's positions allow.
     """
     options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}
     if settings.temperature == 0:

@@ -1,8 +1,8 @@
-"""The reference of a loss over preferences: the initial model's log-probabilities of every answer.
+"""Reference of a preference loss: the initial model's log-probabilities of every answer.
 
-The training engine computes them once, before the first step, by evaluation passes over all rows. So there is never a
-second model in memory. They are kept in two places. A resumed run, which no longer has the initial weights, finds them
-in its folder. Another run of the same model over the same rows finds them next to the token cache.
+The training engine computes them once, before the first step, by evaluation passes over all rows. So no second model is
+ever in memory. They are stored in two places: in the folder of the run, for a resumed run, which no longer has the
+initial weights; and next to the token cache, for other runs with the same model and rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER_NAME", "RECORD", "Reference", "num_reference_passes"]
 
-#: Folder inside ``output_dir``, and inside the folder of the token cache.
+#: Name of the folder inside ``output_dir``, and inside the folder of the token cache.
 FOLDER_NAME = "reference"
-#: Key of ``RunState.model``: checksum of rows -> checksum of the reference's log-probabilities.
+#: Key of ``RunState.model`` with the checksums of the log-probabilities, by the checksum of the rows.
 RECORD = "reference_xxh3_64"
 _FORMAT = 1
 _ENDING = ".logps"
@@ -55,20 +55,20 @@ class ReferenceFileError(Exception):
 
 
 def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
-    """Return how often the weights are streamed to score all answers of a loader's data."""
+    """Return the number of passes over the weights to score all answers of a loader's data."""
     num_micro_batches = -(-len(loader.dataset) // loader.rows_in_order)
     return -(-num_micro_batches // plan.run.batch.together(plan.num_micro_batches))
 
 
 class Reference:
-    """Source of the reference's log-probabilities for loaders of preferences: from a file, or from the store's weights.
+    """Source of the reference log-probabilities for loaders, which reads them from a file or computes them.
 
     Args:
-        timeline: Records ops while it is on.
+        timeline: Timeline that records ops while it is on.
         activity: Current activity, for status.
         on_message: Called with a report for each loader.
-        known: ``RECORD`` of the resumed checkpoint, or None for a new run with the reference's weights in the store.
-        group: The ranks of the run. All of them call ``give``; the first one reads and writes files.
+        known: ``RECORD`` of the resumed checkpoint, or None for a new run, whose store has the initial weights.
+        group: The ranks of the run. All ranks call ``give``; only rank 0 reads and writes files.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Reference:
         self.record: dict[str, str] = dict(known or {})
 
     def give(self, loaders: Sequence[BatchLoader]) -> None:
-        """Set ``reference`` of each loader.
+        """Set the attribute ``reference`` of each loader.
 
         Raises:
             DataError: The run is resumed, but its reference log-probabilities are missing or have changed.
@@ -106,52 +106,52 @@ class Reference:
         for loader in loaders:
             content = loader.dataset.content_of_all
             if content not in found:
-                found[content] = self._found(loader)
+                found[content] = self._find_or_compute(loader)
                 self.record[content] = checksum(found[content].view(np.uint8))
             loader.reference = found[content]
 
-    # -- at the start of a run -----------------------------------------------------------------------------------
+    # -- a new run -----------------------------------------------------------------------------------------------
 
-    def _found(self, loader: BatchLoader) -> Logps:
+    def _find_or_compute(self, loader: BatchLoader) -> Logps:
         values = None
         if self._group.world.is_first:
-            values = self._cached(loader) if self._known is None else self._found_again(loader, self._known)
+            values = self._read_cached(loader) if self._known is None else self._restore(loader, self._known)
         values = self._group.broadcast(values)
-        return self._asked(loader) if values is None else values
+        return self._compute_and_store(loader) if values is None else values
 
     def _cache_file(self, key: str) -> Path | None:
         return None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
 
-    def _cached(self, loader: BatchLoader) -> Logps | None:
-        """Return the log-probabilities from an earlier run of the same model over the same rows, or None."""
+    def _read_cached(self, loader: BatchLoader) -> Logps | None:
+        """Return the cached log-probabilities of an earlier run with the same model and rows, or None."""
         key = self._key(loader)
         cached, count = self._cache_file(key), len(loader.dataset)
         if cached is not None and cached.exists():
             try:
                 values = _read(cached, key, count)
             except ReferenceFileError as error:
-                self._on_message(f"{cached}: {error}; it is computed again")
+                self._on_message(f"{cached}: {error}; the values are computed again")
             else:
                 self._on_message(f"reference: log-probabilities of {count:,} answers found in the cache ({cached})")
-                _write(self._own / _name_of(loader), key, values)
+                _write(self._own / _file_name(loader), key, values)
                 return values
         return None
 
-    def _asked(self, loader: BatchLoader) -> Logps:
-        """Return newly computed log-probabilities."""
+    def _compute_and_store(self, loader: BatchLoader) -> Logps:
+        """Compute the log-probabilities and store them."""
         start_s = time.perf_counter()
         values = self._compute(loader)
         seconds = format_duration(time.perf_counter() - start_s)
         if not self._group.world.is_first:
             return values
-        key, count, path = self._key(loader), len(loader.dataset), self._own / _name_of(loader)
+        key, count, path = self._key(loader), len(loader.dataset), self._own / _file_name(loader)
         cached = self._cache_file(key)
         _write(path, key, values)
         if cached is not None:
-            # The cache is optional, because the run has its own copy.
+            # Ignore errors of the cache, because the run has its own copy.
             with suppress(OSError):
                 _write(cached, key, values)
-        self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, kept in {path}")
+        self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, stored in {path}")
         return values
 
     def _compute(self, loader: BatchLoader) -> Logps:
@@ -184,12 +184,12 @@ class Reference:
             raise DataError(
                 "data",
                 f"the initial model gives answer {document + 1} a log-probability of {values[document]}",
-                "Take an undamaged model",
+                "Use an undamaged model",
             )
         return values
 
     def _key(self, loader: BatchLoader) -> str:
-        """Return a key of 32 hex digits for the values: weights, rows, kernels, rows of a micro-batch."""
+        """Return a key of 32 hex digits, computed from everything that determines the values."""
         run = self._plan.run
         self._digest = self._digest or self._model_digest()
         parts = {
@@ -204,7 +204,7 @@ class Reference:
                 run.model.table.compiler,
                 run.uses_liger,
                 run.model.table.mlp_rows,
-                run.model.table.split_experts,  # parts change the order of sums
+                run.model.table.split_experts,  # changes the order of sums
                 *(() if run.flash == "FA2" else (run.flash,)),
             ],
             "libraries": {name: version(name) for name in ("torch", "transformers")},
@@ -212,13 +212,13 @@ class Reference:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _model_digest(self) -> str:
-        """Return a checksum of the source of the weights in the store."""
+        """Return a checksum of the files, or of the seed, that determine the initial weights."""
         model, seed = self._plan.run.model, self._plan.run.seed
         folder = Path(model.folder)
         parts: dict[str, Any] = {"config": checksum((folder / "config.json").read_bytes())}
         files = [] if model.table.train_from_scratch else sorted(folder.glob("*.safetensors"))
         if model.lora is not None:
-            # New adapters change nothing before the first step, except DoRA's rounding.
+            # New adapters do not change results before the first step, except for the rounding in DoRA.
             parts["dora"] = model.lora.use_dora
             if model.lora.adapter_name_or_path is not None:
                 files.append(Path(model.lora.adapter_name_or_path) / ADAPTER_WEIGHTS)
@@ -229,18 +229,18 @@ class Reference:
             parts["seed"] = seed
         return checksum(json.dumps(parts, sort_keys=True).encode())
 
-    # -- when a run is continued -----------------------------------------------------------------------------------
+    # -- a resumed run ---------------------------------------------------------------------------------------------
 
-    def _found_again(self, loader: BatchLoader, known: Mapping[str, str]) -> Logps:
+    def _restore(self, loader: BatchLoader, known: Mapping[str, str]) -> Logps:
         wanted = known.get(loader.dataset.content_of_all)
         if wanted is None:
             raise DataError(
                 "data.eval",
                 "these rows are new, but a resumed run no longer has its initial model to compare them with",
-                "Leave them out, or start a new run with another output_dir",
+                "Remove them, or start a new run with another output_dir",
             )
         reasons = []
-        for path in (folder / _name_of(loader) for folder in self._folders):
+        for path in (folder / _file_name(loader) for folder in self._folders):
             if not path.exists():
                 continue
             try:
@@ -252,8 +252,8 @@ class Reference:
                 if path.parent != self._own:
                     _write(self._own / path.name, "", values)
                 return values
-            reasons.append(f"{path}: it belongs to another model than this run's initial one")
-        cached = self._from_cache(loader, wanted)
+            reasons.append(f"{path}: it does not belong to this run's initial model")
+        cached = self._search_cache(loader, wanted)
         if cached is not None:
             return cached
         raise DataError(
@@ -262,32 +262,36 @@ class Reference:
             "Restore the folder, or start a new run with another output_dir",
         )
 
-    def _from_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
-        """Return the values of any file of the cache with the wanted checksum, or None."""
+    def _search_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
+        """Return the values of a cached file with the checksum ``wanted``, or None."""
         if self._cache is None:
             return None
         for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_ENDING}")):
             with suppress(ReferenceFileError, OSError):
                 values = _read(path, None, len(loader.dataset))
                 if checksum(values.view(np.uint8)) == wanted:
-                    _write(self._own / _name_of(loader), "", values)
+                    _write(self._own / _file_name(loader), "", values)
                     return values
         return None
 
 
-def _name_of(loader: BatchLoader) -> str:
+def _file_name(loader: BatchLoader) -> str:
     return checksum(loader.dataset.content_of_all.encode()) + _ENDING
 
 
 def _file_checksum(path: Path) -> str:
-    return checksum(np.memmap(path, dtype=np.uint8, mode="r"))  # mapped: RAM does not hold it
+    return checksum(np.memmap(path, dtype=np.uint8, mode="r"))  # a memory map, because the file may exceed the RAM
 
 
 def _read(path: Path, key: str | None, count: int) -> Logps:
-    """Return the values of a file.
+    """Return the values in a file.
+
+    Args:
+        key: Key that the file must have. None for any key.
+        count: Expected number of values.
 
     Raises:
-        ReferenceFileError: The file is damaged, or belongs to another model or other rows.
+        ReferenceFileError: The file is damaged, or belongs to another model or to other rows.
     """
     try:
         head, _, body = path.read_bytes().partition(b"\n")

@@ -1,4 +1,4 @@
-"""Rewards: ``task = "reward"``, a score of a text, learned from pairs with a preferred text."""
+"""Reward task (``task = "reward"``): a model that scores texts, trained on pairs with a preferred text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["RewardTask"]
 
 
 class RewardTask(TextTask):
-    """Task that evaluates held-out pairs: how often, and by how much, the chosen text has the larger reward.
+    """Task that trains a reward model, and evaluates how often, and by how much, chosen texts have larger rewards.
 
-    The model has its own loss (`megatrain/converters/heads.py`), and steps read only rows.
+    The model itself computes the loss of the steps (`megatrain/converters/heads.py`).
     """
 
     @staticmethod
@@ -39,22 +39,22 @@ class RewardTask(TextTask):
 
 
 class JudgedPairs:
-    """Accumulator of the rewards of all pairs of a set; a ``MetricAccumulator``."""
+    """``MetricAccumulator`` of the rewards of a set's pairs."""
 
     def __init__(self) -> None:
         self._found: list[npt.NDArray[np.float64]] = []
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> list[npt.NDArray[np.float64]]:
-        """Return the rewards of the pairs of each micro-batch of a pass."""
+        """Return the rewards and margins of the pairs in each micro-batch of a pass."""
         outputs = runner.outputs(micro_batches)
         return [rewards(batch, logits) for batch, logits in zip(micro_batches, outputs, strict=True)]
 
     def add(self, found: list[npt.NDArray[np.float64]]) -> None:
-        """Add a pass."""
+        """Add the result of ``head`` for a pass."""
         self._found += found
 
     def judge(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
-        """Return the loss of the pairs of all ranks without its centering, and TRL's metrics."""
+        """Return the loss of the pairs of all ranks, without the centering term, and TRL's metrics."""
         found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
         chosen, rejected, margins = found
         count = len(chosen)
@@ -63,7 +63,7 @@ class JudgedPairs:
         difference = torch.from_numpy(chosen - rejected - margins)
         losses = -torch.nn.functional.logsigmoid(difference)
         both = np.concatenate([chosen, rejected])
-        # Exactly rounded, so that neither the order of terms nor their ranks matter.
+        # Use exact sums, so that the results do not depend on the order of the terms or on the ranks.
         figures = {
             "accuracy": int((chosen > rejected).sum()) / count,
             "margin": math.fsum((chosen - rejected).tolist()) / count,
@@ -75,11 +75,11 @@ class JudgedPairs:
 
 
 def rewards(batch: Mapping[str, torch.Tensor], logits: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return the rewards and margins of the pairs of a micro-batch [3, P].
+    """Return the chosen rewards, rejected rewards and margins of a micro-batch's pairs, ``(3, pairs)``, fp64.
 
     Args:
-        batch: With ``labels`` [2 P, 2], and ``MARGIN`` [P].
-        logits: Rewards [2 P, 1], all chosen texts first.
+        batch: Micro-batch of P pairs, with ``labels``, ``(2 P, 2)``, and ``MARGIN``, ``(P,)``.
+        logits: Rewards, ``(2 P, 1)``: first of all chosen texts, then of all rejected texts.
     """
     half = len(logits) // 2
     is_there = batch["labels"][:half, 1] != IGNORED_LABEL

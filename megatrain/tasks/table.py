@@ -1,4 +1,4 @@
-"""Names and facts of tasks; [preference], [reward], [distill] and [evaluation]."""
+"""Names and facts of tasks, and config tables [preference], [reward], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
 
-#: Tasks that a run may train for; ``registry.py`` returns their classes.
+#: Names of the tasks. ``registry.py`` returns their classes.
 TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """Facts of a task for a first config, and the kind of its rows.
+    """Facts about a task, for generated configs and for the selection of its class and row kind.
 
     Attributes:
-        what: Description of its rows and its loss.
-        example_data: Example path of such rows.
-        learning_rate: Default for training all parameters of a trained model.
-        lora_learning_rate: Default for training adapters alone.
-        made_by: File of this package that defines the task, and its class there.
-        rows: Returns the kind of its rows from its table, or from None for the default table: the file of
-            `megatrain/data`, and the object there.
-        table: Name of its table in a config, or "".
-        is_packed: Whether rows of a micro-batch may hold several documents.
-        is_streamed: Whether `data.streaming` is possible.
-        has_lm_head: Whether its model has a language model head.
+        what: Description of the task's rows and loss.
+        example_data: Example of a data path.
+        learning_rate: Default learning rate for training all parameters of a trained model.
+        lora_learning_rate: Default learning rate for training only adapters.
+        made_by: Module of this package that defines the task, and the name of its class.
+        rows: Function from the task's config table (None for the default table) to its row kind: module in
+            `megatrain/data`, and name.
+        table: Name of the task's config table, or "".
+        is_packed: Whether a row of a micro-batch can contain several documents.
+        is_streamed: Whether the task supports `data.streaming`.
+        has_lm_head: Whether the model has a language model head.
     """
 
     what: str
@@ -89,22 +89,22 @@ LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "s
 
 
 class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[preference]``: the loss of task = "dpo"."""
+    """``[preference]``: the loss of ``task = "dpo"``."""
 
     loss_type: LossType = key(
         "sigmoid (DPO), hinge, ipo and robust compare two answers relative to the initial model; kto judges "
-        "single answers relative to it; cpo, orpo and simpo compare two answers without it.",
+        "single answers relative to the initial model; cpo, orpo and simpo compare two answers without it.",
         "sigmoid",
         same_name="TRL",
     )
     beta: float = key(
-        "Strength of the pull toward the initial model; for orpo the weight of the odds ratio.",
+        "Strength of the pull toward the initial model; for orpo, the weight of the odds ratio.",
         0.1,
         gt=0,
         same_name="TRL",
     )
     label_smoothing: float = key(
-        "Probability that chosen and rejected are swapped.",
+        "Assumed probability that the chosen and the rejected answer are swapped.",
         0.0,
         ge=0,
         lt=0.5,
@@ -119,7 +119,7 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
         used_if={"loss_type": ["simpo"]},
     )
     rpo_alpha: float = key(
-        "Weight of the chosen answers' negative log-likelihood in the loss. orpo always adds it once. Default: 1 "
+        "Weight of the chosen answers' negative log-likelihood in the loss. orpo adds 1 to this weight. Default: 1 "
         "with cpo, else 0.",
         0.0,
         ge=0,
@@ -147,10 +147,10 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
 
 
 class RewardConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[reward]``: with ``task = "reward"``, the loss of a pair."""
+    """``[reward]``: the loss of ``task = "reward"``."""
 
     center_rewards_coefficient: float = key(
-        "Weight of the squared sum of a pair's rewards, which keeps their mean near zero, e.g. 0.01.",
+        "Weight of the squared sum of a pair's rewards, e.g. 0.01. It keeps the mean reward near zero.",
         0.0,
         ge=0,
         same_name="TRL",
@@ -158,79 +158,79 @@ class RewardConfig(Table, json_schema_extra=all_alter("yes")):
 
 
 class DistillConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[distill]``: with ``task = "distill"``, the scores of a teacher and the loss against them."""
+    """``[distill]``: the teacher's scores and the loss of ``task = "distill"``."""
 
     scores: ConfigPath | None = key(
         "Folder of scores that `megatrain-tier score` wrote for the rows of [[data.train]].", None, alters="by contents"
     )
-    top_k: int | None = key("Number of likeliest tokens to use, at most those in the scores. Default: all.", None, ge=1)
-    temperature: float = key("Temperature of the [score] run; it also divides the student's logits.", 1.0, gt=0)
+    top_k: int | None = key("Number of most likely tokens to use, at most score.top_k. Default: all.", None, ge=1)
+    temperature: float = key("Temperature of the scores, which also divides the student's logits.", 1.0, gt=0)
     alpha: float = key(
-        "Share of the cross entropy with the labels: alpha * it + (1 - alpha) * temperature**2 * the divergence.",
+        "Weight of the cross entropy: the loss is alpha * cross entropy + (1 - alpha) * temperature**2 * divergence.",
         0.0,
         ge=0,
         lt=1,
     )
     rest: Literal["bucket", "ignore", "renormalize"] = key(
-        "Treatment of the probability of all other tokens. bucket: one common outcome for teacher and student; "
-        "ignore: no term in the loss; renormalize: scale the likeliest tokens to a sum of 1.",
+        "Treatment of all other tokens. bucket: treat them as one outcome; ignore: add no term for them to the loss; "
+        "renormalize: scale the probabilities of the most likely tokens to a sum of 1.",
         "bucket",
     )
 
 
 class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
-    """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
+    """``[evaluation]``: when and how a run evaluates ``[[data.eval]]`` or the rows of ``data.val_size``."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = key(
-        "When to evaluate; except with no, also at the end. With a [[data.eval]] or data.val_size, the default is"
-        " steps.",
+        "When to evaluate. steps and epoch also evaluate at the end of the run. Default with [[data.eval]] or "
+        "data.val_size: steps.",
         "no",
         same_name=HF,
     )
     eval_steps: int = key(
-        "steps: optimizer steps between two evaluations.",
+        "Number of optimizer steps between two evaluations, for eval_strategy = steps.",
         100,
         ge=1,
         same_name=HF,
         used_if={"eval_strategy": ["steps"]},
     )
     eval_on_start: bool = key("Also evaluate before the first step.", False, same_name=HF)
-    eval_max_samples: int | None = key("Use at most this many rows of each set, from the start.", None, ge=1)
+    eval_max_samples: int | None = key("Maximum number of rows of each set to use, from the start.", None, ge=1)
     per_device_eval_batch_size: int | None = key(
-        "Rows per micro-batch, at most the number in training, for which memory is planned. Default: the same number.",
+        "Rows per micro-batch, limited to the number in training, because of memory. Default: the number in training.",
         None,
         ge=1,
         same_name=HF,
     )
     weights: Literal["trained", "average", "both"] = key(
-        "Weights for evaluations and samples: the trained weights, or their average (optimizer.ema_decay). both: "
-        "the names of the average's evaluations end with _average. The best checkpoint and early stopping follow "
-        "metric_for_best_model; load_best_model_at_end exports the average if that is a metric of the average.",
+        "Weights for evaluations and samples: the trained weights, their average (optimizer.ema_decay), or both. With "
+        "both, the names of the average's evaluations end with _average. load_best_model_at_end exports the average if "
+        "metric_for_best_model is a metric of the average.",
         "trained",
     )
     predict_with_generate: bool = key(
-        "At every evaluation, also continue the first rows of each set with the likeliest tokens, from the start "
-        "of their trained part; rows that are trained as a whole are continued from the middle. The log, "
+        "At every evaluation, also generate samples: continue the first rows of each set with the most likely tokens, "
+        "from the start of their trained part, or from the middle of rows that are trained as a whole. The log, "
         "metrics.jsonl and the report show the samples.",
         False,
         same_name="transformers, LLaMA-Factory",
     )
     max_predict_samples: int = key(
-        "Rows per set to continue.",
+        "Number of rows of each set to continue.",
         4,
         ge=1,
         used_if={"predict_with_generate": [True]},
     )
     max_new_tokens: int = key(
-        "Largest number of new tokens per row.",
+        "Maximum number of new tokens per row.",
         64,
         ge=1,
         same_name="LLaMA-Factory",
         used_if={"predict_with_generate": [True]},
     )
     metric_for_best_model: str = key(
-        'Metric that compares evaluations: "loss", or "NAME_loss" with several sets; for preferences also '
-        '"rewards/accuracies" and the others, for rewards "accuracy".',
+        'Metric for the comparison of evaluations: "loss", or "NAME_loss" with several sets. Preferences also have '
+        '"rewards/accuracies" and other metrics, rewards "accuracy" and others.',
         "loss",
         same_name=HF,
     )
@@ -238,10 +238,11 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
         "Whether a larger metric is better. Default: false for a loss or a perplexity, else true.", None, same_name=HF
     )
     early_stopping_patience: int = key(
-        "End the run after this number of consecutive evaluations that do not improve on the best one by more "
-        "than early_stopping_threshold. 0: never.",
+        "Number of consecutive evaluations without an improvement after which the run ends. 0: never.",
         0,
         ge=0,
         same_name=HF_AXOLOTL,
     )
-    early_stopping_threshold: float = key("An improvement counts if it exceeds this value.", 0.0, ge=0, same_name=HF)
+    early_stopping_threshold: float = key(
+        "Minimum difference to the best evaluation that counts as an improvement.", 0.0, ge=0, same_name=HF
+    )

@@ -1,7 +1,6 @@
-"""The contribution of a config's task to a run, in addition to the loss of its steps.
+"""Interface of tasks, which define a run's loss, its evaluation, and its preparation before the first step.
 
-Each task has a separate file. Code that is the same for all tasks (steps, checkpoints, schedules of passes) calls this
-interface and does not know the task.
+Each task is one file. The code that all tasks share (steps, checkpoints, passes) only calls this interface.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ __all__ = ["MetricAccumulator", "PrepareContext", "RowFinding", "SetFigures", "T
 
 MicroBatches = Sequence[Mapping[str, "Tensor"]]
 Item = TypeVar("Item")
-#: Returns the values of all ranks, in order; a collective. With one process, it returns that process's value.
+#: Collective that returns the values of all ranks, in order. A single process gets only its own value.
 Gather = Callable[[Item], Sequence[Item]]
 
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """Metrics of an evaluation over a set of rows.
+    """Metrics of an evaluation of a set.
 
     Attributes:
-        loss: Mean over the items of the loss: tokens with a label, or examples.
-        num_tokens: Tokens with a label.
-        figures: Further means, by name.
+        loss: Mean loss per token with a label, or per example.
+        num_tokens: Number of tokens with a label.
+        figures: Additional metrics by name.
     """
 
     loss: float
@@ -48,7 +47,7 @@ class SetFigures:
 
 
 class MetricAccumulator(Protocol):
-    """Accumulator of the passes of an evaluation, with the metrics of all their rows."""
+    """Accumulator of the results of an evaluation's passes."""
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> Any:
         """Run the layers for a pass, and return the input of ``add``."""
@@ -57,20 +56,19 @@ class MetricAccumulator(Protocol):
         """Add the result of ``head`` for a pass."""
 
     def judge(self, gather: Gather[Any]) -> SetFigures:
-        """Return the metrics of the rows of all ranks, equal on each, independent of the ranks that had them."""
+        """Return the metrics of all ranks' rows. All ranks get the same result, whichever rank evaluated which row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareContext:
-    """Context before the first step of a run, for a task that first reads all rows.
+    """Context for the preparation of a task before the first step of a run.
 
     Attributes:
         store: Store with the weights that the run starts from.
         loaders: Loaders of the training rows and of all evaluation sets.
         kept: The task's record in the resumed checkpoint, or None for a new run.
-        timeline: Records ops while it is on.
+        timeline: Timeline that records ops while it is on.
         activity: Current activity, for status.
-        on_message: Called with messages for the user.
     """
 
     plan: Plan
@@ -85,10 +83,10 @@ class PrepareContext:
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """A finding of `check` about the rows of a task.
+    """A finding of the command `check` about the rows of a task.
 
     Attributes:
-        severity: "ok", "note" (worth knowing) or "warning" (rarely intended).
+        severity: "ok", "note" (useful to know) or "warning" (rarely intended).
     """
 
     severity: Literal["ok", "note", "warning"]
@@ -112,19 +110,19 @@ class Task(Protocol):
             table: The task's table, or None if it has none.
 
         Raises:
-            ConfigError: Files that the loss depends on do not exist, or do not match the config.
+            ConfigError: Files that the loss needs do not exist, or do not match the config.
         """
 
     @staticmethod
     def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return facts about the rows to train on that a user should know before the run."""
+        """Return facts about the training rows that a user should know before the run."""
 
     def accumulator(self) -> MetricAccumulator:
         """Return an accumulator of the metrics of one set."""
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
-        """Create what the task needs before the first step.
+        """Prepare the task before the first step.
 
         Returns:
-            Record for checkpoints, by key of ``RunState.model``. A resumed run gets it as ``kept``.
+            Record to store in checkpoints, by key of ``RunState.model``. A resumed run gets it as ``context.kept``.
         """

@@ -1,4 +1,4 @@
-"""Texts and their labels: ``task = "pretrain"`` and ``"sft"``."""
+"""Task that trains on texts with labels (``task = "pretrain"`` and ``"sft"``)."""
 
 from __future__ import annotations
 
@@ -19,54 +19,50 @@ __all__ = ["TextTask"]
 
 
 class TextTask:
-    """Task that evaluates held-out rows by plain cross entropy, whatever loss the steps minimize; a ``Task``.
-
-    Args:
-        loss: Loss of the steps. Unused.
-    """
+    """``Task`` that trains on texts, and always evaluates held-out rows by plain cross entropy."""
 
     def __init__(self, loss: object = None) -> None:
         pass
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: Any) -> Loss:
-        """Return cross entropy."""
+        """Return cross entropy, with the config's label smoothing and z-loss."""
         return CrossEntropy(training.label_smoothing_factor, training.z_loss)
 
     @staticmethod
     def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return nothing, because the report of the rows covers everything."""
+        """Return no findings, because the report of the rows is sufficient."""
         return ()
 
     def accumulator(self) -> MetricAccumulator:
-        """Return a mean over tokens."""
+        """Return an accumulator of the mean loss over tokens."""
         return MeanLoss()
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
-        """Return nothing, because steps read only rows."""
+        """Return an empty record, because this task needs no preparation."""
         return {}
 
 
 class MeanLoss:
-    """Accumulator of the mean cross entropy over all tokens with a label; a ``MetricAccumulator``."""
+    """``MetricAccumulator`` of the mean cross entropy over all tokens with a label."""
 
     def __init__(self) -> None:
         self._terms: list[float] = []
         self._num_tokens = 0
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> SummedLoss:
-        """Return the sum over the tokens of a pass."""
+        """Return the summed loss of a pass."""
         return runner.evaluate(micro_batches)
 
     def add(self, found: SummedLoss) -> None:
-        """Add a pass."""
+        """Add the result of ``head`` for a pass."""
         self._terms += found.terms
         self._num_tokens += found.num_tokens
 
     def judge(self, gather: Gather[tuple[list[float], int]]) -> SetFigures:
-        """Return the mean over the tokens of all ranks."""
+        """Return the mean loss over the tokens of all ranks."""
         found = gather((self._terms, self._num_tokens))
         terms = [term for of_rank, _ in found for term in of_rank]
         num_tokens = sum(count for _, count in found)
-        # Exactly rounded, so that neither the order of terms nor their ranks matter.
+        # Use an exact sum, so that the result does not depend on the order of the terms or on the ranks.
         return SetFigures(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)

@@ -22,7 +22,7 @@ from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import VisitMemory, VisitTrace
 from megatrain.engine.work import Work
-from megatrain.models.skeleton import reads_more_than_text, rows_are_documents
+from megatrain.models.skeleton import is_multimodal, rows_are_documents
 from megatrain.trace.kernel_work import kernels_counted
 from megatrain.trace.tracer import GenerationTracer, Tracer
 
@@ -226,7 +226,7 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
     except UnsupportedModelError:
         raise
     except Exception as error:  # each model family raises different errors
-        if not reads_more_than_text(model):
+        if not is_multimodal(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if inputs == "images":

@@ -44,7 +44,7 @@ from megatrain.data.stream import changed_sources, open_dataset
 from megatrain.machine import file_systems, machine
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.export import ExportError, check_target
-from megatrain.models.folder import ModelFolder, read_config, some
+from megatrain.models.folder import ModelFolder, join_names, read_config
 from megatrain.models.graph import FreezeError, ModelGraph
 from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
@@ -727,8 +727,8 @@ class _WholeCheck:
         found = folder.find_nonfinite(self._weight_names, progress)
         if found:
             files = dict.fromkeys(str(folder.records[name].file) for name in found)
-            which = f"{_count(len(found), 'tensor')} ({some(found, 3)})"
-            text = f"{which} hold NaN or infinite values, in {some(list(files), 2)}. Take an undamaged model"
+            which = f"{_count(len(found), 'tensor')} ({join_names(found, 3)})"
+            text = f"{which} hold NaN or infinite values, in {join_names(list(files), 2)}. Take an undamaged model"
             yield CheckResult("weights", "problem", text, "config")
         else:
             yield CheckResult("weights", "ok", "all are finite numbers")

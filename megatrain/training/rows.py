@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatrain.converters.spec import ModelSpec
-from megatrain.data.dataset import TokenDataset, check_ids
+from megatrain.data.dataset import TokenDataset, check_id_range
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
@@ -31,7 +31,7 @@ def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) 
     Raises:
         DataError: The tokenizer does not match the model.
     """
-    check_ids(dataset, graph.model.get_input_embeddings().weight.shape[0], where=model.tokenizer_folder)
+    check_id_range(dataset, graph.model.get_input_embeddings().weight.shape[0], where=model.tokenizer_folder)
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:

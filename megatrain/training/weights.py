@@ -23,7 +23,7 @@ from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight
 from megatrain.engine.updates import weight_is_split
 from megatrain.models.converter import ReadMaster
 from megatrain.models.folder import BASE_CHECKSUM
-from megatrain.models.graph import ModelGraph, cut_otherwise
+from megatrain.models.graph import ModelGraph, find_split_mismatch
 from megatrain.models.in_place import FolderSource, FrozenBlock, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.models.load import Origin, WeightLoader
@@ -324,7 +324,7 @@ class Weights:
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
         """Raise an error if state has another format than the run, because a conversion would change the run."""
-        if layer := cut_otherwise(self._plan.graph, reader.blocks):
+        if layer := find_split_mismatch(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
                 f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, but this run has "

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
     "no output_dir": (lambda run: (run.folder / "out").write_text("x"), {}, 2, "config", "is a file"),
     "another user's model": (
         lambda run: ((run.folder / "out/final").mkdir(parents=True), (run.folder / "out/final/x").touch()),
-        {}, 2, "disk", "no export of this program",
+        {}, 2, "disk", "nor an export of this program",
     ),
     "another user's checkpoints": (
         lambda run: ((run.folder / "out/checkpoints").mkdir(parents=True), (run.folder / "out/checkpoints/x").touch()),
@@ -275,7 +275,7 @@ def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
     (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
     for _ in range(2):
         (found,) = findings(check(run, "--json"))["model"]
-        assert "holds an adapter, not a model. Give the folder of its base model (org/base)" in found["text"]
+        assert "contains an adapter, not a model. Use the folder of its base model (org/base)" in found["text"]
         (model / "config.json").unlink(missing_ok=True)
 
 

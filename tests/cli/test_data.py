@@ -53,7 +53,7 @@ def test_preview_marks_trained_tokens(config: Path) -> None:
     assert "\x1b" not in result.output, "control characters of the data are shown, not executed"
     assert "<assistant>\n[[Ahab." in result.stdout
     assert "\\x1b[31m Ishmael" in result.stdout
-    assert "dropped: no token of it would be trained" in result.stdout
+    assert "dropped: none of its tokens would be trained" in result.stdout
     one = call("preview", config, "-n", "1").stdout
     assert "row 1" in one and "row 2" not in one
 

@@ -60,7 +60,7 @@ def test_an_earlier_export_is_kept(run: SavedRun, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     refused = run.call("export", run.out / "final", tmp_path / "out")
     assert refused.exit_code == 2
-    assert "holds a model of step 2 that was exported before; nothing was written" in refused.stderr
+    assert "contains a model of step 2 from an earlier export; nothing was written" in refused.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     result = run.call("export", run.out / "final", tmp_path / "out", "--overwrite")
     assert result.exit_code == 0, result.output

@@ -81,7 +81,7 @@ def test_wrong_use(run: SavedRun) -> None:
     refused = converse(run.out, "Hi\n", "--prompt", "Hi")
     assert refused.exit_code == 2 and "--interactive reads prompts from stdin" in refused.stderr
     refused = converse(run.out, "Hi\n", "--system", "Be brief")
-    assert refused.exit_code == 2 and "has no chat template, so it takes no system message" in refused.stderr
+    assert refused.exit_code == 2 and "has no chat template, so it supports no system message" in refused.stderr
 
 
 def test_a_conversation_outlives_a_refused_turn_on_a_terminal(

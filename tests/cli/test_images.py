@@ -84,7 +84,7 @@ def test_wrong_folders_and_rows_have_their_exit_codes(run: SavedRun, folder: Pat
     for name in ("processor_config.json", "preprocessor_config.json"):
         (bare / name).unlink()
     without = call(run, "run", model=bare, rows=rows)
-    assert without.exit_code == 4 and "processor of images" in without.output, without.output
+    assert without.exit_code == 4 and "image processor" in without.output, without.output
     broken = shutil.copytree(folder / "data", tmp_path / "data")
     (broken / "0-0.png").unlink()
     (broken / "2-1.png").write_bytes(b"no image")

@@ -74,7 +74,7 @@ def test_check_counts_examples(config: Path) -> None:
     assert "4 pairs for sigmoid" in found.stdout and "scores all 8 answers once" in found.stdout
     write(config, [row | {"label": True} for row in JUDGED])
     found = call("check", config, "--set", "preference.loss_type=kto")
-    assert "4 good and 0 bad answers for kto" in found.stdout and "all answers are judged alike" in found.stdout
+    assert "4 good and 0 bad answers for kto" in found.stdout and "all answers have the same label" in found.stdout
 
 
 ASKED = {"role": "user", "content": "Who?"}
@@ -87,7 +87,10 @@ WRONG = {
         "`prompt` is not what `chosen` and `rejected` begin with",
     ),
     "label is no boolean": ([JUDGED[0] | {"label": 1}], "must be true or false; this is a number"),
-    "single answers": (JUDGED, 'one answer with a label, and the loss compares two. Write loss_type = "kto"'),
+    "single answers": (
+        JUDGED,
+        'only one answer, with a label, but the loss compares two answers. Set loss_type = "kto"',
+    ),
 }
 
 

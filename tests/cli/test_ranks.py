@@ -74,7 +74,7 @@ def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path)
     assert ended.codes == [2, 2], ended.err
     (told,) = ended.errors
     assert told.startswith(
-        "error: the ranks do not have the same config: training.max_steps is 6 on rank 0, and 7 on rank 1."
+        "error: the ranks do not have the same config: training.max_steps is 6 on rank 0, but 7 on rank 1."
     )
     # The path is the same, but each rank finds another file there.
     (tmp_path / "data.txt").write_text((made.folder / "data.txt").read_text()[5:])
@@ -571,7 +571,7 @@ def is_running(pid: int) -> bool:
 
 FAILS = {
     "raise": ("1:raise:begins:2", r".*an unexpected failure"),
-    "stop": ("1:stop:begins:2", r"has not been heard of for \d+ s"),
+    "stop": ("1:stop:begins:2", r"has sent no heartbeat for \d+ s"),
     "flip": ("1:flip:{file}", r".*block '[\w.]+/\w+'"),
 }
 

@@ -61,7 +61,7 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
         "  optimizer.learning_rate: 0.001 -> 0.0005\n",
         "  the model's config.json, as a checksum: ",
         "  data.train.0.max_samples: not set -> 5 (if the contents differ)\n",
-        f"  data.train.0: the files have other contents ({run.folder / 'data.txt'})\n",
+        f"  data.train.0: the contents of the files have changed ({run.folder / 'data.txt'})\n",
     ):
         assert line in result.stderr, result.stderr
     assert not list((tmp_path / "tokens").glob("*/manifest.json")), "nothing is tokenized"
@@ -154,12 +154,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a byte short": (
         lambda model: os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1),
-        "its header promises",
+        "but its header describes",
     ),
     "empty": (lambda model: os.truncate(model / "model.safetensors", 0), "is not a safetensors file"),
     "pointer of LFS": (
         lambda model: (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
-        "is a pointer of Git LFS",
+        "is a Git LFS pointer",
     ),
     "without lm_head": (_drop_head, "ForCausalLM are missing: lm_head.weight"),
 }

@@ -282,7 +282,7 @@ def test_images_are_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.
     ):
         with pytest.raises(RowError, match=f"the image {tmp_path / name} cannot be read: {reason}. Paths are relative"):
             images.ImageRef.of(name, tmp_path, "rows line 1")
-        with pytest.raises(DataError, match=f"the image cannot be read: {reason}. Put it back"):
+        with pytest.raises(DataError, match=f"the image cannot be read: {reason}. Restore it"):
             images.ImageRef(str(tmp_path / name), "0").read()
     ref = images.ImageRef.of("small", tmp_path, "rows line 1")
     assert ref.read() == bytes(1 << 16)
@@ -300,7 +300,7 @@ def test_decompression_bomb_in_a_row_is_refused(name: str, tmp_path: Path, small
         packed = gzip.compress((json.dumps({"text": text}) if ".jsonl" in name else f'text\n"{text}"').encode())
         path.write_bytes(packed)
     assert path.stat().st_size < 1 << 17
-    with pytest.raises(DataError, match=r"one row has more than 64|field larger than"):
+    with pytest.raises(DataError, match=r"the row has more than 64|field larger than"):
         list(read_file(path))
 
 
@@ -337,7 +337,7 @@ def test_decompression_bomb_in_a_list_column_is_refused(rows: str, tmp_path: Pat
     pyarrow.parquet.write_table(pyarrow.table({"rows": column}), path, use_dictionary=rows != "plain texts")
     assert path.stat().st_size < 1 << 15
     found: list[Any] = []
-    with pytest.raises(DataError, match=r"rows.parquet row 3: one row has more than 64"):
+    with pytest.raises(DataError, match=r"rows.parquet row 3: the row has more than 64"):
         found += (row["rows"] for _, row in read_file(path))
     read = iter(read_file(path))
     assert [dict(row["rows"]) if kind else row["rows"] for _, row in (next(read), next(read))] == [lists(3), lists(300)]
@@ -351,7 +351,7 @@ def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeyp
     monkeypatch.setattr(files, "_BYTES_PER_NESTED_VALUE", 1 << 30)
     pyarrow.parquet.write_table(pyarrow.table({"ids": [[1] * 1000] * 2}), tmp_path / "rows.parquet")
     with pytest.raises(
-        DataError, match="row 1: the group of 2 rows that it begins has 2,000 values in lists, too many"
+        DataError, match="row 1: the row group of 2 rows that starts here has 2,000 values in lists, too many"
     ):
         list(read_file(tmp_path / "rows.parquet"))
 
@@ -359,7 +359,7 @@ def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeyp
 def test_a_list_that_unpacks_to_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BYTES_PER_CHARACTER_OF_LIST", 1 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(json.dumps([{"text": "x" * (1 << 20)}]).encode()))
-    with pytest.raises(DataError, match="too many to be held in this machine's RAM"):
+    with pytest.raises(DataError, match="too large for this machine's RAM"):
         list(read_file(tmp_path / "bomb.json.gz"))
 
 

@@ -100,7 +100,7 @@ def test_shards(run: SavedRun, tmp_path: Path) -> None:
     out = export_checkpoint(run.out, tmp_path / "out", max_shard_size=100_000)
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert AutoModelForCausalLM.from_pretrained(out) is not None
-    with pytest.raises(ExportTargetError, match="holds a model of step 6 that was exported before"):
+    with pytest.raises(ExportTargetError, match="contains a model of step 6 from an earlier export"):
         export_checkpoint(run.out, out)
     export_checkpoint(run.out, out, overwrite=True)
     assert not list(out.glob("model-*.safetensors")), "an earlier export is replaced"

@@ -297,7 +297,7 @@ def test_folder_that_changes_under_the_run_ends_it(model: Path, tmp_path: Path) 
     text = lora_text(tmp_path, base, placement='weights = ["folder"]', ram="6800KiB")
     path = tmp_path / "run.toml"
     path.write_text(text.replace("[training]\n", "[training]\nmax_steps = 4\n"))
-    with pytest.raises(TransferError, match="was changed or replaced while a run reads its weights") as caught:
+    with pytest.raises(TransferError, match="was changed or replaced during a run that reads its weights") as caught:
         Trainer(load_config(path).config, observer=Changer()).train()
     assert caught.value.path == str(base / "model.safetensors")
 

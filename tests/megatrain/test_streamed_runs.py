@@ -78,7 +78,7 @@ def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
     (run.folder / "shards-a" / "part-000.jsonl.zst").unlink()
     both = " ".join(run.call("run", path, "--set", "learning_rate=5e-4").output.split())
     assert "learning_rate: 0.001 -> 0.0005" in both and "data.train.0.weight_from_step.3: 0.5 -> 0.0" in both, both
-    assert "data.train.0: the shards have other names or sizes" in both and "data.train.1" not in both, both
+    assert "data.train.0: the names or sizes of the shards have changed" in both and "data.train.1" not in both, both
     result = run.call("run", path, "--allow-config-change")
     assert result.exit_code == 0 and "continuing after step 2 of 4" in result.output
 
@@ -94,7 +94,7 @@ def test_check_and_data_commands_handle_streams(run: SavedRun) -> None:
         result.output
     )
     result = run.call("data", "stats", path)
-    assert result.exit_code == 4 and "take a pass over all of the data" in result.output, result.output
+    assert result.exit_code == 4 and "need a pass over all data" in result.output, result.output
 
 
 def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
@@ -120,8 +120,8 @@ def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
         (("./shards-a", "s3://me:hun/hunter2@host/shards"), 'path = "s3://***@host/shards" has a password'),
         (("./shards-a", "https://host/a.parquet?sig=hunter2"), 'path = "https://host/a.parquet?***" has a password'),
         (("weight = 2.0", "weight = 2.0\nmax_samples = 5"), "max_samples does not go together with data.streaming"),
-        (("{ 3 = 0.5 }", "{ soon = 0.5 }"), "is no schedule of weights"),
-        (("{ 3 = 0.5 }", "{ 3 = -0.5 }"), "is no schedule of weights"),
+        (("{ 3 = 0.5 }", "{ soon = 0.5 }"), "is not a weight schedule"),
+        (("{ 3 = 0.5 }", "{ 3 = -0.5 }"), "is not a weight schedule"),
         (('shards-b"', 'shards-b"\nweight_from_step = { 4 = 0 }'), None),
         (("./shards-b", "./shards-c"), "there is no such file or folder"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.chat_rows import CHATS
-from megatrain.data.dataset import InMemory, TokenDataset
+from megatrain.data.dataset import InMemoryWriter, TokenDataset
 from megatrain.data.encoding import Encoder, EncodingOptions, Overlong
 from megatrain.data.formats import DataRow, PlainRow, RowReader, read_row
 from megatrain.data.row_kind import RowKind
@@ -46,7 +46,7 @@ def encode_rows(
     kind: RowKind = CHATS,
 ) -> TokenDataset:
     """Tokenize rows of a kind, with the options of a config."""
-    made = InMemory()
+    made = InMemoryWriter()
     each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, joins_texts=joins_texts))
     each.add_rows(rows)
     each.end_source()

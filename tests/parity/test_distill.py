@@ -245,7 +245,7 @@ def test_wrong_scores_are_refused_in_words(tiny_model: Path, scores: Path, tmp_p
     refused("distill.scores has no effect", 'task="sft"')
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Another row, which has no scores."}) + "\n")
     other = f'data.train=[{{path="{tmp_path}/other.jsonl"}}]'
-    refused("1 of 1 documents of data.train have no scores.*Score the rows of this very", other)
+    refused("1 of 1 documents of data.train have no scores.*Score exactly these", other)
     damaged = tmp_path / "damaged"
     (damaged / "parquet").mkdir(parents=True)
     kind = json.loads((scores / "scores.json").read_text())

@@ -150,7 +150,7 @@ class InMemory:
 
 
 def test_wrong_input_is_refused_in_words(tiny_model: Path) -> None:
-    with pytest.raises(PromptError, match="prompt 2: there is no token in this prompt"):
+    with pytest.raises(PromptError, match="prompt 2: this prompt has no tokens"):
         generate(tiny_model, ["a", ""])
     with pytest.raises(ConfigError, match="generate RUN"):
         Generator(config_of_folder(tiny_model, lora={"r": 4}), ["a"], GenerationSettings())

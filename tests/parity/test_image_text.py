@@ -12,7 +12,7 @@ import torch
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.models.passthrough import passthrough_modules
-from megatrain.models.skeleton import reads_more_than_text
+from megatrain.models.skeleton import is_multimodal
 from megatrain.trace.trace import trace_visits
 from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
 from oracles.huggingface import assert_same_gradients, train_step
@@ -57,7 +57,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
     try:
         expected = train_step(model, batches, SEED)
     except Exception as error:  # it needs an image: it is refused with a message, before anything runs
-        if reads_more_than_text(model):
+        if is_multimodal(model):
             with pytest.raises(UnsupportedModelError):
                 trace_visits(build_graph(config), 1, 8, torch.float32)
         pytest.skip(f"does not run on text alone: {type(error).__name__}: {str(error)[:80]}")

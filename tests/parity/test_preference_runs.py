@@ -132,7 +132,7 @@ def test_resumed_run_keeps_its_reference(tiny_model: Path, tmp_path: Path, in_ra
     body = values.tobytes()
     header = json.loads(whole.partition(b"\n")[0]) | {"checksum": checksum(body)}
     kept.write_bytes(json.dumps(header).encode() + b"\n" + body)
-    with pytest.raises(DataError, match="another model than this run's initial one"):
+    with pytest.raises(DataError, match="it does not belong to this run's initial model"):
         train_whole(folder, text)
     kept.write_bytes(whole[:-4] + b"abcd")
     with pytest.raises(DataError, match="it is damaged"):

@@ -238,7 +238,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
     changes = ("data.packing=false", "training.gradient_accumulation_steps=1", 'score.formats=["zarr","parquet"]')
     _, whole = score(config_of(teacher, tmp_path / "whole", *changes, texts=texts))
     config = config_of(teacher, tmp_path / "cut", *changes, texts=texts)
-    put = scores_module._put
+    put = scores_module._commit_part
     calls = 0
 
     def cut_off(partial: Path, place: Path) -> None:
@@ -248,7 +248,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
             raise KeyboardInterrupt
         put(partial, place)
 
-    monkeypatch.setattr(scores_module, "_put", cut_off)
+    monkeypatch.setattr(scores_module, "_commit_part", cut_off)
     with pytest.raises(KeyboardInterrupt):
         Scorer(config).run()
     monkeypatch.undo()
@@ -275,7 +275,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
 
     for table, change, key in (("score", {"top_k": 3}, "score.top_k"), ("model", {"mlp_rows": 16}, "model.mlp_rows")):
         changed = getattr(config, table).model_copy(update=change)
-        with pytest.raises(ScoresError, match=rf"differ from those asked for in {key}\. Name"):
+        with pytest.raises(ScoresError, match=rf"differ from this config in {key}\. Set"):
             Scorer(config.model_copy(update={table: changed})).run()
 
 

@@ -152,7 +152,7 @@ def cases() -> Iterator[WrongInput]:
 
     def mostly_cut(work: Workplace) -> Sequence[str]:
         work.rows(FILE, [chat("Who?", "Ishmael. " * 99), chat("Who?", "Ahab. " * 99), ROWS[0]])
-        return f"data.train.0 ({work.folder / FILE})", "2 cut to data.max_length", "Raise data.max_length"
+        return f"data.train.0 ({work.folder / FILE})", "2 truncated to data.max_length", "Raise data.max_length"
 
     def bad_to_evaluate(work: Workplace) -> Sequence[str]:
         work.rows("held_out.jsonl", [chat("Who?", "Ishmael. " * 99)])

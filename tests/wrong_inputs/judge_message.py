@@ -33,7 +33,7 @@ _REMEDIES = (
     re.compile(r"Did you mean .+\?"),
     re.compile(r"here: [a-z_]+|not needed here|belongs (?:in \[|at the top)|belongs to \""),
     re.compile(r"It must be (?:at least|at most|above|below|a multiple of) "),
-    re.compile(r"(?:Text needs quotes|Roles|Splits found|Files that are read|In that folder): "),
+    re.compile(r"(?:Text needs quotes|Roles|Splits found|Supported files|In that folder): "),
     re.compile(r"needs at least \d+"),
 )  # fmt: skip
 _HEAD = re.compile(r"(?:error: )?(\d+) problems? in (.*)")

@@ -162,7 +162,7 @@ def test_correct_inputs_are_accepted(name: str, folder: Path, base_model: Path) 
     "text",
     [
         "line 3: this is not TOML: invalid value",
-        "x.jsonl line 2: `text` must be text, this is a number",
+        "x.jsonl line 2: `text` must be text, not a number",
         "data.max_length = [7] is not a whole number",
         "model/config.json: transformers cannot use it: integer modulo by zero",
         "nothing is written here",

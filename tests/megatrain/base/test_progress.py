@@ -135,7 +135,7 @@ def test_warm_up_from_zero_is_reported(run: SavedRun) -> None:
     options = ("--set", "lr_scheduler_type=linear", "--set", "warmup_steps=2")
     result = run.run(*options, steps=6)
     assert result.exit_code == 0, result.output
-    words = "warm-up: the learning rate rises from 0 to 0.001 over 2 steps; the first one changes no weights"
+    words = "warm-up: the learning rate rises from 0 to 0.001 over 2 steps; the first step does not change the weights"
     assert words in result.stdout
     rates = [line.split(" | lr ")[1].split(" | ")[0] for line in result.stdout.splitlines() if " | lr " in line]
     assert rates == ["0 (warm-up 1/2)", "5.0e-04 (warm-up 2/2)", "1.0e-03", "7.5e-04", "5.0e-04", "2.5e-04"]

@@ -44,7 +44,7 @@ BAD = {
     "text number": ('[optimizer]\nlearning_rate = "1e-5"', 'line 8: optimizer.learning_rate = "1e-5" is text. Write it without quotes: 1e-5'),
     "text boolean": ('[checkpoint]\nasync_save = "True"', 'line 8: checkpoint.async_save = "True" is text. Write it without quotes: true'),
     "text packing": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
-    "odd packing": ('[data]\npacking = "best"', 'line 8: data.packing = "best" is no way to pack. Write true, false or "concat"'),
+    "odd packing": ('[data]\npacking = "best"', 'line 8: data.packing = "best" is not a packing mode. Write true, false or "concat"'),
     "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
     "number for text": ("[model]\n", "line 7: model is defined twice. Keep one of the two"),
     "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),

@@ -271,7 +271,7 @@ def test_train_on_all(tokenizer: Any) -> None:
 def test_template_that_refuses(tokenizer: Any) -> None:
     tokenizer.chat_template = MERGES_SYSTEM
     with pytest.raises(
-        DataError, match="rows line 1: the chat template refuses this conversation: roles must alternate"
+        DataError, match="rows line 1: the chat template rejects this conversation: roles must alternate"
     ):
         encode_row(RowEncoder(tokenizer), conversation(("assistant", "a"), ("user", "b")))
 

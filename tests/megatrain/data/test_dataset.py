@@ -49,7 +49,7 @@ def test_sources_in_order(files: Path, tokenizer: Any) -> None:
 
 def test_pretraining_takes_text_only(files: Path, tokenizer: Any) -> None:
     config = load_config(write_config(files, "pretrain", "a.txt", "b.jsonl")).config
-    with pytest.raises(DataError, match=r'b.jsonl line 1: task = "pretrain" trains plain text, this row is not'):
+    with pytest.raises(DataError, match=r'b.jsonl line 1: task = "pretrain" needs plain text, and this row is not'):
         load_dataset(resolve_data(config), tokenizer)
 
 
@@ -88,7 +88,7 @@ def test_missing_tokenizer_folder(tmp_path: Path) -> None:
 
 
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no tokenizer.json: only fast tokenizers are read"):
+    with pytest.raises(DataError, match=r"there is no tokenizer.json: only fast tokenizers are supported"):
         load_tokenizer(str(tmp_path))
 
 

@@ -160,7 +160,7 @@ def test_special_tokens_in_answers_are_counted(tmp_path: Path, tokenizer: Any) -
     rows = [{"messages": [QUESTION, said]}, {"messages": [QUESTION, ANSWER]}, {"text": "a<|endoftext|>b"}]
     _, report = load(tmp_path, template(tokenizer, "smollm2"), rows)
     assert [(each.reason, each.count) for each in report.special_tokens] == [("<|im_end|>", 1), ("<|endoftext|>", 1)]
-    assert "the text of 1 row holds <|im_end|>, which the tokenizer reads as its special token" in str(report)
+    assert "the text of 1 row contains <|im_end|>, which the tokenizer reads as a special token" in str(report)
 
 
 def test_unread_columns_are_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -172,7 +172,7 @@ def test_unread_columns_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in [chats, chats]))
     _, report = load(tmp_path, tokenizer, [chats, chats, {"prompt": "a", "completion": " b", "tools": [TOOL]}])
     assert [(each.reason, each.count) for each in report.unread] == [("system_prompt", 2), ("id", 2), ("tools", 1)]
-    assert "columns that are not read: `system_prompt` (2 rows), `id` (2 rows), `tools` (1 row)" in str(report)
+    assert "ignored columns: `system_prompt` (2 rows), `id` (2 rows), `tools` (1 row)" in str(report)
     columns = {"instruction": "instruction", "output": "response"}
     assert to_row(dolly, "", "auto", columns).unread == ("context",)
     assert to_row(dolly, "", "auto", {**columns, "input": "context"}).unread == ()
@@ -208,7 +208,7 @@ def test_foreign_tool_call_formats_are_read() -> None:
         for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
             made = row(QUESTION, {"role": "assistant", **content, "tool_calls": calls})
             assert made.messages[1] == {"role": "assistant", "content": "", "tool_calls": expected}
-    with pytest.raises(RowError, match="message 2: `tool_calls` holds broken JSON at column"):
+    with pytest.raises(RowError, match="message 2: `tool_calls` contains broken JSON at column"):
         row(QUESTION, {"role": "assistant", "content": "", "tool_calls": "[{"})
 
 

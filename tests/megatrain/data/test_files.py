@@ -87,7 +87,7 @@ def test_a_damaged_arrow_file_names_it(tmp_path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[100:-200] = bytes(len(whole) - 300)
     path.write_bytes(bytes(whole))
-    with pytest.raises(DataError, match=r"a.parquet.*: this is no .parquet file that can be read"):
+    with pytest.raises(DataError, match=r"a.parquet.*: this .parquet file cannot be read"):
         list(read_rows(str(path)))
 
 
@@ -103,13 +103,13 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     path = folder_with(tmp_path, "data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl")
     assert [file.name for file in find_files(path)] == ["train-00000-of-00001.jsonl"]
     assert [file.name for file in find_files(path, "test")] == ["test-00000-of-00001.jsonl"]
-    with pytest.raises(DataError, match=r'no file of the folder is of split "dev". Splits found: train, test'):
+    with pytest.raises(DataError, match=r'no file in the folder belongs to split "dev". Splits found: train, test'):
         find_files(path, "dev")
 
 
 def test_splits_without_train_have_to_be_named(tmp_path: Path) -> None:
     path = folder_with(tmp_path, "val.jsonl", "test.jsonl")
-    with pytest.raises(DataError, match=r'the folder holds several splits: val, test. Write split = "val"'):
+    with pytest.raises(DataError, match=r'the folder contains several splits: val, test. Set split = "val"'):
         find_files(path)
 
 
@@ -157,11 +157,11 @@ def test_a_text_without_a_border_is_cut_all_the_same(tmp_path: Path) -> None:
 def test_bad_rows_are_reported_or_raised(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": 5}\n{"text": "t"}\n')
-    with pytest.raises(RowError, match=r"a.jsonl line 1: `text` must be text, this is a number"):
+    with pytest.raises(RowError, match=r"a.jsonl line 1: `text` must be text, not a number"):
         list(read_rows(str(path)))
     told: list[RowError] = []
     assert list(read_rows(str(path), on_bad_row=told.append)) == [Document("t", f"{path} line 2")]
-    assert [error.reason for error in told] == ["`text` must be text, this is a number"]
+    assert [error.reason for error in told] == ["`text` must be text, not a number"]
     assert list(read_rows(str(path), on_bad_row=told.append, max_samples=1)) == []
 
 
@@ -190,13 +190,15 @@ def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) ->
         for row in rows_of(DatasetConfig(path="x"), files, CHATS)
         if isinstance(row, PromptCompletion)
     ] == EXPECTED
-    with pytest.raises(DataError, match=r"no dataset that could be fetched: .*HF_HUB_OFFLINE is set: fetch it once"):
+    with pytest.raises(
+        DataError, match=r"no hub dataset could be fetched: .*HF_HUB_OFFLINE is set: unset it to fetch the dataset once"
+    ):
         fetch_dataset("nobody/nothing")
 
 
 def test_a_configuration_of_a_file_is_refused(tmp_path: Path) -> None:
     path = folder_with(tmp_path, "a.jsonl")
-    with pytest.raises(DataError, match=r'subset = "main" chooses a part of a hub dataset, this is a path'):
+    with pytest.raises(DataError, match=r'subset = "main" selects a part of a hub dataset, but this is a path'):
         list(read_rows(path, name="main"))
 
 

@@ -83,8 +83,8 @@ def test_held_out_rows_can_be_limited() -> None:
     training = hold_out(dataset_of([3] * 10), 5.0, 0)
     everything, some = used(held_out_part(training)), used(held_out_part(training, 2))
     assert (len(everything), some) == (15, everything[:6])
-    assert describe(held_out_part(training)) == "5 rows kept from training (data.val_size), 15 documents, 60 tokens"
-    assert describe(held_out_part(hold_out(dataset_of([1, 1]), 1.0, 0))).startswith("1 row kept from training")
+    assert describe(held_out_part(training)) == "5 rows held out from training (data.val_size), 15 documents, 60 tokens"
+    assert describe(held_out_part(hold_out(dataset_of([1, 1]), 1.0, 0))).startswith("1 row held out from training")
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -126,7 +126,7 @@ def test_the_config_decides_and_the_cache_remembers_rows(tmp_path: Path, tokeniz
     assert {data.fingerprint() for data in cached} == {fresh.fingerprint()}
     stats = stats_of(make_config(tmp_path, 3, str(tmp_path / "cache")))
     assert (stats.report.num_rows, stats.num_documents, stats.sources[0].num_documents) == (20, 17, 17)
-    assert stats.held_out.startswith("3 rows kept from training (data.val_size), ")
+    assert stats.held_out.startswith("3 rows held out from training (data.val_size), ")
     assert sum(each.num_documents for each in stats.histogram) == 17
 
 
@@ -144,9 +144,9 @@ def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_too_large_val_size_is_refused_with_a_remedy(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"data.val_size = 20 leaves nothing to train on: the data has 20 rows\. Write"):
+    with pytest.raises(DataError, match=r"data.val_size = 20 leaves nothing to train on: the data has 20 rows\. Lower"):
         load_dataset(resolve_data(make_config(tmp_path, 20, "none")), tokenizer)
-    with pytest.raises(DataError, match=r"the data has 1 row\. A text file is one row: write another file"):
+    with pytest.raises(DataError, match=r"the data has 1 row\. A text file is one row: use another text file"):
         load_dataset(resolve_data(make_config(tmp_path, 0.1, "none", text="call me " * 99)), tokenizer)
 
 

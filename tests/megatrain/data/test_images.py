@@ -93,7 +93,7 @@ def test_every_way_to_name_an_image_gives_the_same_batch(model: Path, tmp_path: 
         assert all(torch.equal(batch[key], first[key]) for key in first), name
     # The output of Hugging Face's processor for the same conversation.
     tokenizer = load_tokenizer(str(model))
-    processor = images_module._open(str(model), tokenizer)
+    processor = images_module._open_processor(str(model), tokenizer)
     from PIL import Image
 
     conversation = chat("look: ", {"type": "image", "image": Image.open(tmp_path / "0/a.png")}, "what?")
@@ -143,8 +143,8 @@ def test_images_are_never_trained_and_never_cut(model: Path, tmp_path: Path) -> 
     # Cut within the image: dropped, with the reason. Cut after it: the image stays.
     cut = load_dataset(spec(path, model, train_on="all", max_length=places[-1], bad_rows="drop"), tokenizer)
     assert len(cut) == 1 and not cut.images_of(0)
-    assert "1 row dropped: data.max_length would cut it within an image" in str(cut.report)
-    with pytest.raises(RowError, match="would cut it within an image"):
+    assert "1 row dropped: data.max_length would truncate it within an image" in str(cut.report)
+    with pytest.raises(RowError, match="would truncate it within an image"):
         load_dataset(spec(path, model, train_on="all", max_length=places[-1]), tokenizer)
     kept = load_dataset(spec(path, model, train_on="all", max_length=places[-1] + 2), tokenizer)
     assert len(kept.images_of(0)) == 1 and not kept.images_of(1)
@@ -177,14 +177,17 @@ def test_preview_shows_image_placeholders_as_untrained(model: Path, tmp_path: Pa
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"messages": chat({"type": "image", "path": "b.png"})}, r"b\.png cannot be read: No such file"),
     "unreadable": ({"messages": chat({"type": "image", "path": "rows.jsonl"})}, "the image cannot be decoded"),
-    "too few": ({"messages": chat({"type": "image"}, {"type": "image"}), "images": ["a.png"]}, "1 images and 2 places"),
-    "no place": ({"messages": chat("what?"), "images": ["a.png"]}, "1 images and 0 places"),
-    "token in text": ({"messages": chat("a <|image_pad|>")}, r"shows 1 places for images .* the row has 0 images"),
+    "too few": (
+        {"messages": chat({"type": "image"}, {"type": "image"}), "images": ["a.png"]},
+        "1 images but 2 placeholders",
+    ),
+    "no place": ({"messages": chat("what?"), "images": ["a.png"]}, "1 images but 0 placeholders"),
+    "token in text": ({"messages": chat("a <|image_pad|>")}, r"has 1 placeholders for images .* but 0 images"),
     "url": (
         {"messages": chat({"type": "image_url", "image_url": {"url": "https://x/y.png"}})},
         "images are not fetched",
     ),
-    "base64": ({"messages": chat({"type": "image", "url": "data:image/png;base64,??"})}, "no base64 text"),
+    "base64": ({"messages": chat({"type": "image", "url": "data:image/png;base64,??"})}, "not valid base64"),
     "number": ({"messages": chat({"type": "image", "image": 7})}, "must be a path or its bytes"),
 }
 
@@ -201,7 +204,7 @@ def test_wrong_image_errors_name_the_row(name: str, model: Path, tmp_path: Path)
 def test_image_rows_in_a_text_run_are_reported(model: Path, tmp_path: Path) -> None:
     data = spec(write(tmp_path / "rows", WAYS["image_url"]), model, images_folder=None)
     with pytest.raises(
-        RowError, match=r'the run reads none\. Take an image-text model and write model\.images = "frozen"'
+        RowError, match=r'the run does not read images\. Use an image-text model and set model\.images = "frozen"'
     ):
         load_dataset(data, load_tokenizer(str(model)))
     with pytest.raises(DataError, match="no token would be trained") as caught:
@@ -214,7 +217,7 @@ def test_missing_processor_and_missing_pillow_are_reported(
 ) -> None:
     text = Path(__file__).parents[3] / "examples/quickstart/model"
     path = write(tmp_path / "rows", WAYS["image_url"])
-    with pytest.raises(DataError, match=r"its processor of images|no processor of images"):
+    with pytest.raises(DataError, match=r"its image processor|no image processor"):
         load_dataset(spec(path, text), load_tokenizer(str(text)))
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(DataError, match=r"images need Pillow, which is not installed\. Install it: pip install"):

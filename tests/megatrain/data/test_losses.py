@@ -94,7 +94,7 @@ def test_more_than_the_config_allows_is_refused() -> None:
         check_losses(report(**half), ["data.train.0 (x.jsonl)"], 0.5)
     text = str(refused.value)
     assert text.startswith("data.train.0 (x.jsonl): 101 of 200 rows (50.5%)") and "101 dropped as too long" in text
-    assert "more than data.max_dropped = 0.5. Raise data.max_length" in text and "write max_dropped = 0.51" in text
+    assert "more than data.max_dropped = 0.5. Raise data.max_length" in text and "set max_dropped = 0.51" in text
     assert len(check_losses(report(**half), ["x"], 0.51)) == 1
     assert check_losses(report(num_rows=1000, num_rows_lost=10), ["x"], 1.0) == []
     with pytest.raises(DataError):

@@ -42,13 +42,13 @@ def test_every_messy_row_is_trained_or_explained(tokenizer: Any) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert report.num_rows == len(rows)
     assert {(each.reason, each.count) for each in report.dropped} == {
-        ("the chat template refuses this conversation: Conversation roles must alternate user/assistant/user/"
+        ("the chat template rejects this conversation: Conversation roles must alternate user/assistant/user/"
          "assistant/...", 3),
-        ("`messages` must be a list of messages, this is empty", 1),
-        ("`messages` must be a list of messages, this is null", 1),
+        ("`messages` must be a list of messages, not empty", 1),
+        ("`messages` must be a list of messages, not null", 1),
         ("a message lacks `role` or `content`", 1),
-        ('role "narrator" is not known', 1),
-        ("`content` must be text, this is null", 1),
+        ('unknown role "narrator"', 1),
+        ("`content` must be text, not null", 1),
     }  # fmt: skip
     assert [(each.reason, each.count) for each in report.untrained_turns] == [("it is empty", 1)]
     assert report.num_untrained == 2  # one without an answer, one whose only answer is empty
@@ -65,7 +65,7 @@ def test_a_lenient_template_trains_more(tokenizer: Any) -> None:
 
 
 def test_first_bad_row_raises_with_bad_rows_error(tokenizer: Any) -> None:
-    with pytest.raises(RowError, match=r"messy_chats.jsonl line 2: the chat template refuses this conversation"):
+    with pytest.raises(RowError, match=r"messy_chats.jsonl line 2: the chat template rejects this conversation"):
         load(tokenizer, make_config(DATA / "messy_chats.jsonl", bad_rows="error"))
 
 
@@ -75,9 +75,7 @@ def test_first_row_is_named_if_all_are_bad(tokenizer: Any, tmp_path: Path) -> No
     with pytest.raises(DataError) as caught:
         load(tokenizer, make_config(path))
     assert "data.train: no token would be trained: 3 rows, 0 documents" in str(caught.value)
-    assert f"The first row says: {path} line 1: `messages` must be a list of messages, this is null" in str(
-        caught.value
-    )
+    assert f"The first error is: {path} line 1: `messages` must be a list of messages, not null" in str(caught.value)
 
 
 def test_rows_cut_before_the_answer_are_counted(tokenizer: Any) -> None:

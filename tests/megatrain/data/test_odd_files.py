@@ -47,7 +47,7 @@ def test_missing_column_error_suggests_the_closest_one(tmp_path: Path, format: A
         f'{path} line 1: no column `prmpt` (columns = {{ prompt = "prmpt" }}); the row has `prompt`, `completion`. '
         'Did you mean prompt = "prompt"?'
     )
-    with pytest.raises(DataError, match=r"no column `zzz`.* Name an existing column"):
+    with pytest.raises(DataError, match=r"no column `zzz`.* Use the name of an existing column"):
         list(read_rows(path, format=format, columns={"prompt": "zzz"}))
 
 
@@ -123,7 +123,7 @@ def test_single_csv_column_is_not_split(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "text\nThis; that\nand\tmore\n")
     assert [row.text for row in read_rows(path) if isinstance(row, Document)] == ["This; that", "and\tmore"]
     path = write(tmp_path, "b.csv", "prompt;completion\na;b;c\n")
-    with pytest.raises(DataError, match=r"3 cells below a header of 2, cut at semicolons. Put cells"):
+    with pytest.raises(DataError, match=r"3 cells for 2 columns \(separator: semicolons\). Put cells"):
         list(read_rows(path))
 
 
@@ -153,10 +153,10 @@ def test_the_list_of_rows_of_an_object(tmp_path: Path, content: Any, json_key: s
 @pytest.mark.parametrize(
     ("content", "json_key", "said"),
     [
-        ({"train": [ROW], "test": [ROW]}, None, "several lists of rows: `train`, `test`. Write json_key = \"train\""),
-        ({"train": [ROW]}, "tra", "there is no list of rows at `tra`. Lists of rows in it: `train`"),
-        ({"messages": [{"role": "user", "content": "a"}]}, None, "this is an object without one. Wrap the rows in"),
-        ([ROW], "data", "there is no list of rows at `data`. Lists of rows in it: none"),
+        ({"train": [ROW], "test": [ROW]}, None, "`test`. Set json_key next to this path, for example"),
+        ({"train": [ROW]}, "tra", "there is no list of rows at `tra`. Lists of rows found: `train`"),
+        ({"messages": [{"role": "user", "content": "a"}]}, None, "not an object without such a list. Wrap the rows in"),
+        ([ROW], "data", "there is no list of rows at `data`. Lists of rows found: none"),
     ],
 )  # fmt: skip
 def test_missing_json_list_is_named(tmp_path: Path, content: Any, json_key: str | None, said: str) -> None:
@@ -164,7 +164,7 @@ def test_missing_json_list_is_named(tmp_path: Path, content: Any, json_key: str 
     with pytest.raises(DataError) as raised:
         list(read_rows(path, json_key=json_key))
     assert said in str(raised.value) and str(raised.value).startswith(path)
-    with pytest.raises(DataError, match=r"json_key = .* is for .json files alone"):
+    with pytest.raises(DataError, match=r"json_key = .* is only for .json files"):
         list(read_rows(write(tmp_path, "a.jsonl", lines(ROW)), json_key="data"))
 
 
@@ -190,7 +190,7 @@ def test_empty_files_are_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> 
         load_dataset(resolve_data(make_config(str(tmp_path), bad_rows="error")), tokenizer)
     for number in (1, 2):
         write(tmp_path, f"{number}.txt", "")
-    with pytest.raises(DataError, match=r"this file and the 3 others are empty. Remove it or fill it"):
+    with pytest.raises(DataError, match=r"this file and 3 other files are empty. Remove it or fill it"):
         load_dataset(resolve_data(config), tokenizer)
 
 
@@ -200,7 +200,7 @@ def test_rows_that_are_no_objects_are_counted_together(tmp_path: Path, tokenizer
     assert [(each.reason, each.count, each.example) for each in report.dropped] == [
         ("a row must be an object with fields", 3, f"{path} line 2")
     ]
-    with pytest.raises(RowError, match="line 2: a row must be an object with fields, this is empty"):
+    with pytest.raises(RowError, match="line 2: a row must be an object with fields, not empty"):
         load_dataset(resolve_data(make_config(path, bad_rows="error")), tokenizer)
 
 

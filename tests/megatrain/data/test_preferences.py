@@ -173,7 +173,9 @@ def test_dropped_pairs_are_dropped_entirely(tmp_path: Path) -> None:
     dataset = encoded([*ROWS_OF_PAIRS, longer], max_length=7)
     assert len(dataset) == 10
     (dropped,) = dataset.report.dropped
-    assert "the two answers are the same where data.max_length cuts them" in dropped.reason
-    with pytest.raises(DataError, match=r'one answer with a label, and the loss compares two. Write loss_type = "kto"'):
+    assert "the two answers have the same tokens after truncation to data.max_length" in dropped.reason
+    with pytest.raises(
+        DataError, match=r'only one answer, with a label, but the loss compares two answers. Set loss_type = "kto"'
+    ):
         encoded(ROWS_OF_ANSWERS)
     assert json.loads(json.dumps(dataset.report.to_json()))["num_rows"] == 6

@@ -62,10 +62,10 @@ def test_rows_as_they_are_trained(tmp_path: Path) -> None:
     assert 0 < first.num_trained < first.num_tokens
     assert (second.segments, second.dropped) == (
         (),
-        "`completion` must be text, this is a number. Fix or remove the row",
+        "`completion` must be text, not a number. Fix or remove the row",
     )
     assert second.where == f"{tmp_path / 'a.jsonl'} line 2"
-    assert third.dropped == "no token of its first 16 (data.max_length) would be trained"
+    assert third.dropped == "none of its first 16 tokens (data.max_length) would be trained"
     assert (third.num_tokens, third.num_trained) == (16, 0)
     assert third.num_tokens_before == 43
 
@@ -79,7 +79,7 @@ def test_one_row_of_all_sources(tmp_path: Path) -> None:
     assert fifth.segments[-1].text.endswith("<|endoftext|>")
     with pytest.raises(DataError, match=r"--row: there is no row 6. The data has 5 rows"):
         preview_of(config, row=6)
-    with pytest.raises(DataError, match=r"--row: there is no row 0. Rows count from 1"):
+    with pytest.raises(DataError, match=r"--row: there is no row 0. The first row is row 1"):
         preview_of(config, row=0)
     assert json.loads(json.dumps(fifth.to_json()))["number"] == 5
 

@@ -72,7 +72,7 @@ def test_every_document_is_read_back(
     random.Random(7).shuffle(order)
     for one, other in zip(order[::2], order[1::2], strict=True):
         rows = [[(each.key, each.num_tokens) for each in (one, other)]]
-        found = [each[0].numpy() for each in map(teacher.of_rows(rows, 24).get, TEACHER_KEYS)]
+        found = [each[0].numpy() for each in map(teacher.batch_scores(rows, 24).get, TEACHER_KEYS)]
         start = 0
         for each in (one, other):
             for tensor, expected in zip(found, (each.top_ids, each.top_log_probs, each.rest_log_probs), strict=True):

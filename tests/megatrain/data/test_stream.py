@@ -144,7 +144,7 @@ def test_every_row_once_before_any_twice(tokenizer: Any, tmp_path: Path, monkeyp
     assert len(said) == 0
     numbers = [int(tokenizer.decode(ids).split()[0]) for _, ids in _documents(loader, 82)]
     assert sorted(numbers[:41]) == sorted(numbers[41:]) == list(range(41))
-    assert numbers[:41] != numbers[41:] and "begins again with its shards in another order" in said[0]
+    assert numbers[:41] != numbers[41:] and "starts again, with its shards in another order" in said[0]
 
 
 def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
@@ -161,7 +161,7 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
         counts.append(len(said))
     assert counts == [0] * 5 + [1] * 15  # row 10, the first that may repeat, is in step 6
     name = f"data.train.0 ({tmp_path / 'shards'})"
-    assert said == [f"{name} has been read to its end, and begins again with its shards in another order"]
+    assert said == [f"{name} has been read to its end and starts again, with its shards in another order"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
@@ -288,20 +288,20 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
     loader = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2)
     assert counted.opened == [], "shards are listed, not read"
     position = [batch.position for batch in itertools.islice(loader, 30)][-1]
-    loader._makes.result()  # the window that is prepared ahead
+    loader._pending.result()  # the window that is prepared ahead
     num_before = len(set(counted.opened))
     assert 30 * 2 / 8 <= num_before < 12
     counted.opened.clear()
     again = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2, position=position)
     next(again)
-    again._makes.result()
+    again._pending.result()
     assert 1 <= len(set(counted.opened)) <= 5, "used rows are not read again"
 
 
 def test_failing_server_is_retried(tokenizer: Any, counted: type[CountingFiles]) -> None:
     undisturbed = loader_of(tokenizer, {"path": "counted://rows"})
     expected = take(undisturbed, 3)
-    undisturbed._makes.result()  # so that its thread takes none of the failures
+    undisturbed._pending.result()  # so that its thread takes none of the failures
     counted.num_failures = 3
     said: list[str] = []
     assert take(loader_of(tokenizer, {"path": "counted://rows"}, said=said), 3) == expected
@@ -330,7 +330,7 @@ def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) 
         ("a.parquet", b"PAR1torn", "a.parquet: it cannot be read"),
         ("shard.00000.mds", b"", "shard.00000.mds: MDS shards are not supported. Convert them to .jsonl or .parquet"),
         ("shard.00000.mds.zstd", b"", "shard.00000.mds.zstd: MDS shards are not supported"),
-        ("a.csv", b"text\nsea\n", "nothing there can be read as a stream"),
+        ("a.csv", b"text\nsea\n", "no file there can be streamed"),
         ("a.jsonl", b"\n\n", "none of its shards has a row"),
     ],
 )

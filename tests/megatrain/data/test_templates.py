@@ -145,7 +145,7 @@ def test_two_questions_in_a_row_are_trained_or_refused(make_tokenizer: MakeToken
     tokenizer = make_tokenizer(family)
     row = conversation(("user", "Hi"), *TURNS[:2])
     if facts(family).get("strict"):
-        with pytest.raises(RowError, match=r"rows line 1: the chat template refuses this conversation: .*alternate"):
+        with pytest.raises(RowError, match=r"rows line 1: the chat template rejects this conversation: .*alternate"):
             encode_row(RowEncoder(tokenizer), row)
     else:
         check(tokenizer, family, encode_row(RowEncoder(tokenizer), row), ["Call me Ishmael."])

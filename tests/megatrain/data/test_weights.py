@@ -100,5 +100,5 @@ def test_weights_of_the_config(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_weights_that_leave_nothing_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="with these weights no document is left"):
+    with pytest.raises(DataError, match="these weights leave no document to train on"):
         load_dataset(resolve_data(make_config(tmp_path, 0.01)), tokenizer)

@@ -213,7 +213,7 @@ def test_an_earlier_export_is_replaced_and_nothing_is_left_over(weights: Weights
 
 
 def test_foreign_export_folder_is_refused(weights: Weights, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="no export of this program"):
+    with pytest.raises(ExportError, match="nor an export of this program"):
         export_model(weights.graph, weights.source, tmp_path / "source")
     out = export_model(weights.graph, weights.source, tmp_path / "out")
     (out / "notes.txt").write_text("mine")
@@ -229,7 +229,7 @@ def test_too_little_space_error_states_the_sizes(
     weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ExportError, match=r"need \d+ bytes .* has 1000 \(1000 B\) free\. Free .* or give another"):
+    with pytest.raises(ExportError, match=r"need \d+ bytes .* has 1000 \(1000 B\) free\. Free .* or use another"):
         export_model(weights.graph, weights.source, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 

@@ -217,8 +217,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: (path / "config.json").write_text('{"a": '),
         r"config\.json: cannot be read as JSON",
     ),
-    "config_not_object": (lambda path: (path / "config.json").write_text("[]"), r"does not hold a JSON object"),
-    "unknown_model_type": (lambda path: edit_config(path, model_type="llama99"), r"model_type 'llama99' is not known"),
+    "config_not_object": (lambda path: (path / "config.json").write_text("[]"), r"does not contain a JSON object"),
+    "unknown_model_type": (lambda path: edit_config(path, model_type="llama99"), r"model_type 'llama99' is unknown"),
     "config_value": (lambda path: edit_config(path, num_attention_heads="many"), r"config\.json: transformers cannot"),
     "quantized": (
         lambda path: edit_config(path, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -226,8 +226,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "fp8_tensor": (lambda path: edit_tensors(path, to_fp8), r"model\.norm\.weight has dtype F8_E4M3"),
     "no_weights": (lambda path: (path / "model.safetensors").unlink(), r"has no weights"),
-    "bin_only": (to_bin, r"pickle files only.*save_pretrained"),
-    "truncated": (truncate, r"model\.safetensors: has \d+ bytes, its header promises \d+"),
+    "bin_only": (to_bin, r"only pickle files.*save_pretrained"),
+    "truncated": (truncate, r"model\.safetensors: has \d+ bytes, but its header describes \d+"),
     "empty_file": (lambda path: (path / "model.safetensors").write_bytes(b""), r"is not a safetensors file"),
     "garbage": (lambda path: (path / "model.safetensors").write_bytes(b"\x20" + b"\0" * 60), r"no valid safetensors"),
     "missing_tensor": (
@@ -237,15 +237,21 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unexpected_tensor": (lambda path: edit_config(path, num_hidden_layers=2), r"9 tensors have no place.*layers\.2\."),
     "wrong_shape": (
         lambda path: edit_tensors(path, wrong_shape),
-        r"model\.layers\.1\.mlp\.up_proj\.weight the shape \[47, 32\], config\.json asks for \[48, 32\]",
+        r"model\.layers\.1\.mlp\.up_proj\.weight the shape \[47, 32\], but config\.json requires \[48, 32\]",
     ),
-    "integers": (lambda path: edit_tensors(path, to_integers), r"model\.norm\.weight holds int8 numbers"),
+    "integers": (lambda path: edit_tensors(path, to_integers), r"model\.norm\.weight has dtype int8"),
     "not_a_number": (
         lambda path: edit_tensors(path, with_value(math.nan)),
-        r"norm\.weight holds infinite values or NaN",
+        r"norm\.weight contains infinite values or NaN",
     ),
-    "infinite": (lambda path: edit_tensors(path, with_value(math.inf)), r"norm\.weight holds infinite values or NaN"),
-    "minus infinite": (lambda path: edit_tensors(path, with_value(-math.inf)), r"norm\.weight holds infinite values"),
+    "infinite": (
+        lambda path: edit_tensors(path, with_value(math.inf)),
+        r"norm\.weight contains infinite values or NaN",
+    ),
+    "minus infinite": (
+        lambda path: edit_tensors(path, with_value(-math.inf)),
+        r"norm\.weight contains infinite values",
+    ),
 }
 
 
@@ -291,7 +297,7 @@ def test_a_tensor_that_only_the_index_knows_is_named(shards: Path) -> None:
     values = json.loads(index.read_text())
     values["weight_map"]["ghost"] = sorted(shards.glob("*.safetensors"))[0].name
     index.write_text(json.dumps(values))
-    with pytest.raises(ModelFolderError, match="1 tensors that no shard holds: ghost"):
+    with pytest.raises(ModelFolderError, match="1 tensors that no shard contains: ghost"):
         load(shards)
 
 

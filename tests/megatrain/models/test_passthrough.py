@@ -112,7 +112,7 @@ def test_passthrough_modules_take_no_memory_and_refuse_to_be_used(folder: Path) 
     assert not [name for name, _ in graph.model.named_buffers() if "visual" in name]
     names = {entry.name for layout in graph.layouts.values() for entry in layout.entries}
     assert all("visual" not in name for name in names)
-    with pytest.raises(UnsupportedModelError, match=r"uses model\.visual\.[a-z_.]* for a text without images"):
+    with pytest.raises(UnsupportedModelError, match=r"uses model\.visual\.[a-z_.]* for text without images"):
         graph.model.model.visual.patch_embed(torch.zeros(4, 3, 2, 16, 16))
     loader = WeightLoader(folder, graph.model)
     weights = Weights(build_graph(read_config(folder)))

@@ -163,7 +163,7 @@ def test_int4_is_decoded_as_compressed_tensors_did(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": "float-quantized"}, "only pack-quantized is read here, not float-quantized"),
+        ({"format": "float-quantized"}, "only pack-quantized is supported, not float-quantized"),
         ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}}, r"have 8 bits \(int\), not 4"),
         (
             {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}, "input_activations": {"num_bits": 8}}}},
@@ -220,8 +220,8 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
             ModelFolder(quantized)
         return str(caught.value)
 
-    assert "quantized (gptq), which is not read here; with [lora]" in refusal({"quant_method": "gptq"})
-    assert "without scales of blocks" in refusal({"quant_method": "fp8"})
+    assert "quantized (gptq), which is not supported; with [lora]" in refusal({"quant_method": "gptq"})
+    assert "without block scales" in refusal({"quant_method": "fp8"})
     assert "not F32 [" in refusal({"quant_method": "fp8", "weight_block_size": [16, 16]})
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "quantization_config"}))
     with pytest.raises(ModelFolderError, match=r"dtype F8_E4M3, .* does not say how it is quantized"):
@@ -238,7 +238,7 @@ def test_quantized_conv1d_of_any_shape_is_refused(tmp_path: Path) -> None:
     parts, _ = nf4(weight.T.contiguous())
     write_quantized(plain, tmp_path / "quantized", METHODS["nf4"].table, {name: parts})
     graph = build_graph(tmp_path / "quantized", lora=LoraConfig(r=2, lora_alpha=4, target_modules=("c_attn",)))
-    with pytest.raises(ModelFolderError, match=rf"{re.escape(name)} is the weight of a Conv1D.* take the original"):
+    with pytest.raises(ModelFolderError, match=rf"{re.escape(name)} is the weight of a Conv1D.* use the original"):
         open_loader(tmp_path / "quantized", graph)
 
 
@@ -318,5 +318,5 @@ def test_packed_bytes_of_no_finite_number_end_the_run(tmp_path: Path, method: st
     name = next(name for name in tensors if name.endswith(f"{METHODS[method].ends[-1]}{part}"))
     damage(tensors[name])
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TransferError, match=f"tensor {name} holds infinite values or NaN"):
+    with pytest.raises(TransferError, match=f"tensor {name} contains infinite values or NaN"):
         run_at("folder", tmp_path / "run", model)

@@ -63,11 +63,11 @@ ONE_RANK: Sequence[tuple[str, int, str]] = (
     ("1:raise", 4, rf"rank 1 \(on {HOST}\): the rows are wrong"),
     ("0:raise", 4, "the rows are wrong"),  # exit code 4: not caused by one rank
     ("1:kill", 1, rf"rank 1 \(on {HOST}\): was ended by SIGKILL"),
-    ("1:stop", 1, rf"rank 1 \(on {HOST}\): has not been heard of for \d+ s"),
-    ("0:stop", 1, rf"rank 0 \(on {HOST}\): has not (answered|been heard of) for \d+ s"),
+    ("1:stop", 1, rf"rank 1 \(on {HOST}\): has sent no heartbeat for \d+ s"),
+    ("0:stop", 1, rf"rank 0 \(on {HOST}\): has (not answered|sent no heartbeat) for \d+ s"),
     ("1:exit", 9, rf"rank 1 \(on {HOST}\): ended with exit code 9, without a message"),
     ("1:early", 7, rf"rank 1 \(on {HOST}\): ended with exit code 7, without a message"),
-    ("1:differs", 4, r"the ranks do not have the same config: lr is 1 on rank 0, and 2 on rank 1. Give all"),
+    ("1:differs", 4, r"the ranks do not have the same config: lr is 1 on rank 0, but 2 on rank 1. Give all"),
 )
 
 
@@ -93,8 +93,8 @@ def test_one_rank_ends_all(tmp_path: Path, way: str, code: int, says: str) -> No
         pytest.param("1:raise", 4, "rank 1 .*the rows are wrong", marks=pytest.mark.slow),
         ("1:kill", 1, "rank 1 .*has ended without a message"),
         pytest.param("0:kill", 1, "rank 0 .*has ended without a message", marks=pytest.mark.slow),
-        pytest.param("1:stop", 1, "rank 1 .*has not been heard of", marks=pytest.mark.slow),
-        ("0:stop", 1, "rank 0 .*has not (answered|been heard of)"),
+        pytest.param("1:stop", 1, "rank 1 .*has sent no heartbeat", marks=pytest.mark.slow),
+        ("0:stop", 1, "rank 0 .*has (not answered|sent no heartbeat)"),
     ],
 )
 def test_ranks_without_a_launcher_watch_each_other(tmp_path: Path, way: str, code: int, says: str) -> None:

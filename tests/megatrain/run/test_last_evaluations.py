@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def test_held_out_rows_are_evaluated_and_reported(folder: Path) -> None:
     summary, listener = run(folder)
     assert [(each.name, each.step) for each in listener.evaluations] == [("val", 0), ("val", 3), ("val", 4)]
-    assert any(text.startswith("val: 6 rows kept from training (data.val_size), ") for text in listener.messages)
+    assert any(text.startswith("val: 6 rows held out from training (data.val_size), ") for text in listener.messages)
     assert summary.evaluations == {"val": listener.evaluations[-1]}
     values = json.loads(json.dumps(summary.to_json(), allow_nan=False))
     assert values["evaluations"]["val"]["perplexity"] == listener.evaluations[-1].perplexity

@@ -107,6 +107,7 @@ def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> Non
 
 def test_warm_up_is_reported() -> None:
     text = "warm-up: the learning rate rises from 0 to 0.001 over 3 steps"
-    assert warmup_notice(0.0, 1e-3, 3, is_start=True) == f"{text}; the first one changes no weights, as in transformers"
+    notice = "the first step does not change the weights, as in transformers"
+    assert warmup_notice(0.0, 1e-3, 3, is_start=True) == f"{text}; {notice}"
     assert warmup_notice(0.0, 1e-3, 3, is_start=False) == text
     assert warmup_notice(2e-4, 1e-3, 1, is_start=True).endswith("from 0.0002 to 0.001 over 1 step")
