@@ -424,7 +424,7 @@ def _format_columns(**names: str | None) -> str:
 
 
 def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, text) for each text field of a row, then for those of its nested objects."""
+    """Yield (dotted name, text) for each text field of a row, then for each text field of its nested objects."""
     for name, inner in value.items():
         if isinstance(inner, str) and inner.strip():
             yield f"{within}{name}", inner

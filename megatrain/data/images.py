@@ -269,7 +269,7 @@ class ImageProcessor:
         return found
 
     def example(self, num_rows: int) -> dict[str, Tensor]:
-        """Return a micro-batch whose rows of ``max_length`` tokens contain as many image tokens as possible.
+        """Return a micro-batch whose rows of ``max_length`` tokens are filled with images.
 
         Raises:
             DataError: ``max_length`` is too small for an image.

@@ -196,7 +196,7 @@ class ChatRenderer:
     def _find_omitted_parts(
         self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
     ) -> list[str]:
-        """Return the kinds of texts in tools or tool calls that the template omits, in all or in some of them."""
+        """Return the kinds of texts that the template omits in at least one tool or tool call."""
         squeezed = "".join(text.split())
 
         def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:

@@ -123,7 +123,7 @@ class ImagePlaces:
     """Collector of a row's images, in the order of their placeholders in the messages.
 
     Args:
-        column: Images in a column of the row. Each placeholder without an image of its own uses the next one.
+        column: Images in a column of the row. Each placeholder that names no image uses the next one.
         single: Like ``column``, but ignored if the messages have no placeholder for it.
     """
 

@@ -278,7 +278,7 @@ class WeightLoader:
             )
 
     def _explain_other_tensors(self) -> str:
-        """Return why a folder's tensors may differ from those of the language model, with the remedy."""
+        """Return why a folder's tensors may differ from the language model's tensors, with the remedy."""
         names = read_config_json(self._folder.path).get("architectures") or ()
         return other_class_advice(map(str, names)) or _SAME_MODEL
 

@@ -181,7 +181,7 @@ def load_evaluation_sets(
             pad_token_id=pad_token_id(tokenizer),
             images=run.data.image_processor(tokenizer),
         )
-        # A pass has at most as many rows as in training, because the plan has memory for no more.
+        # Limit the rows of a pass to the number in training, for which the plan has memory.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets
 
@@ -189,8 +189,7 @@ def load_evaluation_sets(
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
     """Return the micro-batches, with ``rows`` rows each, that each rank evaluates in a pass.
 
-    Every rank has at least one micro-batch, and at most as many rows as in training. Metrics do not depend on the
-    division.
+    Every rank has at least one micro-batch, and not more rows than in training. Metrics do not depend on the division.
     """
     of_training = [
         len(run.lanes.micro_batches_of_rank(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)

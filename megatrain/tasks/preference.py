@@ -50,7 +50,7 @@ class StepSize:
     """Divisors of the terms of a step.
 
     Attributes:
-        num_chosen_tokens: Number of tokens in all first answers.
+        num_chosen_tokens: Total number of tokens in the first answers.
     """
 
     num_examples: int
