@@ -1,6 +1,6 @@
-"""Parameters whose values are absent or present: an absent one has metadata, and refuses to be read.
+"""Parameters whose values are absent or present. Absent parameters have metadata, but reading them raises an error.
 
-The user's code and optimizer keep the parameters, so they stay the same objects and only change their class.
+The user's code and optimizer refer to the parameters, so these stay the same objects and only change their class.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch.autograd.graph import get_gradient_edge
 from megatrain.engine.absent_weights import METADATA_QUERIES, placeholder
 
 _GRADIENT_REMEDY = (
-    "the gradient of {} left for the tiered store when autograd had computed it. TieredAdamW etc. use it from "
-    "there: clip with max_grad_norm=..., read opt.grad_norm, clear with zero_grad() or grad = None; a hook "
-    "(register_post_accumulate_grad_hook) sees it before it leaves"
+    "the gradient of {} moved to the tiered store after autograd had computed it. TieredAdamW etc. use it in the "
+    "store: clip with max_grad_norm=..., read opt.grad_norm, clear with zero_grad() or grad = None. A hook "
+    "(register_post_accumulate_grad_hook) sees the gradient before it moves"
 )
 
 
 class AbsentWeightError(RuntimeError):
-    """Values of an offloaded module were read while they are in the store.
+    """Values of an offloaded module were read while they were in the store.
 
     Args:
-        what: name of the parameter or module.
+        what: Name of the parameter or module.
     """
 
     def __init__(self, what: str, operation: str, *, is_gradient: bool = False) -> None:
@@ -33,24 +33,24 @@ class AbsentWeightError(RuntimeError):
             super().__init__(f"{operation}: {_GRADIENT_REMEDY.format(what)}")
             return
         super().__init__(
-            f"{operation}: the numbers of {what} are in the tiered store. They are in memory during the forward and "
-            "backward of its module; elsewhere use `with megatrain.gathered(module):` to read or change them, or "
-            "megatrain.named_tensors(model) to send them elsewhere"
+            f"{operation}: the values of {what} are in the tiered store. They are in memory during the forward and "
+            "backward of the module. Elsewhere, use `with megatrain.gathered(module):` to read or change them, or "
+            "megatrain.named_tensors(model) to send them to another program"
         )
 
 
-#: torch's properties, independent of overrides in a parameter's class.
+#: Torch's properties, which bypass the overrides in a parameter's class.
 _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 _BLOCK = "_megatrain_block"
 _CLASS = "_megatrain_class"
 _ANSWERED = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-#: Properties that return the values. Like ``detach`` they return a placeholder, which refuses computation.
+#: Properties that return values. For absent parameters they return a placeholder, like ``detach``.
 _CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
 class ParameterGradients(Protocol):
-    """Gradients in the store, looked up by their parameters: a ``GradientBlock``."""
+    """Interface of a ``GradientBlock``: gradients in the store, by parameter."""
 
     def has(self, parameter: nn.Parameter) -> bool: ...
 
@@ -60,7 +60,7 @@ class ParameterGradients(Protocol):
 
 
 class ParameterHolder(Protocol):
-    """The block that holds a parameter's values: a ``WeightBlock``."""
+    """Interface of a ``WeightBlock``, which stores a parameter's values."""
 
     @property
     def gradients(self) -> ParameterGradients | None: ...
@@ -75,7 +75,7 @@ class ParameterHolder(Protocol):
 def _answer(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call a function of an absent tensor: for metadata, or after fetching the values if its module runs."""
+    """Call a torch function with absent tensors, if it needs only metadata or if their values can be fetched."""
     kwargs = kwargs or {}
     name = getattr(func, "__name__", str(func))
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -97,10 +97,10 @@ def _answer(
 
 
 class _OffloadedParameter(nn.Parameter):
-    """A parameter whose gradient moves to a store after all other hooks have run."""
+    """A parameter whose gradient moves to a store after all hooks have run."""
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Register a hook that sees, and may change, each gradient before it moves to the store."""
+        """Register a hook that can read and change each gradient before it moves to the store."""
         with torch._C.DisableTorchFunctionSubclass():
             handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         block = holder_of(self)
@@ -110,14 +110,14 @@ class _OffloadedParameter(nn.Parameter):
 
 
 class PresentParameter(_OffloadedParameter):
-    """Class of a parameter while it is present: an ``nn.Parameter`` that detects access to its ``data``.
+    """Class of a present parameter: an ``nn.Parameter`` that detects access to its ``data``.
 
-    autograd does not count writes through ``data`` as changes, so they would be lost silently.
+    Autograd does not count writes through ``data`` as changes, so without detection they would be lost silently.
     """
 
     @property
     def data(self) -> Tensor:
-        """The values."""
+        """Values of the parameter."""
         block = holder_of(self)
         if block is not None:
             block.note_data_taken(self)
@@ -130,18 +130,18 @@ class PresentParameter(_OffloadedParameter):
 
 
 class StoredParameter(_OffloadedParameter):
-    """Class of a parameter while its values are in the store. An ``nn.Parameter`` changes to it and back.
+    """Class of a parameter while its values are in the store. A parameter's class changes to this class and back.
 
-    It has the right shape, dtype and device and takes the memory of one element. Reading it raises
-    ``AbsentWeightError``, so that no wrong value is ever returned. ``grad`` is None, or a placeholder while the store
-    holds a gradient; setting it to None discards the gradient.
+    The parameter has the correct shape, dtype and device, but only the memory of one element. Reading it raises
+    ``AbsentWeightError``, so it never returns wrong values. ``grad`` is None, or a placeholder while the store contains
+    a gradient. Setting ``grad`` to None discards the gradient.
     """
 
     __torch_function__: Any = classmethod(_answer)
 
     @property
     def grad(self) -> Tensor | None:
-        """A placeholder if the store holds a gradient of the parameter, else None; in its hooks the gradient."""
+        """A placeholder if the store contains a gradient, otherwise None. In gradient hooks, the gradient itself."""
         block = holder_of(self)
         assert block is not None
         arrived = gradient_of(self)
@@ -168,7 +168,7 @@ class StoredParameter(_OffloadedParameter):
 
 
 class Placeholder(Tensor):
-    """Placeholder with the metadata of a tensor in the store; refuses everything else."""
+    """Placeholder with the metadata of a tensor in the store. All other operations raise an error."""
 
     what: str
     is_gradient: bool
@@ -181,12 +181,12 @@ class Placeholder(Tensor):
 
 
 def holder_of(parameter: Tensor) -> ParameterHolder | None:
-    """Return the block that holds a parameter, or None if it is not in a store."""
+    """Return the block that stores a parameter, or None if the parameter is not in a store."""
     return cast("ParameterHolder | None", parameter.__dict__.get(_BLOCK))
 
 
 def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device) -> None:
-    """Make a parameter absent and assign it to its block; it computes on ``device``."""
+    """Make a parameter absent and assign it to its block. ``device`` is the parameter's compute device."""
     own_class = type(parameter)
     make_absent(parameter, device)
     parameter.__dict__[_BLOCK] = block
@@ -194,11 +194,11 @@ def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device
 
 
 def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
-    """Remove a parameter's values; reading it then raises."""
-    # Not inference memory: a parameter over such memory could not be trained any more.
+    """Remove a parameter's values, so that reading it raises an error."""
+    # Leave inference mode, because a parameter over inference memory cannot be trained afterwards.
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         empty = placeholder(parameter.shape, parameter.dtype, device)
-        if parameter.device.type == "meta":  # its memory cannot be set, only swapped with another tensor's
+        if parameter.device.type == "meta":  # torch can only swap the memory of a meta tensor, not set it
             swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
             swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
         else:
@@ -207,7 +207,7 @@ def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def make_present(parameter: nn.Parameter, values: Tensor) -> None:
-    """Bind a parameter to its values: a view of a slot, with its shape and dtype."""
+    """Bind a parameter to its values, which are a view of a slot with the parameter's shape and dtype."""
     with torch.inference_mode(False):
         parameter.__class__ = parameter.__dict__[_CLASS]
         _DATA.__set__(parameter, values)
@@ -227,7 +227,7 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Placeholder:
-    """Return a placeholder with the metadata of ``parameter`` that refuses everything else."""
+    """Return a placeholder with the metadata of ``parameter``; see ``Placeholder``."""
     with torch._C.DisableTorchFunctionSubclass():
         empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
         made = Tensor._make_subclass(Placeholder, empty)
@@ -237,7 +237,7 @@ def make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False)
 
 
 def _by_node(values: Iterable[Any]) -> list[Any]:
-    """Replace absent parameters by their graph nodes, which need no values."""
+    """Replace absent parameters with their graph nodes, which need no values."""
 
     def named(value: Any) -> Any:
         if isinstance(value, StoredParameter):
@@ -249,13 +249,13 @@ def _by_node(values: Iterable[Any]) -> list[Any]:
 
 
 def _absent(values: list[Any]) -> list[Tensor]:
-    """Return the absent tensors among arguments, including lists of them."""
+    """Return the absent tensors in arguments and in lists of arguments."""
     flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return [one for one in flat if isinstance(one, StoredParameter | Placeholder)]
 
 
 def _provide(parameter: Tensor) -> bool:
-    """Fetch a parameter's values if possible; another parameter may have fetched them already."""
+    """Fetch a parameter's values if they are absent, and return whether the tensor has values now."""
     if not isinstance(parameter, StoredParameter):
         return not isinstance(parameter, Placeholder)
     block = holder_of(parameter)

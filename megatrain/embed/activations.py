@@ -1,8 +1,8 @@
-"""``offload_activations``: moves tensors that autograd saves for the backward into a store.
+"""``offload_activations``: moves tensors that autograd saves for the backward to a store.
 
-The engine stores only the inputs of its layers, whose shapes its program knows (``StoreAccess.put_activation``). Here
-any tensor can arrive, several tensors can view one storage, and the user's code still owns the memory. So a saved
-tensor is split: its bytes go to a block (``megatrain.embed.activation_blocks``), and its view stays in the graph.
+The engine stores only the inputs of its layers, whose shapes are known (``StoreAccess.put_activation``). In user code,
+autograd can save any tensor, several tensors can view one storage, and other code can own the memory. A saved tensor is
+therefore split: its bytes move to a block (``megatrain.embed.activation_blocks``), and its view stays in the graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatrain.engine.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
 
-#: Graph nodes that keep the values but may change shape or dtype.
+#: Graph nodes that keep the values, but can change shape or dtype.
 _SAME_VALUES = {
     *("Alias", "AsStrided", "Clone", "Expand", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze"),
     *("T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
@@ -49,16 +49,16 @@ _MAX_NODES = 8
 
 @dataclass(frozen=True, slots=True)
 class ActivationStats:
-    """Figures of one ``offload_activations`` since its creation.
+    """Statistics of one ``offload_activations`` since its creation.
 
     Attributes:
         offloaded_bytes: Bytes written to blocks.
-        restored_bytes: Bytes read back; memory that is still alive is reused and not counted.
-        deduplicated_bytes: Bytes of saved tensors that were in a block already.
-        no_room_bytes: Bytes of storages that stayed in memory because no tier had room.
-        small_bytes: Bytes of saved tensors below ``min_bytes``.
-        pack_wait_s: Seconds that the forward waited for the store.
-        unpack_wait_s: Seconds that the backward waited for the store.
+        restored_bytes: Bytes read back, without memory that is reused because it is still alive.
+        deduplicated_bytes: Bytes of saved tensors that were already in a block.
+        no_room_bytes: Bytes of storages that stayed in memory because no tier had space.
+        small_bytes: Bytes of saved tensors smaller than ``min_bytes``.
+        pack_wait_s: Seconds for which the forward waited for the store.
+        unpack_wait_s: Seconds for which the backward waited for the store.
         in_use_bytes: Bytes of the store's activation blocks that a graph still needs.
     """
 
@@ -73,7 +73,7 @@ class ActivationStats:
 
 
 class offload_activations:
-    """Context manager: tensors that autograd saves inside it wait in the store until the backward needs them.
+    """Context manager that keeps the tensors that autograd saves in a store until the backward needs them.
 
     ::
 
@@ -81,36 +81,36 @@ class offload_activations:
             loss = model(**batch).loss
         loss.backward()
 
-    Results do not change by a bit. Enter it around the forward. It can be entered repeatedly, nested, and by several
-    threads; a new one per step also works. Device tensors go to RAM or a drive, tensors in RAM to a drive. A tensor
-    that does not fit there stays in memory and is counted. No tier exceeds its capacity; the memory of the backward is
-    additional. On a CPU set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process: otherwise glibc keeps much of the freed
-    memory in its heap.
+    Results are bit-identical to plain PyTorch. Enter the context around the forward. It can be entered repeatedly,
+    nested, and by several threads, or created again for each step. Device tensors move to RAM or a drive, tensors in
+    RAM move to a drive. Tensors without space there stay in memory and are counted. No tier exceeds its capacity, but
+    the backward needs additional memory. On a CPU, set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process, because
+    glibc otherwise keeps much of the freed memory in its heap.
 
-    Saved views of one storage share one block while the storage is not modified in place, and share memory again when
-    they are restored. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place
-    after it was saved. Changes that autograd does not see (through ``.data``, or by a custom kernel) are not detected:
-    use ``keep`` for a storage that is saved before and after such a change.
+    Saved views of one storage share a block until the storage is modified in place, and share memory after they are
+    restored. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place after it
+    was saved. Changes that autograd does not see (through ``.data`` or by a custom kernel) are not detected. Use
+    ``keep`` for a storage that is saved both before and after such a change.
 
-    Weights stay in memory: parameters, their views, and copies of them in another dtype or shape. So do buffers of
-    ``model``, or, without ``model``, other leaves that require gradients. Outer saved-tensor hooks get all tensors that
-    this context does not take. Inside ``torch.utils.checkpoint`` only the inputs of a segment are saved, and it takes
-    those. Tensor subclasses and layouts other than strided stay.
+    Parameters, their views, and their copies in a different dtype or shape stay in memory. Buffers of ``model`` also
+    stay or, without ``model``, other leaves that require gradients. Tensors that this context does not move are passed
+    to outer saved-tensor hooks. Inside ``torch.utils.checkpoint``, only the inputs of a segment are saved, and the
+    context moves them. Tensor subclasses and tensors with other layouts than strided stay.
 
     Args:
-        store: Must stay open until the last backward ends.
-        tier: Home of the blocks. Defaults to the slowest tier with space, but never the tier of the tensor itself.
+        store: Store that stays open until the last backward has ended.
+        tier: Home of the blocks. Defaults to the slowest tier with space, except the tier of the tensor.
         model: Modules whose parameters and buffers stay in memory.
-        min_bytes: Size below which a tensor stays, because moving it costs more time than it saves memory.
-        max_bytes: Limit of the bytes of activation blocks in this store. Without it, the tiers' space is the limit.
+        min_bytes: Minimum size of moved tensors. Moving smaller tensors takes too much time for the saved memory.
+        max_bytes: Limit on the total bytes of activation blocks in this store. Defaults to the tiers' free space.
         lookahead_bytes: Bytes of the staging tier for the tensors that were saved last or are needed next. Defaults to
             a quarter of its capacity, at most 1 GiB.
-        keep: Function that returns True for a tensor that must stay in memory. It must not keep a reference to it.
+        keep: Function that returns True for tensors that must stay in memory. It must not keep a reference to them.
 
     Raises:
-        ValueError: The store has no such tier.
-        TransferError: A drive failed, in the forward or backward.
-        CapacityError: The fast tier is too small to restore a single tensor, in the backward.
+        ValueError: The store has no tier with this name.
+        TransferError: A drive failed during the forward or the backward.
+        CapacityError: The fast tier is too small to restore a single tensor in the backward.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class offload_activations:
         self._keep = keep
         self._module_storages: dict[int, WeakStorage] = {}
         self._entered = threading.local()
-        # One thread packs at a time. Unpacking never takes this lock: it may hold the space that packing waits for.
+        # One thread packs at a time. Unpacking never takes this lock, because it can hold space that packing waits for.
         self._packing = threading.RLock()
         self._sources: WeakValueDictionary[int, SourceStorage] = WeakValueDictionary()
         self._deduplicated_bytes = self._no_room_bytes = self._small_bytes = 0
@@ -150,7 +150,7 @@ class offload_activations:
         self._cache.blocks.collect(self._store)
 
     def stats(self) -> ActivationStats:
-        """Return the current figures."""
+        """Return the current statistics."""
         self._cache.blocks.collect(self._store)
         return ActivationStats(
             offloaded_bytes=self._cache.written_bytes,
@@ -164,7 +164,7 @@ class offload_activations:
         )
 
     def close(self) -> None:
-        """Wait for blocks that no graph needs, and unregister them. The context can be used again."""
+        """Wait for the transfers of blocks that no graph needs, and unregister them. The context stays usable."""
         self._cache.blocks.collect(self._store, waits=True)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
@@ -197,7 +197,7 @@ class offload_activations:
         return _is_copy_of_weight(tensor) or (self._keep is not None and self._keep(tensor))
 
     def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
-        """Return a placeholder without the tensor's memory, or None if the tensor stays."""
+        """Move a tensor and return a placeholder without its memory, or return None if the tensor stays in memory."""
         place, storage = Place.of(tensor), tensor.untyped_storage()
         nbytes = place.elements.nbytes
         is_small = nbytes < self._min_bytes
@@ -209,15 +209,15 @@ class offload_activations:
         if source is None or not source.is_still(tensor._version):
             source = self._sources[storage._cdata] = SourceStorage(tensor, storage)
         if source.kept is not None and source.kept() is not None:
-            return None  # its memory stays anyway
+            return None  # another saved tensor keeps the storage in memory
         if is_small:
-            return _Copied(tensor, place, storage)  # a view would keep the whole storage
+            return _Copied(tensor, place, storage)  # a view would keep the whole storage in memory
         stored = source.find(place)
         if stored is not None:
             self._deduplicated_bytes += nbytes
         else:
             stored = self._cache.write(source, source.to_store(place), storage)
-            if stored is None and nbytes < storage.nbytes():  # no tier has space for the whole storage
+            if stored is None and nbytes < storage.nbytes():  # try the tensor if the whole storage does not fit
                 stored = self._cache.write(source, place.elements, storage)
         if stored is not None:
             return _Stored(tensor, place, stored, self._cache)
@@ -232,8 +232,8 @@ class offload_activations:
         if not self._cache.blocks.has_warned:
             self._cache.blocks.has_warned = True
             logging.getLogger(__name__).warning(
-                "No tier of the store has room for %s of activations: they stay in memory. Give a slower tier more "
-                "room; stats().no_room_bytes of offload_activations counts these bytes",
+                "No tier of the store has space for %s of activations, so they stay in memory. Increase the size of a "
+                "slower tier. stats().no_room_bytes of offload_activations counts these bytes",
                 format_size(nbytes),
             )
         self._no_room_bytes += nbytes
@@ -243,7 +243,7 @@ class offload_activations:
 
 
 class _Offloaded(Versioned):
-    """A tensor without its memory; its version probe has no shape."""
+    """A saved tensor without its memory. The version probe does not have the tensor's shape."""
 
     __slots__ = ("_place",)
     saved_inside = "offload_activations"
@@ -268,7 +268,7 @@ class _KeptWithSource(KeptInMemory):
 
 
 class _Copied(_Offloaded):
-    """A small part of a large storage, copied so that the storage can be freed."""
+    """A copy of a small part of a large storage, made so that the storage can be freed."""
 
     __slots__ = ("_memory",)
 
@@ -284,7 +284,7 @@ class _Copied(_Offloaded):
 
 
 class _Stored(_Offloaded):
-    """A tensor whose bytes are in a block."""
+    """A saved tensor whose bytes are in a block."""
 
     __slots__ = ("_cache", "_stored")
 
@@ -304,7 +304,7 @@ class _Stored(_Offloaded):
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return the storages of parameters and buffers by address; the references prevent reuse of an address."""
+    """Return references to the storages of parameters and buffers, by address. They prevent reuse of the addresses."""
     found = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -315,7 +315,7 @@ def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
 
 
 def _is_copy_of_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor has a parameter's values, e.g. a copy by autocast."""
+    """Return whether a tensor has the values of a parameter, like a copy by autocast."""
     node = tensor.grad_fn
     for _ in range(_MAX_NODES):
         if node is None:

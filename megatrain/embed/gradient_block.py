@@ -1,4 +1,4 @@
-"""Gradients of a layer's parameters as one block of a store, summed in fp32 over backward passes."""
+"""Gradients of a layer's parameters in one block of a store, summed in fp32 over backward passes."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from tiered import TieredStore
 
 
 class BlockUpdater(Protocol):
-    """The optimizer's side of a weight block."""
+    """Interface through which a weight block calls its optimizer."""
 
     def finish_update(self) -> None:
-        """Apply the due update, if any. Called before the weights are read or new gradients summed."""
+        """Apply the deferred update, if there is one. Called before weights are read or new gradients are added."""
 
     def weights_changed(self, names: frozenset[str]) -> None:
-        """Handle a change of these parameters that was not an update."""
+        """Handle a change of these parameters by other code than the optimizer."""
 
 
 class GradientBlock:
-    """The fp32 gradients of the parameters of one layout, summed over the backward passes of a step.
+    """Block with the fp32 gradients of a layout's parameters, summed over the backward passes of a step.
 
-    The engine's ``GradientAccumulator`` adds them like autograd's ``.grad``: sums of fp32 gradients have the same bits.
-    Unlike in the engine, gradients arrive one by one from autograd's hooks. Called by the threads that run autograd,
-    one at a time.
+    The engine's ``GradientAccumulator`` adds gradients like autograd's ``.grad``, so sums of fp32 gradients are
+    bit-identical. Unlike in the engine, gradients arrive one at a time from autograd's hooks. The threads that run
+    autograd call this object, one thread at a time.
 
     Args:
-        key: key of its block, which is registered here.
-        parameters: by their name in the layout.
-        homes: allowed tiers, preferred first.
+        key: Key of the block, which the constructor registers.
+        parameters: Parameters by name in the layout.
+        homes: Allowed home tiers, preferred first.
 
     Attributes:
-        updater: applies the last step's update, which reads this block, before the first gradient of the next step.
-        num_changes: number of gradients added or removed so far.
+        updater: Applies the last step's update, which reads this block, before the first gradient of the next step.
+        num_changes: Number of gradients added or removed so far.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GradientBlock:
         self._tier = compute_tier(store)
         self._register(homes)
         self._hooks: list[Any] = []
-        self._nodes: list[Any] = []  # kept alive, because their hooks end with them
+        self._nodes: list[Any] = []  # keep the nodes alive, because their hooks are removed with them
         for parameter in parameters.values():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
         for parameter in self._ordinary.values():
@@ -77,13 +77,13 @@ class GradientBlock:
         shared_state(self._store).register(self.key, self.layout.num_elements, torch.float32, homes, durable=False)
 
     def close(self) -> None:
-        """Stop taking gradients, and unregister the block."""
+        """Remove the hooks that move gradients, and unregister the block."""
         for hook in self._hooks:
             hook.remove()
         shared_state(self._store).unregister(self.key)
 
     def move_hook_last(self, parameter: Tensor) -> None:
-        """Run this block's hook after all others of a parameter; called when a hook was added."""
+        """Move this block's hook behind all other hooks of a parameter. Called after a hook was added."""
         hooks = parameter._post_accumulate_grad_hooks
         for key in [key for key, hook in hooks.items() if hook == self._take]:
             hooks[key] = hooks.pop(key)  # autograd runs hooks in insertion order
@@ -98,23 +98,23 @@ class GradientBlock:
         return self._names.get(id(parameter)) in self._filled
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the gradient of one parameter; the next one starts a new sum."""
+        """Drop the gradient of one parameter. The next gradient starts a new sum."""
         self._filled.discard(self._names[id(parameter)])
         self.num_changes += 1
 
     def consume(self) -> frozenset[str]:
-        """Hand the sums over to an update and return their names; the next gradient starts a new sum.
+        """Mark the sums as used by an update, and return their names. The next gradient starts a new sum.
 
         Raises:
-            RuntimeError: a parameter has another gradient than those that moved to the store.
+            RuntimeError: A parameter has a gradient that did not move to the store.
         """
         for name, parameter in self._ordinary.items():
             gradient = gradient_of(parameter)
             if gradient is not None and not isinstance(gradient, Placeholder):
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} ({name}) has a gradient that autograd did not make "
-                    "in this process alone: set by hand, or by DistributedDataParallel. With offload_gradients=True "
-                    "nothing else may set gradients"
+                    f"a parameter of shape {tuple(parameter.shape)} ({name}) has a gradient that was set by the user "
+                    "or by DistributedDataParallel. With offload_gradients=True, only autograd in this process may "
+                    "set gradients"
                 )
         self._drop_cleared()
         filled = frozenset(self._filled)
@@ -129,13 +129,13 @@ class GradientBlock:
             set_gradient(parameter, None)
 
     def _drop_cleared(self) -> None:
-        """Drop gradients whose placeholder is gone: the module's ``zero_grad`` removed it."""
+        """Drop gradients whose placeholder was removed by the module's ``zero_grad``."""
         for name, parameter in self._ordinary.items():
             if gradient_of(parameter) is None:
                 self._filled.discard(name)
 
     def view(self, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return one parameter's flat part of the block's contents."""
+        """Return a flat view of one parameter's part of the block's contents."""
         return flat.narrow(0, entry.offset, entry.numel)
 
     def squared_norms(self, threads: KernelThreads) -> dict[str, float]:
@@ -151,7 +151,7 @@ class GradientBlock:
             }
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a gradient from its parameter into the block: autograd's hook after adding to ``.grad``."""
+        """Move a gradient from its parameter to the block. Autograd calls this hook after adding to ``.grad``."""
         gradient = gradient_of(parameter)
         if gradient is None or isinstance(gradient, Placeholder):
             return
@@ -159,11 +159,11 @@ class GradientBlock:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if not self._filled and self.updater is not None:
-            self.updater.finish_update()  # reads the sums that this gradient replaces
+            self.updater.finish_update()  # the update reads the sums that this gradient replaces
         name = self._names[id(parameter)]
         self._add(self._entries[name], gradient)
         self.num_changes += 1
-        if name in self._ordinary:  # clipping or reading it must raise, instead of finding no gradient
+        if name in self._ordinary:  # make reading or clipping the gradient raise an error instead of finding None
             set_gradient(parameter, make_placeholder(parameter, name, is_gradient=True))
 
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
@@ -172,8 +172,8 @@ class GradientBlock:
             GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
     def _drop_placeholder(self, parameter: Tensor, arriving: Any) -> None:
-        """Remove the placeholder of an earlier gradient before autograd adds the next one to it."""
+        """Remove the placeholder of an earlier gradient before autograd adds the next gradient to it."""
         if isinstance(gradient_of(parameter), Placeholder):
             set_gradient(parameter, None)
         else:
-            self._filled.discard(self._names[id(parameter)])  # cleared by zero_grad, or replaced
+            self._filled.discard(self._names[id(parameter)])  # zero_grad or other code removed the placeholder

@@ -1,4 +1,4 @@
-"""``TieredOptimizer``: the interface of ``torch.optim.Optimizer``, with the state in a tiered store."""
+"""``TieredOptimizer``: an optimizer with the interface of ``torch.optim.Optimizer`` and its state in a tiered store."""
 
 from __future__ import annotations
 
@@ -46,59 +46,61 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import add_over_shards, is_dtensor
 from tiered import TieredStore
 
-#: Per parameter: state and gradient of the group being updated, and of the next one being fetched.
+#: Bytes per parameter for the state and gradient of the updated group, and of the next group, which is being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)
-#: Number of update rules that are cached by their settings.
+#: Maximum number of cached update rules.
 _MAX_ARITHMETICS = 64
 
 _CONSUMED = (
-    "step() without a backward since the step before: that step consumed the gradients in the store, and their "
-    "parameters are not updated. torch would use them once more"
+    "step() was called without a backward since the last step, which consumed the gradients in the store. Their "
+    "parameters are not updated, whereas torch would use the gradients again"
 )
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
+    """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter for AdamW, including weights.
 
-    Takes parameters of offloaded modules, ordinary parameters, or both. The arithmetic equals ``megatrain-tier run``:
-    an fp32 master (a bf16 parameter keeps its low half in the store) and the same bits for any placement. ``step``
-    clips by the exact global norm and updates ordinary parameters. An offloaded unit is updated right before its next
-    use, while the next unit's blocks are fetched; reading its weights earlier applies the update first. Parameter
-    groups, LR schedulers and closures work as in torch; a parameter without a gradient is skipped.
+    The parameters can belong to offloaded modules, be ordinary parameters, or both. The arithmetic is the same as in
+    ``megatrain-tier run``: it uses an fp32 master (the store contains the low half for a bf16 parameter), and results
+    are bit-identical for any placement. ``step`` clips by the exact global norm and updates ordinary parameters. An
+    offloaded unit is updated right before its next use, while the next unit's blocks are fetched. Reading its weights
+    earlier applies the update first. Parameter groups, LR schedulers and closures work as in torch. Parameters without
+    a gradient are skipped.
 
-    Each rank updates its part of sharded parameters (``DTensor``: FSDP2, tensor parallelism), with state in its store;
-    gradients and weights stay in place. All ranks step together. ``max_grad_norm`` clips by the norm over all ranks.
+    Each rank updates its part of sharded parameters (``DTensor``: FSDP2, tensor parallelism), with state in its store.
+    Gradients and weights stay in place. All ranks step together. ``max_grad_norm`` clips by the norm over all ranks.
 
     Args:
-        defaults: settings of groups that do not set them.
-        store: store of the state; default: the store of the parameters, if they are offloaded.
-        max_grad_norm: largest global norm without clipping; 0: no clipping. With clipping, ``grad_norm`` is the norm of
-            the last step.
-        nonfinite: with clipping, the effect of a NaN or infinite norm: "stop" raises and changes nothing, "skip" skips
+        defaults: Settings of groups that do not set them.
+        store: Store of the state; default: the store of the parameters, if they are offloaded.
+        max_grad_norm: Maximum global norm; 0 disables clipping. With clipping, ``grad_norm`` is the norm of the last
+            step.
+        nonfinite: Treatment of a NaN or infinite norm, with clipping: "stop" raises and changes nothing, "skip" skips
             the update, "ignore" uses the gradients as torch does.
-        offload_gradients: whether gradients of ordinary parameters move to the store when autograd computes them, and
+        offload_gradients: Whether gradients of ordinary parameters move to the store when autograd computes them, and
             are summed there in fp32 over backward passes.
-        state_dtype: format of the moments: "float32", "bfloat16" (stochastic rounding by seed, step and element) or
+        state_dtype: Format of the moments: "float32", "bfloat16" (stochastic rounding by seed, step and element) or
             "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
-        seed: seed of that rounding.
-        ema_decay: decay of an average of the fp32 weights, which takes 4 more bytes per parameter. It starts with the
-            weights before the first step and moves with each update; 0: no average. See ``averaged_parameters``.
-        state: allowed tiers of the state, preferred first; "auto": RAM while there is space, then drives.
-        name: prefix of the keys of ordinary parameters' blocks; a second optimizer in one store needs another.
-        checkpoint: result of ``state_dict``: "generation", the number of a committed generation of the store, which
-            each rank saves and loads itself; "tensors", which ``torch.distributed.checkpoint`` needs; "auto": tensors
-            if a parameter is sharded, else a generation.
+        seed: Seed of stochastic rounding.
+        ema_decay: Decay of an average of the fp32 weights, which needs 4 more bytes per parameter; 0 for no average. It
+            starts as the weights before the first step and changes with each update. See ``averaged_parameters``.
+        state: Allowed home tiers of the state, preferred first; "auto" for RAM while it has space, then drives.
+        name: Prefix of the keys of ordinary parameters' blocks, unique for each optimizer in a store.
+        checkpoint: Result of ``state_dict``. "generation": the number of a committed generation of the store, which
+            each rank saves and loads separately. "tensors": tensors, which ``torch.distributed.checkpoint`` needs.
+            "auto": tensors if a parameter is sharded, otherwise a generation.
 
     Raises:
-        TypeError: a module instead of its parameters, an object that is not a store, or an option that only torch has.
-        ValueError: a setting out of range, no store, a dtype without master weights, or a setting that sharded
-            parameters do not allow.
-        CapacityError: the state does not fit the store.
+        TypeError: The arguments contain a module instead of parameters, an object that is not a store, or an option
+            that only torch supports.
+        ValueError: A setting is out of range or incompatible with sharded parameters, there is no store, or a dtype has
+            no master weights.
+        CapacityError: The state does not fit in the store.
     """
 
-    #: Names of the settings that ``make_arithmetic`` reads.
+    #: Names of the group settings that ``make_arithmetic`` reads.
     setting_names: tuple[str, ...]
-    #: Kind of state -> its name in the ``state_dict`` of torch's equivalent optimizer.
+    #: Names in the ``state_dict`` of torch's equivalent optimizer, by kind of state.
     torch_names: Mapping[str, str] = {}
 
     def __init__(
@@ -120,11 +122,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_arguments(type(self).__name__, params, store, unknown)
         if checkpoint not in ("auto", "generation", "tensors"):
-            raise ValueError(f'checkpoint="{checkpoint}": there are "auto", "generation" and "tensors"')
+            raise ValueError(f'checkpoint="{checkpoint}": pass "auto", "generation" or "tensors"')
         if not max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm}: give the largest norm, or 0 for no clipping")
+            raise ValueError(f"max_grad_norm={max_grad_norm}: pass the maximum norm, or 0 for no clipping")
         if state_dtype not in STATE_DTYPES:
-            raise ValueError(f'state_dtype="{state_dtype}": there are {", ".join(STATE_DTYPES)}')
+            raise ValueError(f'state_dtype="{state_dtype}": pass one of {", ".join(STATE_DTYPES)}')
         if not 0 <= ema_decay < 1:
             raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
@@ -137,12 +139,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.groups: list[StateGroup] = []
         self._measured: object = None
         self._deferred = DeferredUpdates()
-        self._has_consumed = False  # the last step took gradients from the store, and none were dropped afterwards
+        self._has_consumed = False  # whether the last step consumed gradients in the store, without zero_grad() since
         self._in_ram = UpdatesInRam(self.threads)
-        self._with_state: set[int] = set()  # ids of the parameters of all groups
+        self._with_state: set[int] = set()  # id() of each parameter with state
         self._name, self._offload, self._homes = name, offload_gradients, state
         self._copies = DeviceCopies()
-        self._scratch_bytes = 0  # bytes reserved in RAM
+        self._scratch_bytes = 0  # bytes of RAM that are reserved for updates
         self._checkpoint = checkpoint
         self._store = store
         self._rules: dict[tuple[Any, ...], Arithmetic] = {}
@@ -153,9 +155,9 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def store(self) -> TieredStore:
-        """The store of the state."""
+        """Store of the state."""
         if self._store is None:
-            raise ValueError("these parameters are in no store: give store=megatrain.open_store(...)")
+            raise ValueError("these parameters are in no store. Pass store=megatrain.open_store(...)")
         return self._store
 
     @abstractmethod
@@ -163,65 +165,60 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return the update rule for the settings of a group."""
 
     def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
-        """Return the rule for the settings of a group, with an average of the weights if the optimizer has averages.
+        """Return the update rule for the settings of a group, wrapped in ``WeightAverage`` if there are averages.
 
         Groups with equal settings share one object.
         """
         key = tuple(_comparable(settings[name]) for name in self.setting_names)
         if key not in self._rules:
-            if len(self._rules) >= _MAX_ARITHMETICS:  # e.g. a scheduler that changes betas in every step
+            if len(self._rules) >= _MAX_ARITHMETICS:  # for example, if a scheduler changes betas in every step
                 self._rules.clear()
             made, decay = self.make_arithmetic(settings), self.ema_decay
             self._rules[key] = WeightAverage(made, decay, self.threads) if decay else made
         return self._rules[key]
 
     def _kernel_options(self) -> dict[str, Any]:
-        """Return the arguments of all elementwise update rules."""
+        """Return the arguments that all elementwise update rules receive."""
         return {"threads": self.threads, "state_dtype": self.state_dtype, "seed": self.seed}
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings of a group that require the most state that any group may need."""
+        """Return settings for which the state suffices for every group."""
         return settings
 
     def kinds_of(
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
-        """Return the rule's kinds of state of parameters that share blocks; ``parameters``: by name in their layout."""
+        """Return the kinds of state for parameters that share blocks. ``parameters`` are by name in their layout."""
         return self.make_arithmetic(self.widest(settings)).state_kinds(split_master)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
-        """Return ``torch_names`` for one parameter."""
+        """Return the ``torch_names`` of one parameter."""
         return self.torch_names
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the RAM that an update of any one of these parameters takes in addition to its blocks."""
+        """Return the bytes of RAM that updates of these parameters, one at a time, need in addition to blocks."""
         return 0
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise for settings of a group that are out of range, and for parameters that cannot be updated.
+        """Raise an error for group settings that are out of range, and for parameters that cannot be updated.
 
         Raises:
-            ValueError: a setting or parameter is invalid.
+            ValueError: A setting or parameter is invalid.
         """
         check_settings(param_group)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse a copy, because the state exists only once in the store."""
-        raise TypeError("an optimizer with its state in a store cannot be copied: make another, load its state_dict()")
+        """Raise ``TypeError``, because the state in the store cannot be copied."""
+        raise TypeError("an optimizer with state in a store cannot be copied. Create another, load its state_dict()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickling; ``state_dict`` can be saved."""
-        raise TypeError("an optimizer with its state in a store cannot be pickled: save its state_dict()")
+        """Raise ``TypeError``, because only ``state_dict`` can be saved."""
+        raise TypeError("an optimizer with its state in a store cannot be pickled. Save its state_dict()")
 
     # -- parameters --------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters and create their state.
-
-        Raises:
-            ValueError: as in the constructor.
-            CapacityError: as in the constructor.
-        """
+        """Add parameters and create their state. Raises the same errors as the constructor."""
         super().add_param_group(param_group)
         try:
             self.check_group(self.param_groups[-1])
@@ -231,7 +228,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
-        """Create the state of a group's trained parameters that have none yet, completely or not at all."""
+        """Create the state of a group's trained parameters without state. After an error, no state is created."""
         new = [p for p in param_group["params"] if id(p) not in self._with_state and p.requires_grad]
         if not new:
             return
@@ -253,8 +250,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
         if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
             raise ValueError(
-                'checkpoint="tensors" (the default with sharded parameters) has no weights of offloaded modules: write '
-                'checkpoint="generation"'
+                'checkpoint="tensors" (the default with sharded parameters) saves no weights of offloaded modules. '
+                'Pass checkpoint="generation"'
             )
         homes = home_order(store, self._homes)
         num_before, scratch = len(self.groups), max(0, self.scratch_bytes(new) - self._scratch_bytes)
@@ -295,22 +292,22 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update with the gradients. Those in the store are consumed; others stay in ``.grad``, as in torch.
+        """Apply the gradients. Gradients in the store are consumed. Other gradients stay in ``.grad``, as in torch.
 
         Args:
-            closure: recomputes loss and gradients, as in torch.
+            closure: Function that recomputes loss and gradients, as in torch.
 
         Raises:
-            NonFiniteGradientError: see ``nonfinite``. Nothing was changed, and gradients are dropped.
+            NonFiniteGradientError: See ``nonfinite``. No weight was changed, and gradients are dropped.
         """
         self.check_not_averaged("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish_updates()  # of units that were not used after the last step
+        self.finish_updates()  # update the units that were not used since the last step
         for param_group in self.param_groups:
-            self._make_state(param_group)  # of parameters that were frozen before
+            self._make_state(param_group)  # parameters that were frozen before may need state
         scale = self._grad_scale()
         if self.max_grad_norm == 0:
             exchange_gradients(self.groups, self.threads, with_norm=False)
@@ -342,15 +339,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     def _settings(self, taken: Sequence[tuple[StateGroup, Mapping[str, object]]]) -> dict[int, Settings]:
-        """Return the settings of each parameter with a gradient, by its id, and count its step.
+        """Return the settings of each parameter with a gradient, by the parameter's id(), and count its step.
 
         Parameters of a group that are at the same step share one object.
 
         Args:
-            taken: groups of state, each with the names of parameters that have a gradient.
+            taken: Groups of state with the names of their parameters that have a gradient.
 
         Raises:
-            ValueError: a changed setting needs state that was never created. No step is counted.
+            ValueError: A changed setting needs state that was never created. No step is counted.
         """
         with_gradient = {id(group.parameters[name]) for group, names in taken for name in names}
         found: dict[int, Settings] = {}
@@ -368,10 +365,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         return found
 
     def finish_updates(self) -> None:
-        """Apply all due updates; afterwards the store holds weights and state after the last step.
+        """Apply all deferred updates, so that the store contains the weights and state after the last step.
 
         Raises:
-            InterruptedUpdateError: an update was partially applied; raised once.
+            InterruptedUpdateError: An update was partially applied. Raised only once.
         """
         self._deferred.finish()
 
@@ -387,11 +384,11 @@ class TieredOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
 
     def measure_grad_norm(self) -> float:
-        """Return the global norm of the current gradients; the next step clips by it.
+        """Return the global norm of the current gradients, which the next step uses for clipping.
 
-        For trainers that clip before ``step``; it is measured again if gradients change in between. The engine sums
-        over blocks; here the norm is summed parameter by parameter in the optimizer's order, so that it does not depend
-        on which parameters are offloaded. With sharded parameters it is a collective, which all ranks must call.
+        This method is for trainers that clip before ``step``. ``step`` measures the norm again if gradients change in
+        between. The engine sums over blocks. This norm is summed over parameters in the optimizer's order, so it does
+        not depend on which parameters are offloaded. With sharded parameters, this is a collective.
         """
         squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
         squares.update(exchange_gradients(self.groups, self.threads))
@@ -399,17 +396,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
-        # All parameters with state, with or without a gradient, so that no rank waits for another in vain.
+        # All ranks must sum the same parameters, so parameters without a gradient are included.
         owners = [parameter for parameter in self.parameters() if id(parameter) in self._with_state]
         if any(map(is_dtensor, owners)):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
             squares.update(zip(owners, totals, strict=True))
         self.grad_norm = global_norm(squares[parameter] for parameter in self.parameters() if parameter in squares)
-        self._measured = [group.gradients_now() for group in self.groups]  # equal until a gradient changes
+        self._measured = [group.gradients_now() for group in self.groups]  # detects changes of gradients
         return self.grad_norm
 
     def _grad_scale(self) -> float | None:
-        """Return the factor on all gradients; None if they are not finite and must not be used."""
+        """Return the factor on all gradients, or None if they are non-finite and must not be applied."""
         if self.max_grad_norm == 0:
             return 1.0
         if self.grad_norm is None or self._measured != [group.gradients_now() for group in self.groups]:
@@ -426,20 +423,20 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Swap in averages of the weights within the context, e.g. for evaluation, ``generate``, ``save_pretrained``.
+        """Swap in averages of the weights within the context, for evaluation, ``generate`` or ``save_pretrained``.
 
-        Masters and averages are swapped in the store, group by group, and swapped back at the end with the same bits.
-        Nothing is stored twice. Code inside reads averages; a parameter that was never updated is its average. The swap
-        changes weights, so graphs of earlier forwards become stale. ``step`` and ``state_dict`` raise inside. Ranks
-        with shared or sharded parameters must enter and leave together.
+        Masters and averages are swapped in the store, group by group, and swapped back exactly on exit. Code inside the
+        context reads averages; parameters that were never updated are their own average. The swap changes weights, so
+        graphs of earlier forwards become stale. ``step`` and ``state_dict`` raise an error inside the context. Ranks
+        with shared or sharded parameters must enter and leave it together.
 
         Raises:
-            ValueError: the optimizer has no averages (``ema_decay``).
-            RuntimeError: nested use.
-            WeightInUseError: weights are held, by ``gathered`` or a running forward.
+            ValueError: The optimizer has no averages (``ema_decay``).
+            RuntimeError: The context is already active.
+            WeightInUseError: ``gathered`` or a running forward uses the weights.
         """
         if not self.ema_decay:
-            raise ValueError("this optimizer has no averages of the weights: construct it with ema_decay=0.999")
+            raise ValueError("this optimizer has no averages of the weights. Construct it with ema_decay=0.999")
         self.check_not_averaged("averaged_parameters()")
         self.finish_updates()
         swapped: list[tuple[StateGroup, Mapping[str, object]]] = []
@@ -459,29 +456,29 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._is_averaged = False
 
     def check_not_averaged(self, what: str) -> None:
-        """Raise for operations that would mistake averages for weights.
+        """Raise an error for operations that would use averages as weights.
 
         Raises:
-            RuntimeError: averages are swapped in.
+            RuntimeError: Averages are swapped in.
         """
         if self._is_averaged:
-            raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages: leave it before")
+            raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages. Leave it first")
 
     # -- saving and loading ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and the number of a committed generation of the store, which holds weights and state.
+        """Return the groups and the number of a committed generation of the store, which contains weights and state.
 
-        Commits if anything has changed since the last commit, and returns when that would survive a power cut. Contains
-        no big tensors: ``torch.save`` it anywhere, and load it into an optimizer of a store on the same folder.
+        If anything has changed since the last commit, a generation is committed that survives a power failure. The
+        result has no large tensors. ``torch.save`` it anywhere, and load it with a store on the same folder.
 
-        With ``checkpoint="tensors"`` it returns all state instead, as tensors over files. State of sharded parameters
-        is sharded alike, so that ``torch.distributed.checkpoint`` saves it, and loads it with other ranks.
+        With ``checkpoint="tensors"``, the result contains all state, as tensors in memory-mapped files. State is
+        sharded like its parameter, so ``torch.distributed.checkpoint`` can save it and load it on other ranks.
 
         Raises:
-            GenerationError: the store has no folder (``open_store(path=...)``).
-            TransferError: a drive reported an error.
-            OSError: a drive has no space for the tensors.
+            GenerationError: The store has no folder (``open_store(path=...)``).
+            TransferError: A drive reported an error.
+            OSError: A drive has no space for the tensors.
         """
         self.check_not_averaged("state_dict()")
         self.finish_updates()
@@ -502,7 +499,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._checkpoint == "tensors" or (self._checkpoint == "auto" and any(map(is_dtensor, self.parameters())))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the ``state_dict`` of torch's equivalent optimizer: all state, as tensors over files."""
+        """Return the ``state_dict`` of torch's equivalent optimizer, with all state as tensors in mapped files."""
         self.check_not_averaged("full_state_dict()")
         self.finish_updates()
         saved = super().state_dict()
@@ -516,12 +513,12 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict`` with weights of offloaded modules, or the state of torch's equivalent optimizer.
+        """Restore a ``state_dict`` with the weights of offloaded modules, or the state of torch's equivalent optimizer.
 
         Raises:
-            ValueError: the groups do not match, or the generation is gone.
-            GenerationError: the store has no such generation, or it is damaged.
-            CorruptBlockError: the generation is damaged.
+            ValueError: The groups do not match, or the saved state does not fit this optimizer.
+            GenerationError: The generation does not exist or is damaged.
+            CorruptBlockError: The generation is damaged.
         """
         self.check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
@@ -530,7 +527,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if "tiered" in state_dict:
             self._saved.load_generation(state_dict["tiered"])
         else:
-            keys = [key for group in groups for key in group["params"]]  # names, in the checkpoints of some trainers
+            keys = [key for group in groups for key in group["params"]]  # some trainers save names instead of numbers
             state = state_dict["state"]
             self._saved.load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
         self.zero_grad()
@@ -541,18 +538,18 @@ class TieredOptimizer(torch.optim.Optimizer):
             group.update((name, value) for name, value in saved.items() if name != "params")
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return copies of the state of one parameter, under torch's names, over unlinked files.
+        """Return copies of the state of one parameter under torch's names, in unlinked memory-mapped files.
 
         Raises:
-            KeyError: it has no state, because it was never updated or belongs to another optimizer.
+            KeyError: The parameter has no state, because it was never updated or belongs to a different optimizer.
         """
         if not isinstance(parameter, nn.Parameter) or parameter not in self.steps:
-            raise KeyError("this parameter has no state: no update of it was made")
+            raise KeyError("this parameter has no state, because it was never updated")
         self.finish_updates()
         return self._saved.tensors_of(parameter)
 
     def release(self) -> None:
-        """Apply the due updates, then unregister the state; the optimizer cannot be used afterwards.
+        """Apply the deferred updates and unregister the state. The optimizer cannot be used afterwards.
 
         Committed generations keep their contents.
         """
@@ -575,7 +572,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as floats, which compare by value; text unchanged."""
+    """Convert a setting to a float or a tuple of floats, which compare by value. Return text and None unchanged."""
     if value is None or isinstance(value, str):
         return value
     return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)

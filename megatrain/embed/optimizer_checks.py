@@ -1,4 +1,4 @@
-"""Refusals of an embedded optimizer: arguments, settings of groups, and parameters that it cannot update."""
+"""Checks of an embedded optimizer's arguments, group settings and parameters."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from megatrain.optim.base import StateKind
 from megatrain.ranks.dtensors import check_parameter, is_dtensor, is_whole
 from tiered import TieredStore
 
-#: Settings of torch's optimizers that change the update rule, but have no kernel here.
+#: Settings of torch's optimizers that change the update rule, but are not supported by the kernels.
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
-_ONE_KERNEL = "there is one kernel for each placement, and all give the same results. Leave the option out"
-#: Further options of torch's optimizers -> reason for rejecting them; false and None have no effect.
+_ONE_KERNEL = "each placement has one kernel, and all kernels give the same results. Leave the option out"
+#: Reasons for rejecting other options of torch's optimizers, by option. False and None are accepted.
 _OPTIONS_OF_TORCH = {
     "fused": _ONE_KERNEL,
     "foreach": _ONE_KERNEL,
     "capturable": "updates run on the CPU or on a stream, outside of CUDA graphs",
-    "differentiable": "nothing is differentiated through an update",
-    "amsgrad": "AMSGrad keeps a third moment, which has no kernel here. Leave the option out",
+    "differentiable": "updates are not differentiable",
+    "amsgrad": "AMSGrad's third moment is not supported. Leave the option out",
     "maximize": "negate the loss instead",
 }
-#: Options of earlier versions -> their replacement (decision 0114).
+#: Replacements of options of earlier versions (decision 0114), by option.
 _ENDED_OPTIONS = {
-    "overlap": "step() makes the updates of ordinary parameters. Write megatrain.offload(model, store) before the "
-    "optimizer: each layer is then updated right before its next use",
+    "overlap": "step() updates ordinary parameters. To update each layer right before its next use, call "
+    "megatrain.offload(model, store) before creating the optimizer",
 }
 
 
 def check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a module instead of its parameters, and for options that only torch's optimizers have."""
+    """Raise ``TypeError`` for a module instead of parameters, and for options that only torch's optimizers have."""
     if isinstance(params, nn.Module):
-        raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
+        raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
     if store is not None:
         check_store(store, kind)
     reasons = _OPTIONS_OF_TORCH | _ENDED_OPTIONS
@@ -49,55 +49,55 @@ def check_arguments(kind: str, params: object, store: object, unknown: Mapping[s
 
 
 def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for saved groups that do not match, and for variants without a kernel.
+    """Raise an error for saved groups that do not match, or that use an unsupported variant.
 
     Raises:
-        ValueError: they do not match, or use such a variant.
+        ValueError: The groups do not match, or use an unsupported variant.
     """
     now = [len(group["params"]) for group in own]
     saved = [len(group["params"]) for group in groups]
     if now != saved:
-        raise ValueError(f"the saved state has groups of {saved} parameters, this optimizer of {now}")
+        raise ValueError(f"the saved state has groups of {saved} parameters, but this optimizer has groups of {now}")
     for name in (name for group in groups for name in UNSUPPORTED if group.get(name)):
-        raise ValueError(f"the saved state is of an optimizer with {name}: the tiered optimizers have no such variant")
+        raise ValueError(f"the saved optimizer used {name}, which the tiered optimizers do not support")
 
 
 def check_settings(param_group: Mapping[str, Any]) -> None:
-    """Raise for settings of a group that are out of range, and for parameters without master weights.
+    """Raise an error for group settings that are out of range, and for parameters without master weights.
 
     Raises:
-        ValueError: a setting or parameter is invalid.
+        ValueError: A setting or parameter is invalid.
     """
     for name in UNSUPPORTED:
         if param_group.get(name):
-            raise ValueError(f"{name}={param_group[name]}: the tiered optimizers have no such variant")
+            raise ValueError(f"{name}={param_group[name]} is not supported by the tiered optimizers")
     for name in ("lr", "weight_decay", "eps", "momentum"):
         if name in param_group and not float(param_group[name]) >= 0:
-            raise ValueError(f"{name}={param_group[name]}: it cannot be below 0")
+            raise ValueError(f"{name}={param_group[name]}: it must be at least 0")
     for beta in param_group.get("betas", ()):
         if not 0 <= float(beta) < 1:
             raise ValueError(f"betas={tuple(param_group['betas'])}: each must be at least 0 and below 1")
     for parameter in param_group["params"]:
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"a parameter is {parameter.dtype}; master weights exist for float32 and bfloat16")
+            raise ValueError(f"a parameter is {parameter.dtype}, but master weights exist for float32 and bfloat16")
         if parameter.requires_grad and parameter.device.type == "meta":
-            raise ValueError("a parameter is on the meta device: load its weights first, or offload the module")
+            raise ValueError("a parameter is on the meta device. Load its weights first, or offload the module")
 
 
 def check_blocks(blocks: Iterable[WeightBlock], store: TieredStore) -> None:
-    """Raise for offloaded layers that the optimizer of a store cannot update.
+    """Raise an error for offloaded layers that an optimizer with this store cannot update.
 
     Raises:
-        ValueError: a block is in another store, or has an optimizer.
-        WeightInUseError: a trained parameter was frozen when it was offloaded.
+        ValueError: A block is in a different store, or already has an optimizer.
+        WeightInUseError: A trained parameter was frozen when it was offloaded.
     """
     for block in blocks:
         if block.store is not store:
-            raise ValueError(f"{block.layout.name} is in another store than the optimizer's")
+            raise ValueError(f"{block.layout.name} and the optimizer are in different stores")
         if block.updater is not None:
             raise ValueError(
-                f"{block.layout.name} has an optimizer already. Parameters of one layer go to one optimizer; to "
-                "make another for all of them, open a new store"
+                f"{block.layout.name} already has an optimizer. All parameters of a layer need the same optimizer. To "
+                "replace the optimizer, open a new store"
             )
         block.check_frozen()
 
@@ -110,36 +110,36 @@ def check_sharded(
     is_lost: bool,
     offloads_gradients: bool,
 ) -> None:
-    """Raise for settings and parameters that do not work with sharded parameters.
+    """Raise an error for settings and parameters that do not support sharding.
 
     Args:
-        parameters: parameters that get state; ordinary ones are skipped.
-        optimizer: name of its class.
-        is_lost: whether there is state of parameters that are no longer in a group.
-        offloads_gradients: whether gradients move to the store when autograd computes them.
+        parameters: Parameters that get state. Parameters without sharding are skipped.
+        optimizer: Name of the optimizer's class.
+        is_lost: Whether state exists for parameters that are no longer in a group.
+        offloads_gradients: Whether gradients move to the store when autograd computes them.
 
     Raises:
-        ValueError: a setting or parameter does not work.
+        ValueError: A setting or parameter is not supported.
     """
     for parameter in parameters:
         if not is_dtensor(parameter):
             continue
         if is_lost:
             raise ValueError(
-                "the parameters of this optimizer were replaced by sharded ones (fully_shard, accelerate's "
-                "prepare): make the optimizer after that, from the model's parameters as they are then"
+                "the parameters of this optimizer were replaced by sharded parameters (fully_shard, accelerate's "
+                "prepare). Create the optimizer afterwards, from the model's new parameters"
             )
         check_parameter(parameter)
         shape = tuple(parameter.shape)
         if any(kind.needs_whole for kind in kinds) and not is_whole(parameter):
             raise ValueError(
-                f"{optimizer} needs whole matrices, and a parameter of shape {shape} is sharded: use "
+                f"{optimizer} needs whole matrices, but a parameter of shape {shape} is sharded. Use "
                 "TieredAdamW, TieredLion or TieredSGD"
             )
         if offloads_gradients:
             raise ValueError(
-                f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
-                "the gradients of all ranks, after autograd. Leave it out"
+                f"offload_gradients=True with a sharded parameter of shape {shape} is not supported, because its "
+                "gradient is reduced over all ranks after autograd. Leave it out"
             )
 
 
@@ -150,6 +150,6 @@ def check_state(
         missing = needed - group.kinds.keys()
         if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
             raise ValueError(
-                f"no {', '.join(sorted(missing))} is kept of a parameter of this group: its settings were others when "
-                "its state was made. Give them to the constructor"
+                f"a parameter of this group has no {', '.join(sorted(missing))}, because its settings were different "
+                "when its state was created. Pass the settings to the constructor"
             )

@@ -1,4 +1,4 @@
-"""Placeholders in the graph for tensors that autograd saved."""
+"""Placeholders in the graph for tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ OuterHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def outer_hooks() -> OuterHooks | None:
-    """Return the currently installed saved-tensor hooks. autograd calls only the innermost pair."""
+    """Return the innermost installed saved-tensor hooks, which are the only ones that autograd calls."""
     hooks: OuterHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 class Delegated(SavedTensor):
-    """A saved tensor that the next outer hooks took over."""
+    """A saved tensor that the next outer hooks have packed."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -48,10 +48,10 @@ class Delegated(SavedTensor):
 
 
 class Versioned(SavedTensor):
-    """A tensor whose version is checked here, because autograd does not check tensors that a hook took.
+    """A saved tensor with a version check, because autograd does not check tensors that a hook packs.
 
     Args:
-        probe: tensor with the version counter of ``tensor``.
+        probe: Tensor that shares the version counter of ``tensor``.
     """
 
     __slots__ = ("_probe", "_version")
@@ -67,7 +67,7 @@ class Versioned(SavedTensor):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self._describe()} is at version {self._probe._version}; expected version {self._version} instead. "
-                f"It was saved inside {self.saved_inside}; torch.autograd.set_detect_anomaly(True) shows by what"
+                f"It was saved inside {self.saved_inside}; torch.autograd.set_detect_anomaly(True) shows where"
             )
 
     def _describe(self) -> str:
@@ -75,7 +75,7 @@ class Versioned(SavedTensor):
 
 
 class KeptInMemory(Versioned):
-    """A tensor that stays in memory. Detached, because a saved output must not hold the node that holds it."""
+    """A tensor that stays in memory, detached because a saved output must not reference the node that saves it."""
 
     __slots__ = ()
 

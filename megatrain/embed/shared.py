@@ -1,12 +1,12 @@
-"""Offloaded modules of several ranks: each stores a shard of every block; collectives move weights and gradients.
+"""Offloaded modules that several ranks share. Each rank stores a shard of every block.
 
-The rule of shards, the order of additions and the collectives are the same as in a run of several processes
-(``megatrain.ranks``). There a program defines the next collective. Here the user's code does, so every collective is
-announced to all ranks first. If they are about to do different things, all of them raise the same error, and none
-waits for another.
+The shards, the order of additions and the collectives are the same as in a run of several processes
+(``megatrain.ranks``), where a program defines the next collective. Here the user's code defines it, so every collective
+is first announced to all ranks. If the announcements differ, all ranks raise the same error instead of waiting for each
+other.
 
-Bytes move between host memories. If modules compute on a GPU, a full copy is gathered in RAM and copied to the GPU.
-Sums of gradients are made on the GPU, and fetched to RAM for their exchange.
+Collectives move bytes between host memories. If modules compute on a GPU, full copies are gathered in RAM and copied to
+the GPU. Gradients are summed on the GPU and fetched to RAM for their exchange.
 """
 
 from __future__ import annotations
@@ -44,28 +44,27 @@ _FP32_BYTES = 4
 
 
 class ModuleRanks(WholeBlocks):
-    """The ranks that share an offloaded module, from the view of one of them. Used by one thread at a time.
+    """Access of one rank to an offloaded module that several ranks share. Used by one thread at a time.
 
-    Each rank stores a shard of every block. Shards are gathered in RAM, whatever the compute device.
+    Each rank stores a shard of every block. Shards are gathered in RAM for any compute device.
 
     Args:
-        group: a process group of torch.distributed, over host memory (gloo).
-        store: store of this rank.
-        num_lanes: number of lanes of gradients, a multiple of the number of ranks; None for one per rank.
+        group: Process group of torch.distributed over host memory (gloo).
+        num_lanes: Number of gradient lanes, a multiple of the number of ranks; None for one lane per rank.
 
     Attributes:
-        shards: elements of each block that this rank has.
-        lane: lane of this rank that currently receives gradients.
+        shards: Computes which elements of a block this rank owns.
+        lane: Lane of this rank that currently receives gradients.
 
     Raises:
-        ValueError: lanes that cannot be divided evenly among ranks, or a group without gloo.
+        ValueError: ``num_lanes`` is not a multiple of the number of ranks, or the group has no gloo backend.
     """
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
         self._collectives = Collectives(group)
         if not self._collectives.serves("cpu"):
             raise ValueError(
-                "group=... has no backend for host memory: make it with gloo, or the default group with "
+                "group=... has no backend for host memory. Create it with gloo, or create the default group with "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
         super().__init__(store)
@@ -73,8 +72,8 @@ class ModuleRanks(WholeBlocks):
         self.tier = "ram"
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
-        if count < 1 or count % self.size:  # all ranks gather for the same number of forwards and backwards
-            raise ValueError(f"gradient_lanes={count} for {self.size} ranks: give a multiple of the number of ranks")
+        if count < 1 or count % self.size:  # all ranks must run the same number of forwards and backwards
+            raise ValueError(f"gradient_lanes={count} for {self.size} ranks: pass a multiple of the number of ranks")
         self.shards, self.lanes = RankShards(self.rank, self.size), RankLanes(count, self.size)
         self.own_lanes = lanes_of_rank(self.rank, self.size, count)
         self.lane = self.own_lanes[0]
@@ -85,7 +84,7 @@ class ModuleRanks(WholeBlocks):
         """Announce the next collective of this rank to all ranks.
 
         Raises:
-            RanksDifferError: others announce something else. Raised on all ranks; nothing was done.
+            RanksDifferError: The announcements differ. All ranks raise it before the collective.
         """
         self._num_announced += 1
         own = torch.frombuffer(bytearray(xxh3_128_digest(f"{self._num_announced} {what}".encode())), dtype=torch.uint8)
@@ -98,46 +97,46 @@ class ModuleRanks(WholeBlocks):
         other = next(rank for rank, each in enumerate(texts) if each != texts[0])
         raise RanksDifferError(
             f"the ranks of an offloaded module do different things: rank 0 comes to {_name(texts[0])}, rank {other} to "
-            f"{_name(texts[other])}. Each rank must use the same modules in the same order, in forward and backward, "
-            "and call step(), state_dict() and gathered() as the others do: give a rank without data a batch without "
-            "labels (loss * 0), and leave out modules on all ranks or on none"
+            f"{_name(texts[other])}. All ranks must use the same modules in the same order, in forward and backward, "
+            "and must all call step(), state_dict() and gathered(). Give a rank without data a batch without labels "
+            "(loss * 0), and skip modules either on all ranks or on none"
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return the objects of all ranks, by rank. Call it after an announcement."""
+        """Return the objects of all ranks, in order of ranks. It must follow an announcement."""
         return self._collectives.gather_objects(item)
 
     # -- sizes and shards --------------------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the length of a shard of a layout; equal on all ranks."""
+        """Return the number of elements in a shard of a layout, which is equal on all ranks."""
         return self.shards.num_elements(range(layout.num_elements))
 
     def num_gathered(self, layout: UnitLayout) -> int:
-        """Return the total length of all shards of a layout."""
+        """Return the total number of elements of all shards of a layout."""
         return self.size * self.num_elements(layout)
 
     def owned(self, layout: UnitLayout) -> range:
-        """Return the elements of a layout that this rank has."""
+        """Return the elements of a layout that this rank owns."""
         return self.shards.owned(range(layout.num_elements))
 
     def put_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
-        """Copy this rank's elements of a layout; fill the rest of the shard with zeros."""
+        """Copy this rank's elements of a full copy to its shard, and fill the rest of the shard with zeros."""
         owned = self.owned(layout)
         shard[: len(owned)].copy_(full[owned.start : owned.stop])
         shard[len(owned) :].zero_()
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Return the bytes of a full copy, which equal the bytes of a sum of gradients."""
+        """Return the bytes of a full copy, or of a sum of gradients with this dtype."""
         return self.num_gathered(layout) * dtype.itemsize
 
     # -- memory outside of blocks ------------------------------------------------------------------------------
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Reserve memory for full copies and sums in transfer.
+        """Increase the memory reserved for full copies and exchanged sums to ``nbytes``, if it is smaller.
 
         Raises:
-            CapacityError: the tier is full.
+            CapacityError: The tier is full.
         """
         more = nbytes - self._reserved_bytes[tier]
         if more > 0:
@@ -145,30 +144,30 @@ class ModuleRanks(WholeBlocks):
             self._reserved_bytes[tier] += more
 
     def unreserve(self) -> None:
-        """Give back all reserved memory."""
+        """Release all reserved memory."""
         for tier, nbytes in self._reserved_bytes.items():
             self.store.reserve(tier, -nbytes)
         self._reserved_bytes.clear()
 
     def take(self, tier: str, nbytes: int) -> None:
-        """Count memory before its use; reserve more if the reservation is too small.
+        """Count memory as used, and reserve more if the reservation is too small.
 
         Raises:
-            CapacityError: the tier is full.
+            CapacityError: The tier is full.
         """
         self.reserve(tier, self._in_use_bytes[tier] + nbytes)
         self._in_use_bytes[tier] += nbytes
 
     def give(self, tier: str, nbytes: int) -> None:
-        """Undo a ``take``."""
+        """Undo a call of ``take``."""
         self._in_use_bytes[tier] -= nbytes
 
     @contextmanager
     def room(self, tier: str, nbytes: int) -> Iterator[None]:
-        """Count memory that is used inside the context.
+        """Count memory as used inside the context.
 
         Raises:
-            CapacityError: the tier is full.
+            CapacityError: The tier is full.
         """
         self.take(tier, nbytes)
         try:
@@ -177,20 +176,20 @@ class ModuleRanks(WholeBlocks):
             self.give(tier, nbytes)
 
     def exchange_bytes(self, layout: UnitLayout) -> int:
-        """Return the memory of a gradient exchange of a layout."""
+        """Return the bytes that a gradient exchange of a layout needs for received shards."""
         return self.lanes.num_sums * self.num_elements(layout) * _FP32_BYTES
 
     # -- collectives -------------------------------------------------------------------------------------------
 
     def gather(self, full: Tensor, shard: Tensor) -> None:
-        """Write the shards of all ranks into ``full``, concatenated."""
+        """Write the concatenated shards of all ranks to ``full``."""
         self._collectives.gather(full, shard)
 
     def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's shard of the sum over all lanes of all ranks: the same bits for any number of ranks.
+        """Return this rank's shard of the sum over all lanes, which is bit-identical for any number of ranks.
 
         Args:
-            sums: by lane of this rank: its sum, as all shards concatenated. Overwritten.
+            sums: Concatenated shards of the sum of each lane of this rank, by lane. Overwritten.
         """
         own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
         of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
@@ -218,7 +217,7 @@ class ModuleRanks(WholeBlocks):
 
     @contextmanager
     def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield zeros of a layout's length; this rank's shard of them becomes the block."""
+        """Yield a flat tensor of zeros. On exit, this rank's shard of it becomes the contents of the block."""
         nbytes = layout.num_elements * dtype.itemsize
         with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease, self.room("ram", nbytes):
             full = torch.zeros(layout.num_elements, dtype=dtype)
@@ -226,24 +225,24 @@ class ModuleRanks(WholeBlocks):
             self.put_shard(lease.tensor, layout, full)
 
     def is_copy(self, home: str) -> bool:
-        """Return True: a full copy is never the home."""
+        """Return True, because a full copy is never the home."""
         return True
 
     def drop(self, key: str) -> None:
-        """Do nothing, because the end of the lease has dropped the full copy."""
+        """Do nothing, because releasing the lease has already dropped the full copy."""
 
     def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
-        """Return the registered gradients of a part: a sum for each lane of this rank."""
+        """Register the gradient blocks of a part, with a sum for each lane of this rank, and return them."""
         return SharedGradients(self.store, part.gradient_key, part.layout, part.parameters, homes, self)
 
     # -- room --------------------------------------------------------------------------------------------------
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Raise on all ranks if the module does not fit on one of them, or differs between ranks.
+        """Raise an error on all ranks if the module does not fit on one of them, or differs between ranks.
 
         Raises:
             OffloadError: A trained parameter is left out of the store.
-            RanksDifferError: Reports the first difference.
+            RanksDifferError: The module differs between ranks. The message contains the first difference.
         """
         parts = parts_of(units)
         _refuse_left(model, parts)
@@ -252,19 +251,19 @@ class ModuleRanks(WholeBlocks):
         try:
             self._collectives.all_or_none(check_room)
             check_same_module(self, model, [part.layout for part in parts])
-        except BaseException:  # possibly of another rank, while the module fits here
+        except BaseException:  # the error may come from another rank, even if the module fits on this rank
             self.unreserve()
             shared.working_bytes = before
             raise
 
     def gradient_bytes(self, part: Part) -> Mapping[str, int]:
-        """Return the bytes of this rank's shard of the sum over all lanes, and of the whole sum of each own lane."""
+        """Return the bytes of this rank's shard of the total sum, and of the full sum of each of its lanes, by key."""
         nbytes = self.gathered_bytes(part.layout, torch.float32)
         lanes = {lane_key(part.gradient_key, lane): nbytes for lane in self.own_lanes}
         return {part.gradient_key: self.num_elements(part.layout) * _FP32_BYTES, **lanes}
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
-        """Return the RAM for the update of the largest shard, or for the sums that are exchanged together."""
+        """Return the bytes of RAM for the update of the largest shard, or for the sums of one exchange if larger."""
         most = 0
         for part in parts_of(units):
             sums = len(self.own_lanes) * self.gathered_bytes(part.layout, torch.float32)
@@ -274,8 +273,8 @@ class ModuleRanks(WholeBlocks):
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
         """Reserve memory outside of blocks.
 
-        In the compute tier: full copies of a module and its enclosing modules. In RAM: the received shards of an
-        exchange, and, if a GPU computes, the gathered full copy.
+        The compute tier needs space for the full copies of a module and its enclosing modules. RAM needs space for the
+        received shards of an exchange and, if a GPU computes, for a gathered full copy.
 
         Raises:
             CapacityError: A tier is too small.
@@ -295,10 +294,10 @@ class ModuleRanks(WholeBlocks):
     def check_working_set(
         self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
     ) -> None:
-        """Raise if the largest sum of gradients does not fit a GPU tier in addition to homes and full copies.
+        """Raise an error if the largest sum of gradients does not fit in a GPU tier with the homes and full copies.
 
         Raises:
-            CapacityError: Reports the tier and the bytes that it needs.
+            CapacityError: It does not fit. The error contains the tier and the needed bytes.
         """
         where = self.compute_tier
         if where == "ram":
@@ -310,22 +309,22 @@ class ModuleRanks(WholeBlocks):
             lane = lane_key(part.gradient_key, self.own_lanes[0])
             if part.layout.trainable and homes[lane] != where and need > room:
                 detail = (
-                    f"to sum the gradients of {part.layout.name} while weights are gathered. Give {where} more room"
+                    f"to sum the gradients of {part.layout.name} next to gathered weights. Increase the size of {where}"
                 )
                 raise CapacityError(where, need, max(0, room), detail=detail)
 
 
 def lane_key(gradient_key: str, lane: int) -> str:
-    """Return the key of the sum of one lane."""
+    """Return the key of the block with the sum of one lane."""
     return f"{gradient_key}.lane{lane}"
 
 
 class UnshardedBlock:
-    """A full copy of a weight block, gathered from the shards of all ranks; replaces a lease of a whole block.
+    """A full copy of a weight block, gathered from the shards of all ranks, with the interface of a lease.
 
     Attributes:
-        tensor: [elements of the layout].
-        mode: "r", "rw", or "w" if there is nothing to read yet.
+        tensor: Flat full copy, with the number of elements of the layout.
+        mode: "r", "rw", or "w" if the block has no contents yet.
     """
 
     def __init__(self, ranks: ModuleRanks, key: str, layout: UnitLayout, dtype: torch.dtype, mode: str) -> None:
@@ -347,10 +346,10 @@ class UnshardedBlock:
             full = torch.empty(count, dtype=dtype)
             with self._ranks.store.acquire(self._key, "ram", "r") as lease:
                 ranks.gather(full, lease.tensor)
-            return full.to(ranks.device)  # not pinned, so the copy has ended when the call returns
+            return full.to(ranks.device)  # the call waits for the copy, because the source is not pinned
 
     def release(self) -> None:
-        """Drop the copy; write this rank's shard to the store if the copy was writable."""
+        """Write this rank's shard to the store if the copy is writable, then drop the copy."""
         if self.mode != "r":
             with torch.no_grad(), self._ranks.store.acquire(self._key, "ram", "w") as lease:
                 self._ranks.put_shard(lease.tensor, self._layout, self.tensor)
@@ -362,9 +361,9 @@ class UnshardedBlock:
 
 
 class SharedGradients(GradientBlock):
-    """The gradients of parameters that several ranks share: one sum per lane of this rank, until the exchange.
+    """Gradients of parameters that several ranks share. Each lane of this rank has a sum until the exchange.
 
-    ``key`` is the block of this rank's shard of the sum over all lanes of all ranks.
+    After the exchange, the block ``key`` contains this rank's shard of the sum over all lanes of all ranks.
     """
 
     def __init__(
@@ -389,10 +388,10 @@ class SharedGradients(GradientBlock):
             shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
 
     def exchange(self) -> None:
-        """Add up the lanes of all ranks; afterwards the block has this rank's shard. A collective."""
+        """Add the lanes of all ranks, and write this rank's shard of the sum to the block. A collective."""
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
-            self.updater.finish_update()  # of the previous step, which reads the block
+            self.updater.finish_update()  # the previous step's update reads the block
         with self.ranks.room("ram", self.ranks.exchange_bytes(self.layout)):
             modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
             requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
@@ -406,7 +405,7 @@ class SharedGradients(GradientBlock):
         self.is_exchanged = True
 
     def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
-        """Zero parameters without a gradient in a lane, and the padding between parameters."""
+        """Zero the sums of parameters that have no gradient in a lane."""
         if not filled:
             sums.zero_()
         for entry in self.layout.entries if filled else ():
@@ -418,7 +417,7 @@ class SharedGradients(GradientBlock):
         self._filled = set(names)
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
-        """Return the sums of squares of each 65,536 elements of this rank's shard, in order."""
+        """Return the sum of squares of every 65,536 elements of this rank's shard, in order."""
         owned = len(self.ranks.owned(self.layout))
         with self._store.acquire(self.key, "ram") as lease:
             found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
@@ -438,21 +437,21 @@ class SharedGradients(GradientBlock):
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
         if self.is_exchanged:
             raise WeightInUseError(
-                f"a gradient of {entry.name} came after the exchange of gradients for the norm. Make "
-                "all backward passes of a step before measure_grad_norm(), or clear the gradients"
+                f"a gradient of {entry.name} arrived after gradients were exchanged for the norm. Run all "
+                "backward passes of a step before measure_grad_norm(), or clear the gradients"
             )
         filled = self._filled_of[self.ranks.lane]
         key = self._lane_keys[self.ranks.lane]
         with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
             if not filled:
-                lease.tensor.zero_()  # the padding between and after parameters is also added up
+                lease.tensor.zero_()  # zero all padding, because the exchange also adds the padding
             sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
             GradientAccumulator(sums, filled).add(entry.name, gradient)
         self._filled.add(entry.name)
 
 
 class SharedGroup(OffloadedGroup):
-    """The parameters of a block that several ranks share. This rank updates its shard without other ranks."""
+    """Parameters of a block that several ranks share. Each rank updates its shard without communication."""
 
     def __init__(
         self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
@@ -461,8 +460,8 @@ class SharedGroup(OffloadedGroup):
         assert isinstance(gradients, SharedGradients), weights.key
         if any(kind.needs_whole for kind in kinds):
             raise ValueError(
-                f"this optimizer needs whole matrices, and {weights.layout.name} is shared by {gradients.ranks.size} "
-                "ranks: use TieredAdamW, TieredLion or TieredSGD"
+                f"this optimizer needs whole matrices, but {weights.layout.name} is shared by {gradients.ranks.size} "
+                "ranks. Use TieredAdamW, TieredLion or TieredSGD"
             )
         self.ranks = gradients.ranks
         self._owned = self.ranks.owned(weights.layout)
@@ -470,11 +469,11 @@ class SharedGroup(OffloadedGroup):
 
     @property
     def gradient_factor(self) -> float:
-        """Factor from the sum over all lanes to their mean."""
+        """Factor that converts the sum over all lanes to their mean."""
         return 1.0 / self.ranks.lanes.count
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return the flat state of a kind of one parameter; empty if other ranks have all of it."""
+        """Return the flat state of one kind and parameter. It is empty if other ranks own the whole parameter."""
         shard, granularity = self._owned, self.kinds[kind].granularity
         start = min(max(entry.offset, shard.start), shard.stop) - shard.start
         stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
@@ -491,14 +490,14 @@ class SharedGroup(OffloadedGroup):
 def exchange_gradients(
     groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
 ) -> dict[nn.Parameter, float]:
-    """Add up the gradients of parameters that ranks share; return the squared norm of each such group.
+    """Add the gradients of parameters that ranks share, and return the squared norm of each shared group.
 
-    The norm is taken of the mean over all lanes. Its key is the first parameter of each group. It is summed over blocks
-    of 65,536 elements of the layout, which gives the same bits for any number of ranks. A collective.
+    The norm is computed from the mean over all lanes. Its key is the group's first parameter. It is summed over blocks
+    of 65,536 elements of the layout, so it is bit-identical for any number of ranks. A collective.
 
     Args:
-        groups: any groups; those that are not shared, or exchanged already, are skipped.
-        with_norm: False to return nothing.
+        groups: Groups, of which only shared groups with gradients that are not exchanged yet are exchanged.
+        with_norm: Whether to compute norms. Without norms, the result is empty.
     """
     found: dict[nn.Parameter, float] = {}
     shared = [group for group in groups if isinstance(group, SharedGroup)]
@@ -522,21 +521,21 @@ def exchange_gradients(
 
 
 def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
-    """Raise for trained parameters outside of the store, which each rank would train separately."""
+    """Raise an error for trained parameters outside of the store, because each rank would train them separately."""
     shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in shared:
             raise OffloadError(
-                f"{name} is trained and left out of the store: with group=... its gradient would stay on one rank. "
-                "Freeze it, or do not leave it out"
+                f"{name} is trained but left out of the store, so with group=... its gradient would stay on one rank. "
+                "Freeze it, or offload it too"
             )
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:
-    """Raise for a module that differs between ranks, because shards of different modules would be mixed.
+    """Raise an error if a module differs between ranks, because shards of different modules would be mixed.
 
     Raises:
-        RanksDifferError: reports the first difference.
+        RanksDifferError: The module differs. The message contains the first difference.
     """
     parts = {"gradient_lanes": str(ranks.lanes.count)}
     parts |= {f"the layout of {layout.name}": str(layout.entries) for layout in layouts}

@@ -1,4 +1,4 @@
-"""The update rules with an optimizer of torch's interface: AdamW, Lion, SGD, Adafactor and Muon."""
+"""Optimizers with torch's interface: AdamW, Lion, SGD, Adafactor and Muon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered import TieredStore
 
 
 class TieredAdamW(TieredOptimizer):
-    """AdamW with decoupled weight decay; see ``TieredOptimizer``. Defaults equal ``torch.optim.AdamW``."""
+    """AdamW with decoupled weight decay and the defaults of ``torch.optim.AdamW``; see ``TieredOptimizer``."""
 
     setting_names = ("betas", "eps")
     torch_names: Mapping[str, str] = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -69,7 +69,7 @@ class TieredLion(TieredOptimizer):
 
 
 class TieredSGD(TieredOptimizer):
-    """SGD with momentum; see ``TieredOptimizer``. Defaults equal ``torch.optim.SGD``."""
+    """SGD with momentum and the defaults of ``torch.optim.SGD``; see ``TieredOptimizer``."""
 
     setting_names = ("momentum", "nesterov")
     torch_names: Mapping[str, str] = {"m": "momentum_buffer"}
@@ -92,7 +92,7 @@ class TieredSGD(TieredOptimizer):
         return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings with momentum if the optimizer has any: parameters of several groups share a block."""
+        """Return settings with momentum if any group may have it, because parameters of several groups share blocks."""
         return {**settings, "momentum": max(float(settings["momentum"]), float(self.defaults["momentum"]))}
 
 
@@ -121,7 +121,7 @@ class TieredAdafactor(TieredOptimizer):
             "weight_decay": weight_decay,
         }
         if options.get("state_dtype", "float32") != "float32":
-            raise ValueError("TieredAdafactor keeps row and column means in fp32: it has no state_dtype")
+            raise ValueError("TieredAdafactor has no state_dtype, because it keeps row and column means in fp32")
         super().__init__(params, defaults, store=store, **options)
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
@@ -130,30 +130,30 @@ class TieredAdafactor(TieredOptimizer):
 
 
 class TieredMuon(TieredOptimizer):
-    """Muon for matrices, AdamW for the rest; see ``TieredOptimizer`` and ``megatrain.optim.muon``.
+    """Muon for matrices and AdamW for all other parameters; see ``TieredOptimizer`` and ``megatrain.optim.muon``.
 
-    Arguments, defaults and arithmetic equal ``torch.optim.Muon``, which takes only two-dimensional parameters. An
-    offloaded layer has one optimizer and usually also other parameters: AdamW updates groups with ``use_muon=False``,
-    which should include embeddings and heads. Groups share ``lr`` and ``weight_decay`` unless they set them; with
-    ``adjust_lr_fn="match_rms_adamw"`` one rate suits both. In addition to the master, state takes 4 bytes per matrix
-    parameter and 8 per other parameter. The iteration runs on the compute device of the parameters. On a GPU it takes
-    ``megatrain.optim.matrices.device_bytes`` of memory outside of any tier.
+    Arguments, defaults and arithmetic are the same as in ``torch.optim.Muon``, which accepts only two-dimensional
+    parameters. An offloaded layer has one optimizer but usually also contains other parameters. AdamW updates these in
+    groups with ``use_muon=False``, which should include embeddings and heads. Groups share ``lr`` and ``weight_decay``
+    unless they set them. With ``adjust_lr_fn="match_rms_adamw"``, one learning rate fits both. In addition to the
+    master, state needs 4 bytes per matrix element and 8 per other parameter. The iteration runs on the compute device
+    of the parameters. On a GPU, it needs ``megatrain.optim.matrices.device_bytes`` of memory outside of all tiers.
 
     Args:
-        params: as for any optimizer; groups may set ``use_muon``.
-        momentum: at least 0, below 1.
-        nesterov: whether to use Nesterov momentum.
-        ns_coefficients: the three factors of each Newton-Schulz step.
-        eps: least norm that the iteration divides by; in a group with ``use_muon=False``, AdamW's eps, with default
-            1e-8.
-        ns_steps: number of Newton-Schulz steps.
+        params: Parameters or groups, as for other optimizers. Groups can set ``use_muon``.
+        momentum: At least 0 and below 1.
+        nesterov: Whether to use Nesterov momentum.
+        ns_coefficients: Three coefficients of each Newton-Schulz step.
+        eps: Minimum of the norm by which the iteration divides. In a group with ``use_muon=False``, eps of AdamW, by
+            default 1e-8.
+        ns_steps: Number of Newton-Schulz steps.
         adjust_lr_fn: "original" (also None) or "match_rms_adamw".
-        betas: AdamW's, for groups with ``use_muon=False``.
-        store: as for ``TieredOptimizer``.
-        options: as for ``TieredOptimizer``, without ``state_dtype``.
+        betas: Betas of AdamW, for groups with ``use_muon=False``.
+        store: As in ``TieredOptimizer``.
+        options: As in ``TieredOptimizer``, without ``state_dtype``.
 
     Raises:
-        ValueError: as for ``TieredOptimizer``; or a parameter for Muon is not a matrix.
+        ValueError: As in ``TieredOptimizer``, or a parameter for Muon is not a matrix.
     """
 
     setting_names = ("use_muon", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "betas")
@@ -188,9 +188,9 @@ class TieredMuon(TieredOptimizer):
             "use_muon": True,
         }
         if options.get("state_dtype", "float32") != "float32":
-            raise ValueError("TieredMuon keeps its moments in fp32: it has no state_dtype")
+            raise ValueError("TieredMuon has no state_dtype, because it keeps its moments in fp32")
         groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
-        # Over all groups, because a block of an offloaded layer may have parameters of several groups.
+        # Include all groups, because a block of an offloaded layer can contain parameters of several groups.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
         self._shapes: set[Shape] = set()
         self._on_gpu: DeviceMatrices | None = None
@@ -224,19 +224,19 @@ class TieredMuon(TieredOptimizer):
         if not 0 <= float(momentum) < 1:
             raise ValueError(f"momentum={momentum}: it must be at least 0 and below 1")
         if not 1 <= int(ns_steps) < 100:
-            raise ValueError(f"ns_steps={ns_steps}: from 1 to 99")
+            raise ValueError(f"ns_steps={ns_steps}: it must be from 1 to 99")
         if len(param_group["ns_coefficients"]) != 3:
-            raise ValueError(f"ns_coefficients={param_group['ns_coefficients']}: give three numbers")
+            raise ValueError(f"ns_coefficients={param_group['ns_coefficients']}: pass three numbers")
         if adjust not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f'adjust_lr_fn="{adjust}": there are "original" and "match_rms_adamw"')
+            raise ValueError(f'adjust_lr_fn="{adjust}": pass "original" or "match_rms_adamw"')
         if not param_group["use_muon"]:
             return
         names = param_group.get("param_names") or [f"number {n}" for n in range(len(param_group["params"]))]
         for name, parameter in zip(names, param_group["params"], strict=True):
             if parameter.ndim != 2:
                 raise ValueError(
-                    f"Muon updates parameters of two dimensions, and parameter {name} of this group has the shape "
-                    f"{tuple(parameter.shape)}: put it into a group with use_muon=False, which AdamW updates"
+                    f"Muon updates two-dimensional parameters, but parameter {name} of this group has the shape "
+                    f"{tuple(parameter.shape)}. Put it into a group with use_muon=False, which AdamW updates"
                 )
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
@@ -263,7 +263,7 @@ class TieredMuon(TieredOptimizer):
     ) -> Sequence[StateKind]:
         matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
         kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
-        # Nothing gathers the parts of a sharded matrix here.
+        # Sharded matrices are not gathered, so each rank needs whole matrices.
         return [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
@@ -281,12 +281,12 @@ class TieredMuon(TieredOptimizer):
 
 
 def _as_list(params: Any) -> list[Any]:
-    """Return the parameters of a group, which may be a single one, or an iterator that can only be read once."""
+    """Return the parameters of a group as a list. They can be a single parameter, or a one-time iterator."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _parameters_of(given: Any) -> list[Any]:
-    """Return the parameters in an argument of an optimizer: a group, a parameter, or a named parameter."""
+    """Return the parameters in an item of ``params``: a group, a parameter, or a named parameter."""
     found = given["params"] if isinstance(given, dict) else [given]
     return [each[1] if isinstance(each, tuple) else each for each in found]
 

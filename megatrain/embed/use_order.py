@@ -1,4 +1,4 @@
-"""The order in which a host trainer uses blocks, learned while it runs, to prefetch them."""
+"""Prefetching of blocks in the order in which a host trainer uses them, which is learned at run time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _EVENTS_AHEAD = 3
 
 
 class UseOrder:
-    """Learned access order: an event (a unit's forward, backward or update) is expected to have the same successor.
+    """Learned access order, in which each event (a unit's forward or backward) is expected to have its last successor.
 
-    The engine compiles its order into a tape. A host trainer may add micro-batches, evaluate in between or skip
-    modules. A wrong guess costs a fetch, never an error. Used by one thread at a time.
+    The engine compiles its order into a tape, but a host trainer can add micro-batches, evaluate in between or skip
+    modules. A wrong prediction costs a fetch and never causes an error. Used by one thread at a time.
     """
 
     def __init__(self, store: TieredStore) -> None:
@@ -23,7 +23,7 @@ class UseOrder:
         self._last: Hashable = None
 
     def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
-        """Record an event and the ``(key, tier)`` pairs that it uses; prefetch for the next expected events."""
+        """Record an event and the ``(key, tier)`` pairs that it uses, and prefetch for the next expected events."""
         self._requests[event] = tuple(requests)
         if self._last is not None:
             self._next[self._last] = event

@@ -1,8 +1,9 @@
-"""Weights of a layer as blocks of a store: held by the forward, leased by the backward, saved in the graph by block.
+"""Weights of a layer in a block of a store. The forward and the backward lease the block while they use the weights.
 
-The engine binds leased weights to a module for one visit, because it runs each unit's forward itself
-(``megatrain.engine.bound_unit.BoundUnit``). Here the user's code runs, and the user's optimizer has the parameters. So
-the parameters stay the same objects, absent or present, and the graph refers to saved weights by block.
+The engine runs each unit's forward, so it binds leased weights to a module for one visit
+(``megatrain.engine.bound_unit.BoundUnit``). In an offloaded module, the user's code runs and the user's optimizer has
+the parameters. The parameters therefore stay the same objects, and the graph saves a reference to the block instead of
+the weights.
 """
 
 from __future__ import annotations
@@ -29,42 +30,42 @@ from tiered import Mode, TieredStore, checksum
 
 
 class WeightInUseError(RuntimeError):
-    """Code outside of a module keeps, or changed, the module's weights in a way that the store cannot handle."""
+    """The weights of a module were used or changed at a time or in a way that the store does not support."""
 
 
 class WeightOwner(Protocol):
-    """The module that owns a weight block. ``window``: leases of its backward, possibly of this block."""
+    """Interface of the module that owns a weight block. ``window`` contains the leases of the module's backward."""
 
     window: BackwardWindow
 
     def provide(self, block: WeightBlock) -> bool:
-        """Hold a block for code that reads weights outside of their module; return whether that is possible."""
+        """Hold a block for code that reads weights outside of their module. Return False if that is impossible."""
 
     def recover(self) -> None:
-        """Release leases of forwards that ended without running their hooks."""
+        """Release the leases of forwards that ended without running their hooks."""
 
 
-#: Address of leased memory -> the block whose weights it holds.
+#: Held blocks by address of their leased memory.
 _HELD: dict[int, WeightBlock] = {}
 
 
 class WeightBlock:
-    """The parameters of one layout: one flat block, and, while it is held, one view of its slot per parameter.
+    """Block with the parameters of one layout. While the block is held, each parameter is a view of its slot.
 
-    Held by the forward of every module that uses it, and leased by the backward. Used by one thread at a time.
+    The forward of every module that uses the block holds it, and the backward leases it. Used by one thread at a time.
 
     Args:
-        key: key of its block, which is registered here.
-        parameters: by their name in the layout.
-        homes: allowed tiers, preferred first.
+        key: Key of the block, which the constructor registers.
+        parameters: Parameters by name in the layout.
+        homes: Allowed home tiers, preferred first.
         access: Leases and fills the blocks of the module.
 
     Attributes:
-        gradients: gradients of its parameters; None if they are frozen.
-        missing: names of parameters without values: created on the meta device and not loaded yet.
-        owner: the module; None until it is complete.
-        updater: the optimizer's group; None without an optimizer.
-        version: number of changes of the weights, including due updates.
+        gradients: Gradients of the parameters; None if the parameters are frozen.
+        missing: Names of parameters without values, which were created on the meta device and are not loaded yet.
+        owner: Offloaded module; None until the module is complete.
+        updater: Group of the optimizer; None without an optimizer.
+        version: Number of changes of the weights, including deferred updates.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class WeightBlock:
         self._num_references = 0
         self._versions: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
-        self._checksums: dict[str, str] = {}  # of weights that may change without autograd's knowledge
+        self._checksums: dict[str, str] = {}  # checksums of weights that may change without autograd's knowledge
         self.home = shared_state(store).register(key, access.num_elements(layout), dtype, homes, durable=True)
         self.missing = set(parameters)
 
@@ -100,9 +101,9 @@ class WeightBlock:
         return self._names[id(parameter)]
 
     def take_over(self) -> None:
-        """Move the parameters' values into the block, freeing each parameter's memory after its copy.
+        """Move the parameters' values to the block, and free each parameter's memory after copying it.
 
-        Parameters on the meta device have no values, and are missing until the block is filled.
+        Parameters on the meta device have no values, so they are ``missing`` until the block is filled.
         """
         self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
         if len(self.missing) == len(self.parameters):
@@ -118,7 +119,7 @@ class WeightBlock:
         self._evict()
 
     def filling(self) -> AbstractContextManager[Tensor]:
-        """Return a context with zeros of the layout's length; values written there become the block."""
+        """Return a context that yields a flat tensor of zeros. Its values on exit become the contents of the block."""
         return self.access.filling(self.key, self.layout, self.dtype)
 
     def filled(self) -> None:
@@ -137,7 +138,7 @@ class WeightBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the parameters are present."""
+        """Whether the parameters are present in memory."""
         return self._lease is not None
 
     @past_modes
@@ -145,11 +146,11 @@ class WeightBlock:
         """Make the parameters present until the same number of ``release`` calls.
 
         Args:
-            is_watched: also detect changes without autograd's knowledge, through ``data`` or numpy.
+            is_watched: Whether to detect changes that autograd does not see, such as changes through ``data`` or numpy.
 
         Raises:
-            CapacityError: the compute tier is too small for the unit.
-            WeightInUseError: not loaded yet, or requested for writing while held for reading.
+            CapacityError: The compute tier is too small for the unit.
+            WeightInUseError: Parameters are not loaded yet, or ``mode`` is "rw" while the block is held for reading.
         """
         if self._num_holders == 0:
             if self.updater is not None:
@@ -165,18 +166,20 @@ class WeightBlock:
                 make_present(parameter, values)
                 self._versions[name], self._addresses[name] = parameter._version, parameter.data_ptr()
         elif mode == "rw" and self._lease is not None and self._lease.mode == "r":
-            raise WeightInUseError(f"{self.layout.name} is read by its forward now; change its weights before or after")
+            raise WeightInUseError(
+                f"{self.layout.name} is in use by its forward. Change its weights before or after it"
+            )
         self._num_holders += 1
 
     @past_modes
     def release(self, *, is_failing: bool = False) -> None:
-        """Undo one ``hold``; after the last one the parameters are absent again.
+        """Undo one ``hold`` call. After the last ``release``, the parameters are absent again.
 
         Args:
-            is_failing: another error is being raised, so report no further one.
+            is_failing: Whether another error is being raised, so that this method must not raise.
 
         Raises:
-            WeightInUseError: weights were changed during a hold for reading, or a view of a copy outlives the hold.
+            WeightInUseError: Weights were changed while they were held for reading, or a view of a copy still exists.
         """
         self._num_holders -= 1
         if self._num_holders:
@@ -195,18 +198,18 @@ class WeightBlock:
         else:
             lease.release()
         if changed and mode == "r" and is_copy:
-            self.access.drop(self.key)  # a lease for reading is not written back
+            self.access.drop(self.key)  # changes during a read-only lease are not written back
         elif changed:
             self.changed(changed)
         if changed and mode == "r" and not is_failing:
             raise WeightInUseError(
-                f"{sorted(changed)[0]} was changed while held for reading: the change would be lost. "
+                f"{sorted(changed)[0]} was changed while it was held for reading, so the change would be lost. "
                 "Use `with megatrain.gathered(module, writable=True):`"
             )
         if is_shared and not is_failing:
             raise WeightInUseError(
-                f"something keeps a view of the weights of {self.layout.name} after its forward; other weights will "
-                "overwrite it. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
+                f"a view of the weights of {self.layout.name} still exists after its forward, but other weights will "
+                "overwrite its memory. Use a clone, or leave the module out: megatrain.offload(..., leave=[...])"
             )
 
     def _changes(self, lease: WeightLease) -> frozenset[str]:
@@ -226,36 +229,36 @@ class WeightBlock:
         return frozenset(changed)
 
     def check_frozen(self) -> None:
-        """Raise for trained parameters that were frozen when they were offloaded, as they have no gradient block.
+        """Raise an error for trained parameters that have no gradient block, because they were offloaded as frozen.
 
         Raises:
-            WeightInUseError: there is such a parameter.
+            WeightInUseError: A trained parameter was frozen when it was offloaded.
         """
         if self.gradients is None:
             for name, parameter in self.parameters.items():
                 if parameter.requires_grad:
                     raise WeightInUseError(
-                        f"{name} was frozen when it was offloaded, so the store has no room for its gradient: set "
-                        "requires_grad before megatrain.offload, and freeze afterwards what is not to be trained yet"
+                        f"{name} was frozen when it was offloaded, so the store has no space for its gradient. Set "
+                        "requires_grad before megatrain.offload, and freeze parameters afterwards"
                     )
 
     def note_data_taken(self, parameter: nn.Parameter) -> None:
-        """Watch a held parameter whose ``data`` was accessed, because it may be written to."""
+        """Watch a held parameter for changes after its ``data`` was accessed."""
         name = self.name_of(parameter)
         if self._lease is not None and name not in self._checksums:
             self._checksums[name] = _checksum(views(self._lease.tensor, self.layout)[name])
 
     def prepare_update(self) -> None:
-        """Release leases left over from a backward, before an optimizer changes the weights.
+        """Release remaining leases of the backward before an optimizer changes the weights.
 
         Raises:
-            WeightInUseError: the weights are held, or a graph still uses them.
+            WeightInUseError: The weights are held, or a graph still uses them.
         """
         if self._lease is not None and self.owner is not None:
             self.owner.recover()
         if self._lease is not None:
             raise WeightInUseError(
-                f"the weights of {self.layout.name} are held now, and cannot be updated: step outside of "
+                f"the weights of {self.layout.name} are in use and cannot be updated. Step outside of "
                 "megatrain.gathered and of the module's forward"
             )
         if self.owner is not None:
@@ -266,7 +269,7 @@ class WeightBlock:
         self._versions[self.name_of(parameter)] = parameter._version
 
     def changed(self, names: frozenset[str]) -> None:
-        """Record a change of these parameters that was not an update."""
+        """Record a change of these parameters by other code than the optimizer."""
         self.version += 1
         self.missing -= set(names)
         shared_state(self.store).num_changes += 1
@@ -274,7 +277,7 @@ class WeightBlock:
             self.updater.weights_changed(names)
 
     def lease(self) -> WeightLease:
-        """Return a lease for the backward, which the caller releases; parameters stay absent."""
+        """Return a lease for the backward, which the caller releases. The parameters stay absent."""
         return self._acquire("r")
 
     def provide(self) -> bool:
@@ -283,13 +286,13 @@ class WeightBlock:
 
     @property
     def held(self) -> Tensor | None:
-        """The flat weights, while held."""
+        """Flat weights while the block is held, otherwise None."""
         return None if self._lease is None else self._lease.tensor
 
     def _acquire(self, mode: Literal["r", "rw"]) -> WeightLease:
         if self.missing and mode == "r":
             raise WeightInUseError(
-                f"{sorted(self.missing)[0]} has no numbers yet: the model was made on the meta device. "
+                f"{sorted(self.missing)[0]} has no values yet, because the model was created on the meta device. "
                 "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
             )
         how: Mode = "w" if len(self.missing) == len(self.parameters) else mode
@@ -297,19 +300,19 @@ class WeightBlock:
 
 
 def block_of(parameter: Tensor) -> WeightBlock | None:
-    """Return the block that holds a parameter, or None if it is not in a store."""
+    """Return the block that stores a parameter, or None if the parameter is not in a store."""
     return cast("WeightBlock | None", holder_of(parameter))
 
 
 def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
-    """Release every block, even if a release raises."""
+    """Release every block, even if one release raises an error."""
     with ExitStack() as stack:
         for block in blocks:
             stack.callback(block.release, is_failing=is_failing)
 
 
 def block_under(tensor: Tensor) -> WeightBlock | None:
-    """Return the held block that a tensor is a view of, or None."""
+    """Return the held block whose memory a tensor views, or None."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     block = _HELD.get(_address(tensor))
@@ -321,14 +324,14 @@ def _address(tensor: Tensor) -> int:
 
 
 def references(tensor: Tensor) -> int:
-    """Return the number of tensors that share the memory of this one."""
+    """Return the number of tensors that share the memory of ``tensor``."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 
 def _trim_heap() -> None:
-    """Return the memory of freed parameters to the system, because the C library would keep blocks of a few MB."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    """Return freed memory to the system, because the C library keeps freed parameters of a few MB in its heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
     if trim is not None:
         trim(0)
 
@@ -340,7 +343,7 @@ def _checksum(values: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SavedWeight(SavedTensor):
-    """A view of a weight block, without its memory. ``version`` is the block's version when it was saved."""
+    """A saved view of a weight block, without its memory. ``version`` is the block's version when it was saved."""
 
     window: BackwardWindow
     block: WeightBlock
@@ -353,17 +356,17 @@ class _SavedWeight(SavedTensor):
         if self.block.version != self.version:
             raise RuntimeError(
                 f"the weights of {self.block.layout.name}, needed for gradient computation, have been changed by an "
-                "optimizer's step or otherwise since the forward: run the forward again"
+                "optimizer's step or by other code since the forward. Run the forward again"
             )
         weights = self.window.weights(self.block)
         return weights.as_strided(self.size, self.stride, weights.storage_offset() + self.offset)
 
 
 class BackwardWindow:
-    """Leases of the backward: a unit's weights stay while its nodes run, until another unit's are needed.
+    """Leases of the backward. A unit's weights stay leased until the backward needs the weights of another unit.
 
-    A node drops its weights after it has run. The number of tensors over their memory shows this, so a lease never ends
-    under a node that still computes. Used by the thread that runs autograd.
+    A graph node drops its weights after it has run. The number of tensors that share the memory shows whether a node
+    still uses it, so leases in use never end. Used by the thread that runs autograd.
     """
 
     def __init__(self, order: UseOrder) -> None:
@@ -371,7 +374,7 @@ class BackwardWindow:
         self._open: OrderedDict[WeightBlock, tuple[WeightLease, int]] = OrderedDict()
 
     def weights(self, block: WeightBlock) -> Tensor:
-        """Return the flat weights of a block, valid as long as a view of them exists."""
+        """Return the flat weights of a block, which stay valid while a view of them exists."""
         if block.held is not None:
             return block.held
         if block not in self._open:
@@ -384,25 +387,25 @@ class BackwardWindow:
         return self._open[block][0].tensor
 
     def close_unused(self) -> None:
-        """Release the leases of weights that no tensor views any more."""
+        """Release the leases of weights without remaining views."""
         for block, (lease, num_references) in list(self._open.items()):
             if references(lease.tensor) <= num_references:
                 del self._open[block]
                 lease.release()
 
     def close(self, block: WeightBlock) -> None:
-        """Release the lease of one block, before it changes.
+        """Release the lease of a block before the block changes.
 
         Raises:
-            WeightInUseError: a graph still uses its weights.
+            WeightInUseError: A graph still uses the weights.
         """
         if block not in self._open:
             return
         lease, num_references = self._open[block]
         if references(lease.tensor) > num_references:
             raise WeightInUseError(
-                f"a retained graph (create_graph=True) still uses the weights of {block.layout.name}: drop what "
-                "was computed with it before they are updated"
+                f"a retained graph (create_graph=True) still uses the weights of {block.layout.name}. Delete its "
+                "results before the weights are updated"
             )
         del self._open[block]
         lease.release()
@@ -411,14 +414,14 @@ class BackwardWindow:
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.close_unused)
         except RuntimeError:
-            return  # a saved tensor is read outside of a backward: the next use closes the lease
+            return  # no backward is running, so the next use closes the lease
 
 
 def weight_hooks(window: BackwardWindow) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return saved-tensor hooks for one forward of a unit or of a whole offloaded module: weights are saved by block.
+    """Return saved-tensor hooks for a forward of a unit or of an offloaded module, which save weights by block.
 
-    All other tensors go to the outer hooks: of ``offload_activations``, of ``torch.utils.checkpoint``, or of the
-    user.
+    All other tensors are passed to the outer hooks, such as hooks of ``offload_activations``,
+    ``torch.utils.checkpoint`` or the user.
     """
     outer = outer_hooks()
 

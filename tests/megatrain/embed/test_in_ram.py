@@ -85,7 +85,7 @@ def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: 
         for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
             found, exact = optimizer.state[mine]["exp_avg"], reference.state[other]["exp_avg"]
             assert float((found - exact).abs().max()) <= rounding / 2 * float(exact.abs().max())
-        with pytest.raises(ValueError, match='state_dtype="fp8": there are float32, bfloat16, int8'):
+        with pytest.raises(ValueError, match='state_dtype="fp8": pass one of float32, bfloat16, int8'):
             TieredAdamW(plain.parameters(), store=store, name="other", state_dtype="fp8")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="has no state_dtype"):
             TieredAdafactor(plain.parameters(), store=store, name="other", state_dtype="int8")

@@ -111,7 +111,7 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
                 (module.parameters(), {}, r"parameter number 1 of this group has the shape \(16,\)"),
                 ([module[0].weight], {"momentum": 1.0}, "momentum=1.0"),
                 ([module[0].weight], {"ns_steps": 100}, "ns_steps=100"),
-                ([module[0].weight], {"ns_coefficients": (1.0, 2.0)}, "give three numbers"),
+                ([module[0].weight], {"ns_coefficients": (1.0, 2.0)}, "pass three numbers"),
                 ([module[0].weight], {"adjust_lr_fn": "other"}, 'adjust_lr_fn="other"'),
                 ([module[0].weight], {"state_dtype": "int8"}, "no state_dtype"),
                 ([module[0].weight], {"lr": -1.0}, "lr=-1.0"),

@@ -588,7 +588,7 @@ def test_a_second_step_without_a_backward_warns(place: str, tmp_path: Path) -> N
         run_backward(module, x, 1.0)
         optimizer.step()
         after = {name: numbers.clone() for name, numbers in module.state_dict().items()}
-        with pytest.warns(UserWarning, match="without a backward since the step before"):
+        with pytest.warns(UserWarning, match="without a backward since the last step"):
             optimizer.step()
         assert all(torch.equal(numbers, after[name]) for name, numbers in module.state_dict().items())
         run_backward(module, x, 1.0)
