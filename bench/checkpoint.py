@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,7 +56,7 @@ SHARES = {"ram0": (0.0, 0.0), "ram10": (0.1, 0.0), "ram100": (1.0, 0.0), "change
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     default = "0.1,0.4" if arguments.quick else "0.5,2,8"
     sizes = sorted(float(text) for text in (arguments.sizes or default).split(","))
@@ -138,7 +138,7 @@ class Costs:
         return round_up(int(size * 1e9) // num_blocks, PAGE_BYTES) * num_blocks
 
     def _measure(self, size: float, share: str, num_blocks: int, name: str) -> bool:
-        """Commit one state and print the rows; False if it does not fit this machine."""
+        """Commit one state and print the rows. Return False if the state does not fit this machine."""
         in_ram, _ = SHARES[share]
         nbytes = self._nbytes(size, num_blocks)
         ram_bytes, disk_bytes = int(in_ram * nbytes) + _SPARE_RAM_BYTES, 3 * nbytes
@@ -221,7 +221,7 @@ class State:
             lease.tensor.fill_(self._turn % 251)
 
     def commit(self, *, rewrite: bool = False) -> Cost:
-        """Commit and wait for the end."""
+        """Commit, and wait until the commit is complete."""
         if rewrite:
             self.rewrite()
         for key in self._changed:
@@ -287,7 +287,7 @@ class Stall(RunObserver):
 
     def _print_results(self, name: str) -> None:
         row = self._report.row
-        ends = [*range(self.CYCLE - 1, len(self._ends_s), self.CYCLE)]  # steps that a save follows; the last: the end
+        ends = [*range(self.CYCLE - 1, len(self._ends_s), self.CYCLE)]  # last step of each cycle, which a save follows
         periods = [after - before for before, after in pairwise(self._ends_s)]
         quiet_s = statistics.median(
             second for start in ends[:-1] for second in periods[start + self.CYCLE // 2 : start + self.CYCLE]

@@ -1,4 +1,4 @@
-"""Rows of all benches: one JSON object per line, each with the same header, so that a line is complete."""
+"""Rows of all benches: one JSON object per line, each with the full header, so that each line is self-contained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 def hardware() -> dict[str, Any]:
     """Return the processor, CPUs this process may use, threads of torch, RAM in bytes, and the GPU or null."""
-    from megatrain.machine.profiles import cpu_name  # not at the top: workers that measure memory import this file
+    from megatrain.machine.profiles import cpu_name  # imported late, because memory workers import this file
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this tree, with "+" after it if files differ from it; "unknown" outside git."""
+    """Return the commit of this tree, followed by "+" if files differ from the commit; "unknown" outside git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + (

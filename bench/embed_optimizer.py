@@ -88,7 +88,7 @@ class Side:
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     num_micro_batches, rows, length = step_shape(arguments.tokens)
     assert num_micro_batches == 1, "one micro-batch: the optimizer does not see accumulation"

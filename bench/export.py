@@ -33,7 +33,7 @@ from megatrain.training.resolve import resolve_checkpoint
 from megatrain.training.trainer import Trainer
 
 NUM_STEPS = 10
-#: Differences of logits that another order of additions explains: another number of rows, another kernel.
+#: Largest difference of logits that a different order of additions can cause (number of rows, kernel).
 TOLERANCE = 2e-4
 TARGET_RAM_SHARE = 0.5
 
@@ -66,7 +66,7 @@ path = "state"
 size = "12GiB"
 """
 
-#: Runs in a fresh process: logits of an exported folder for the ids in a file.
+#: Program for a separate process that computes the logits of an exported folder for the ids in a file.
 LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -148,7 +148,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def claim(target: float, value: float, is_claimed: bool) -> dict[str, Any]:
-    """Return the claim of a row, or an empty one."""
+    """Return the claim of a row, or an empty claim."""
     return {"target": target, "ok": value <= target} if is_claimed else {}
 
 
@@ -188,7 +188,7 @@ def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tenso
 
 
 def export(folder: Path, out: Path) -> int:
-    """Export the newest checkpoint with the command; return the peak of its resident memory in bytes."""
+    """Export the newest checkpoint with the command, and return its peak resident memory in bytes."""
     text = run([sys.executable, "-c", EXPORT, "export", str(folder / "out"), str(out), "--dtype", "float32"])
     return 1024 * int(text.split("peak")[-1].split()[0])
 

@@ -34,7 +34,7 @@ TARGET_MOVED, TARGET_COSINE = 0.99, 0.999
 WEIGHT_STD, NOISE_STD, BATCH_ROWS = 0.02, 0.5, 64
 BETAS, EPS = (0.9, 0.95), 1e-8
 
-Weights = tuple[Tensor, Tensor]  # fp32 before and after
+Weights = tuple[Tensor, Tensor]  # fp32 weights before and after training
 Gradient = Callable[[Tensor, int], Tensor]  # of bf16 weights and the number of a step, in fp32
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -214,10 +214,10 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process to its end or its deadline; return its results, and the reason of a failure.
+        """Run a side's process until it ends or reaches its deadline. Return its results and the reason of a failure.
 
         Args:
-            num_left: sides of the part that have not run, including this one: they share the time.
+            num_left: Number of sides of the part that have not run, including this one. They share the remaining time.
         """
         budget_s = max(LEAST_S, (self.deadline_s - time.monotonic()) / num_left)
         job = self._job(side, budget_s)
@@ -301,6 +301,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(TerminatedError):  # while no side ran: everything is printed
+    with contextlib.suppress(TerminatedError):  # no side was running, so everything is printed
         sys.exit(main())
     sys.exit(128 + signal.SIGTERM)

@@ -98,7 +98,7 @@ TEMPLATE = (
 
 @dataclass
 class Run(RunObserver):
-    """Figures of one side, step by step; ``tests``: step -> loss of the test answers."""
+    """Measurements of one side by step. ``tests`` has the loss of the test answers by step."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)

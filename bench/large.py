@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -98,7 +98,7 @@ _QUICK_MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_to
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = step_shape(arguments.tokens or ("1x1x64" if arguments.quick else "1x1x128"))
@@ -127,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Case:
-    """One model: its folder, the plain loss, and the run."""
+    """One model: its folder, its loss in plain PyTorch, and its run."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -152,8 +152,8 @@ class Case:
         with Large(config, NUM_STEPS, plan=plan) as side:
             peak = high_water_bytes()
             self._print_start(side, plan, weights)
-            forget_high_water()  # the drive's rate was measured with other buffers
-            for path in self._model.glob("*.safetensors"):  # its room is needed for gradients
+            forget_high_water()  # measuring the drive's rate used other buffers
+            for path in self._model.glob("*.safetensors"):  # gradients need its disk space
                 path.unlink()
             losses = [self._step(side, micro_batches, number) for number, micro_batches in enumerate(rows)]
             side.finish()
@@ -200,7 +200,7 @@ class Case:
         )
 
     def _fitting(self) -> tuple[RunConfig, Plan]:
-        """Return the config with the requested RAM tier, or the least that works; the drive likewise."""
+        """Return the config with the requested sizes of RAM tier and drive, or else the smallest sizes that work."""
         sizes = {"ram": "1MiB" if self._arguments.quick else self._arguments.ram}
         while True:
             config = self._config(sizes)

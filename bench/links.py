@@ -40,7 +40,7 @@ Rates = Mapping[str, Sequence[float]]
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     report = Report("links", as_json=arguments.json, tokens_per_step=None)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
@@ -112,7 +112,7 @@ class BlockSize:
         sides: list[Side] = []
         for name, make in self._makers(raw).items():
             try:
-                with redirect_stdout(sys.stderr):  # DeepSpeed prints, and standard output is for rows
+                with redirect_stdout(sys.stderr):  # DeepSpeed prints, but standard output is only for rows
                     side = make()
             except (SkippedError, ImportError) as error:
                 self._skipped[name] = str(error)

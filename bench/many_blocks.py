@@ -37,7 +37,7 @@ _NUM_PARTS = 10
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="2,000 blocks and 50 checkpoints")

@@ -1,4 +1,4 @@
-"""Parameters per second of our update, the memory's ceiling, torch, DeepSpeed, and the chains of trainers.
+"""Parameters per second of our update, of a memory-bound ceiling, of torch, of DeepSpeed and of trainers' chains.
 
     python bench/optimizer.py --json
     python bench/optimizer.py --quick                 # a few seconds
@@ -54,7 +54,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     report = Report("optimizer", as_json=arguments.json, tokens_per_step=None)
     clip.warm_up()

@@ -1,4 +1,4 @@
-"""Gain of overlapped updates: steps as the engine takes them, and steps whose updates are a phase at the end.
+"""Gain of overlapped updates: normal steps of the engine, and steps whose updates all run at the end.
 
     python bench/overlap.py --json
     python bench/overlap.py --quick           # a minute, a small model
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -57,7 +57,7 @@ ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "act
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,7 +56,7 @@ class Reality:
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     cases = QUICK_CASES if arguments.quick else CASES
     wanted = arguments.only.split(",") if arguments.only else list(cases)
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Comparison:
-    """One case: its plan, its run, and the rows about both."""
+    """One case: its plan, its run, and the rows that compare them."""
 
     def __init__(
         self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report, with_doctor: bool

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -111,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
 def compare(name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report) -> None:
     """Print the plan of a case, the memory of its run, and their ratio."""
     config = write_config(case, folder, text, num_steps)
-    if not case.model.get("train_from_scratch", True):  # adapters of a model that has weights
+    if not case.model.get("train_from_scratch", True):  # the case trains adapters of a model with weights
         write_weights(folder / "model")
         config.write_text(config.read_text(encoding="utf-8") + LORA, encoding="utf-8")
     plan = json.loads(command("-m", "megatrain_tier_cli", "plan", config, "--json"))
@@ -134,7 +134,7 @@ def write_weights(folder: Path) -> None:
 
 
 def command(*words: object) -> str:
-    """Run Python in a separate process; return its output."""
+    """Run Python in a separate process and return its output."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A world of ranks for `ranks.py`: processes of this machine that take the same steps together, all timed."""
+"""A world of ranks for `ranks.py`: processes of this machine that run the same steps together and are timed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _run_rank(world: World, meeting: str, answer: Connection, *arguments: Any) -
     except BaseException:
         answer.send_bytes(pickle.dumps(traceback.format_exc()))
     answer.close()
-    os._exit(0)  # destroying a group of gloo may wait for itself
+    os._exit(0)  # destroying a gloo group can deadlock
 
 
 def _steps(world: World, config: RunConfig, num_warm: int, num_steps: int) -> RankSteps:

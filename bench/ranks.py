@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # of each rank, and of the single process
@@ -54,7 +54,7 @@ MACHINE = "8xh100-2tb"
 PARTS = ("steps", "plans")
 PLACEMENTS = ("ram", "nvme")
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}
-#: Lanes of all worlds, so that their sums are equal.
+#: Number of lanes in all worlds. It is the same, so that all worlds compute the same sums.
 LANES = 4
 TARGET_CPU, TARGET_EFFICIENCY, FROM_TOKENS = 1.15, 0.9, 16_384
 LENGTH = 4096
@@ -84,7 +84,7 @@ PLANNED = (PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_5
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -254,7 +254,7 @@ class Plans:
         self._prefix = f"{Path(planned.model).name}.{planned.num_hosts}x{planned.per_host}"
 
     def run(self) -> None:
-        """Plan, replay and print."""
+        """Plan and replay the cases, and print their rows."""
         planned = self._planned
         for tokens in planned.tokens_per_gpu:
             name = f"{self._prefix}.{tokens}"

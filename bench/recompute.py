@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -59,7 +59,7 @@ WHOLE, FULL, SELECTIVE, NVME, NONE = "whole", "full", "selective", "nvme", "none
 STREAMED, FILLED = "streamed", "filled"
 OURS = (WHOLE, FULL, SELECTIVE, NVME, NONE, STREAMED, FILLED)
 PLAIN, CHECKPOINTED = "plain", "checkpointed"
-#: Ratio of step seconds -> its target (design of decisions 0080 and 0081).
+#: Targets for ratios of step seconds, from decisions 0080 and 0081.
 TARGETS = {
     (FULL, WHOLE): 0.96,
     (SELECTIVE, WHOLE): 0.90,
@@ -75,7 +75,7 @@ Rounds = Sequence[Mapping[str, StepTimes]]
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -117,11 +117,11 @@ def without_dead_results(plan: Plan) -> Plan:
 
 
 class Bench:
-    """The sides, their rounds, and their rows."""
+    """Comparison of all sides in rounds, with the resulting rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
-        left_out = set(arguments.without.split(",")) - {"", WHOLE, FULL}  # the others are compared with these two
+        left_out = set(arguments.without.split(",")) - {"", WHOLE, FULL}  # all other sides are compared with these two
         self._ours = tuple(name for name in OURS if name not in left_out)
         self._plain = tuple(name for name in (CHECKPOINTED, PLAIN) if name not in left_out)
 

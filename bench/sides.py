@@ -253,11 +253,11 @@ class Ours:
 
 
 class Plain:
-    """Plain PyTorch: the Hugging Face model whole in RAM, accumulation, fused AdamW.
+    """Side with plain PyTorch: the whole Hugging Face model in RAM, gradient accumulation and fused AdamW.
 
     Args:
-        config: model, optimizer and its values.
-        checkpointing: run every layer again in the backward; else all activations are kept.
+        config: Config with the model and the optimizer.
+        checkpointing: Whether the backward recomputes every layer. If False, all activations are kept.
     """
 
     def __init__(self, config: RunConfig, *, checkpointing: bool = True) -> None:

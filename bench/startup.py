@@ -29,7 +29,7 @@ from bench.common import QUICKSTART, ROOT, Report
 COMMANDS: Mapping[str, Sequence[str]] = {
     "report": ("report", "outputs/first"),
     "preview": ("data", "preview", "-n", "1", "first.toml"),
-    # A separate folder: an older tree may not know all keys of a newer tree's run.
+    # Use a separate folder, because an older tree may not know all keys of a newer tree's run.
     "plan": ("plan", "first.toml", "--set", "output_dir=outputs/new"),
     "check": ("check", "first.toml", "--set", "output_dir=outputs/new"),
 }

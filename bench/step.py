@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as `import megatrain` sets it, but torch comes first here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -55,7 +55,7 @@ Rounds = Sequence[Mapping[str, StepTimes]]
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row that is not about time is not ok."""
+    """Run the bench. Return 1 if a row fails that is not about time."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     model = model_folder(arguments)
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
-    """Return the requested folder, else SmolLM2-135M if it was fetched, else the tiny model."""
+    """Return the requested folder, else SmolLM2-135M if it was downloaded, else the tiny model."""
     if arguments.model is not None:
         return Path(arguments.model)
     fetched = QUICKSTART / "smollm2-135m"
@@ -188,7 +188,7 @@ class Bench:
                 self._report.row(f"{name}.{part}", seconds, "s")
 
     def _print_usage(self, rounds: Rounds) -> None:
-        """Print processor time and page faults of a step of each side."""
+        """Print the CPU time and the page faults of a step of each side."""
         has_targets = (self._model.name, self._tokens, self._arguments.ram) == USAGE_CASE
         for name in SIDES:
             for counter, unit in UNITS_OF_USAGE.items():
@@ -226,7 +226,7 @@ class Bench:
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
 
     def _print_memory(self, configs: Mapping[str, RunConfig]) -> None:
-        """Print the memory of a process that takes steps as one side: its peak, and before the model is made."""
+        """Print the memory of a process that runs the steps of one side: the peak, and before the model exists."""
         context = multiprocessing.get_context("spawn")
         for name, config in configs.items():
             with context.Pool(1) as pool:

@@ -34,7 +34,7 @@ from bench.compare.worker import Job
 from bench.compare.zero3 import state_memory
 from megatrain.optim.threads import default_num_threads
 
-#: Least ratio of DeepSpeed's step and our step, with our smallest RAM tier and with an equally large one.
+#: Minimum ratio of DeepSpeed's step time to our step time, with our smallest RAM tier and with DeepSpeed's RAM.
 TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
 #: Both compute in bf16, in different orders.
 LOSS_TOLERANCE = 1e-2
@@ -127,7 +127,7 @@ def make_model(folder: Path, *, quick: bool) -> list[int]:
 
 
 class Comparison:
-    """The sides, their rounds, and their rows."""
+    """Comparison of all sides in rounds, with the resulting rows."""
 
     def __init__(
         self, scratch: Path, model: Path, sizes: Sequence[int], arguments: argparse.Namespace, report: Report

@@ -59,7 +59,7 @@ TARGET_DIFFERENCE = 1e-5
 #: Shares of the weights: our RAM tier, and the least and the most memory for accelerate.
 TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
-#: Turns without measurement, in which the memory of a process grows, and values of `max_memory` to try.
+#: Number of unmeasured turns, in which the memory of a process grows, and number of `max_memory` values to try.
 NUM_WARM_TURNS, NUM_TRIALS = 2, 3
 #: Readers that measure the drive's rate.
 PART_BYTES, NUM_READERS = 4 << 20, 4
@@ -116,7 +116,7 @@ def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
     config = scoring_config(replace(job, ram_bytes=1 << 40), Path(job.folder) / "rows")
     plan = plan_scoring(config)
     wanted = num_passes * num_micro_batches * rows
-    size = 6 * wanted * length  # characters: more than its tokens
+    size = 6 * wanted * length  # number of characters, which exceeds the number of tokens
     while True:
         Path(job.text).write_text(text[:size], encoding="utf-8")
         loader = Scorer(config, plan=plan).make_loader()
@@ -144,7 +144,7 @@ def with_enough_ram(job: ForwardJob) -> ForwardJob:
 
 
 def read_rate(model: Path) -> float:
-    """Return bytes per second of only reading a model's files past the kernel's cache."""
+    """Return the bytes per second of reading a model's files without the page cache."""
     parts = [
         (path, start) for path in model.glob("*.safetensors") for start in range(0, path.stat().st_size, PART_BYTES)
     ]
@@ -167,7 +167,7 @@ def read_rate(model: Path) -> float:
 
 
 class Comparison:
-    """The sides, their rounds, and their rows."""
+    """Comparison of all sides in rounds, with the resulting rows."""
 
     def __init__(self, scratch: Path, arguments: argparse.Namespace, report: Report) -> None:
         self._scratch, self._report = scratch, report
@@ -178,7 +178,7 @@ class Comparison:
         self._weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         for path in model.glob("*.safetensors"):
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # else the kernel has to keep it in memory
+                os.fsync(file.fileno())  # dirty pages would stay in memory
         text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
         prompts = tuple(text[2000 * number :][: 24 + 8 * number] for number in range(arguments.prompts))
         Path(scratch, OURS).mkdir()

@@ -95,7 +95,7 @@ class ForwardSide(Protocol):
 
 def main() -> None:
     """Answer each line of standard input, a turn, with a line of JSON, until the input ends."""
-    # Libraries print to standard output: redirect it to the log, so that only this program has the pipe.
+    # Libraries print to standard output, so redirect it to the log and keep the pipe for this program.
     with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), RESULT_FD)
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -117,14 +117,14 @@ def main() -> None:
 
 
 def drop_cached(model: Path) -> None:
-    """Drop a model's weights from the kernel's cache, except the pages that a process has mapped."""
+    """Drop a model's weights from the page cache, except pages that a process has mapped."""
     for path in model.glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_into_cache(model: Path) -> None:
-    """Read a model's weights into the kernel's cache."""
+    """Read a model's weights into the page cache."""
     for path in model.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:
             memory = bytearray(16 << 20)
@@ -145,7 +145,7 @@ class OursSide:
         return {"version": transformers.__version__}
 
     def take(self, turn: Turn) -> Outcome:
-        """Score the text, or continue the prompts."""
+        """Score the text or continue the prompts, depending on the job."""
         return self._score() if turn.task == "score" else self._generate()
 
     def _score(self) -> Outcome:
@@ -205,7 +205,7 @@ def generator(job: ForwardJob) -> Any:
 
 
 class AccelerateSide:
-    """transformers with a device map: weights beyond ``max_memory`` are read from the folder at every forward."""
+    """Side with transformers and a device map, which reads weights beyond ``max_memory`` at every forward."""
 
     def __init__(self, job: ForwardJob) -> None:
         import accelerate
@@ -264,7 +264,7 @@ class AccelerateSide:
             rows = {name: part[first : first + rows_per_forward] for name, part in batch.items()}
             labels = rows.pop("labels")[:, 1:]
             logits = self._model(**rows, use_cache=False).logits[:, :-1]
-            for scores, row in zip(logits, labels, strict=True):  # row by row: log_softmax makes a copy
+            for scores, row in zip(logits, labels, strict=True):  # one row at a time, because log_softmax copies it
                 asked = row != IGNORED_LABEL
                 found = scores.log_softmax(-1)[asked].gather(1, row[asked].unsqueeze(1))
                 total += float(found.sum(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Our side of a comparison: the engine with its state on NVMe and a RAM tier little above the least that works."""
+"""Our side of a comparison: the engine with its state on NVMe and a RAM tier slightly above the minimum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OursSide:
         }
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Take steps. Updates happen during the next step; the last write-backs are awaited (settle)."""
+        """Run steps. Each update happens during the next step, and the side waits for the last write-backs (settle)."""
         times = self._ours.steps(batches, LEARNING_RATE)
         return Steps(times.total_s, times.parts_s, times.loss)
 
@@ -64,7 +64,7 @@ def least_ram_bytes(job: Job) -> int:
 
 
 def nvme_config(job: Job) -> RunConfig:
-    """Return the config of a run whose RAM tier is the job's, or a quarter above the least that works."""
+    """Return the config of a run with the job's RAM tier, or with a RAM tier a quarter above the minimum."""
     return _config(job, job.ram) if job.ram else with_tight_ram(partial(_config, job))
 
 
@@ -85,6 +85,6 @@ def _config(job: Job, ram: str) -> RunConfig:
     }
     for table, values in (job.overrides or {}).items():
         tables[table] = {**tables.get(table, {}), **values}
-    no_text = Path(job.model) / "config.json"  # the config needs a text file; these steps get their tokens directly
-    # By the plan, as by default, because DeepSpeed also keeps its activations.
+    no_text = Path(job.model) / "config.json"  # the config requires a text file, but these steps do not read it
+    # Let the planner decide the recompute, as by default, because DeepSpeed also keeps its activations.
     return run_config(Path(job.model), no_text, job.shape, folder, training={"recompute": "auto"}, **tables)

@@ -21,7 +21,7 @@ STEP_TIMEOUT_S = 300.0
 
 
 class SideFailedError(Exception):
-    """A side ended, or did not answer in time; the message has the last lines it wrote."""
+    """A side ended or did not answer in time. The message has the last lines of its output."""
 
 
 class SideProcess:
@@ -37,7 +37,7 @@ class SideProcess:
 
     def __init__(self, python: str, job: Mapping[str, Any], log: Path, worker: str = "worker") -> None:
         self._log = log
-        bin_folder = str(Path(python).absolute().parent)  # a virtual environment keeps ninja there, which peers call
+        bin_folder = str(Path(python).absolute().parent)  # the peers call ninja from this folder
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -69,10 +69,10 @@ class SideProcess:
         self.close()
 
     def steps(self, num_steps: int) -> dict[str, Any]:
-        """Request steps without a pause; return the side's measurements.
+        """Request steps without a pause between them, and return the side's measurements.
 
         Raises:
-            SideFailedError: it ended or hangs.
+            SideFailedError: The side ended or hangs.
         """
         return self.ask(str(num_steps), STEP_TIMEOUT_S * num_steps)
 
@@ -80,7 +80,7 @@ class SideProcess:
         """Send the side a line; return its answer.
 
         Raises:
-            SideFailedError: it ended or hangs.
+            SideFailedError: The side ended or hangs.
         """
         assert self._process.stdin is not None
         try:

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# Importing the other comparison removes this folder from the path: in here, `deepspeed` would be its file.
+# The other comparison removes this folder from the path at import, because `deepspeed` would name its file.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench.common import Report, step_shape

@@ -1,4 +1,4 @@
-"""The same rows in TRL and here: which tokens are trained, and the losses of the same steps."""
+"""Comparison with TRL on the same rows: the trained tokens, and the losses of the same steps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) ->
     values["training"] |= {"gradient_accumulation_steps": 1}
     values["evaluation"] = {}
     values["optimizer"]["weight_decay_exclude"] = ("*bias*", "*norm*")
-    values["tiers"]["ram"]["size"] = "1GiB"  # two rows of any length need more than the example's one
+    values["tiers"]["ram"]["size"] = "1GiB"  # two rows of any length need more than the example's single row
     return RunConfig.model_validate(values)
 
 
@@ -158,7 +158,7 @@ def rows_of(micro_batches: Sequence[Any]) -> Iterator[dict[str, list[int]]]:
 
 
 def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
-    """Return ids and labels of each document in the order of the file."""
+    """Return the ids and labels of each document, in the order of the file."""
     rows = []
     for first, end in zip(data.starts[:-1], data.starts[1:], strict=True):
         ids, trained = data.tokens[first:end].tolist(), data.trained[first:end].tolist()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Read the rows as a conversation, then train on them as texts."""
+    """Read the rows as conversations, then train on them as plain text."""
     job = json.loads(sys.argv[1])
     with contextlib.redirect_stdout(sys.stderr):  # TRL's lines are not the answer
         answer = answer_job(job)

@@ -80,7 +80,7 @@ class ComparedSide(Protocol):
 
 def main() -> None:
     """Answer each step count on standard input (one per line) with a line of JSON, until the input ends."""
-    # Libraries print to standard output: redirect it to the log, so that only this program has the pipe.
+    # Libraries print to standard output, so redirect it to the log and keep the pipe for this program.
     with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), RESULT_FD)
         values = json.loads(sys.argv[1])

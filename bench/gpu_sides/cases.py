@@ -105,7 +105,7 @@ PARTS: Mapping[str, Part] = {
     "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0, tables=_EQUAL_WORK),
     "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84, tables=_EQUAL_WORK),
     "14b": Part("14b", 16, 1024, 4, num_steps=2, tables=_DEFAULT),
-    # Gradients in bf16: with fp32 sums on top of 12 bytes per parameter, 20 B parameters would need 350 GB.
+    # Gradients are in bf16. With fp32 sums in addition to 12 bytes per parameter, 20 B parameters would need 350 GB.
     "20b_nvme": Part(
         "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={**_DEFAULT, "precision": {"grad_dtype": "bfloat16"}}
     ),
@@ -141,7 +141,7 @@ def part_named(name: str) -> Part:
 
 
 def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables of a config with more keys; ``more`` overrides keys that both have."""
+    """Merge two tables of a config. Keys in ``more`` override keys that both have."""
     found = dict(tables)
     for name, value in more.items():
         found[name] = {**found.get(name, {}), **value} if isinstance(value, Mapping) else value

@@ -18,7 +18,7 @@ from megatrain.converters.spec import build_graph
 from megatrain.optim.threads import default_num_threads
 
 SEED = 42
-#: Size of the random numbers that all weights are cut from; a prime, so that rows of a matrix do not repeat.
+#: Number of random numbers from which all weights are taken. It is a prime, so that rows of a matrix do not repeat.
 _NUM_RANDOM = 4_194_301
 
 
@@ -119,10 +119,13 @@ def make_job(
     tables: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Job:
-    """Return the job of a side of a part. Makes ``folder`` and writes the model's config there.
+    """Return the job of a side of a part. Create ``folder`` and write the model's config to it.
 
     Args:
-        num_steps, layers: replace the part's values. tables: more of our config. more: other fields of the job.
+        num_steps: Replacement for the part's number of steps.
+        layers: Replacement for the part's number of layers.
+        tables: Additional tables of our config.
+        more: Other fields of the job.
     """
     folder.mkdir()
     if layers is not None:
@@ -173,7 +176,7 @@ def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
 
 @functools.cache
 def _random_numbers() -> Tensor:
-    """Return the numbers twice, so that a piece may begin anywhere."""
+    """Return the random numbers twice in a row, so that a piece can begin at any of them."""
     numbers = torch.randn(_NUM_RANDOM, generator=torch.Generator().manual_seed(SEED)) * 0.02
     return torch.cat([numbers, numbers])
 

@@ -51,7 +51,7 @@ class _Traced(Ours):
 
 
 class OursSide:
-    """Our steps. Each ends when nothing moves any more, although the next one could overlap that wait."""
+    """Our side. Each step ends when all transfers have ended, although the next step could overlap them."""
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -113,7 +113,7 @@ class OursSide:
         return profiled(lambda: self._ours.step(self._batches, LEARNING_RATE), trace, self._job.device)
 
     def finish(self) -> dict[str, Any]:
-        """Make the last update, and return bytes and peaks, planned and measured, and the paths that bytes took."""
+        """Run the last update. Return planned and measured bytes and peaks, and the paths that bytes took."""
         self._ours.finish()
         if self._job.trace:
             self._ours.timeline.write(Path(self._job.trace))
@@ -167,5 +167,5 @@ def _config(job: Job, ram: str) -> RunConfig:
     }
     tables = merged(tables, job.tables)
     shape = (job.rows // job.micro_rows, job.micro_rows, job.length)
-    no_text = folder / "config.json"  # the config needs a text file; these steps get their tokens directly
+    no_text = folder / "config.json"  # the config requires a text file, but these steps do not read it
     return run_config(folder, no_text, shape, Path(job.scratch), device=job.device, seed=SEED, **tables)

@@ -51,7 +51,7 @@ class PlainSide:
                 self.step(is_last=False)
         except torch.OutOfMemoryError:
             fits = False
-        # Only here: the error and the frames that it holds are gone.
+        # At this point the error and its frames are freed, so the model can be freed.
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_optimizer", None)
         gc.collect()
@@ -60,7 +60,7 @@ class PlainSide:
         return fits
 
     def about(self) -> dict[str, Any]:
-        """Return size and precision."""
+        """Return the size and the precision of the model as text."""
         parameters = list(self._model.parameters())
         return {
             "num_parameters": sum(parameter.numel() for parameter in parameters),

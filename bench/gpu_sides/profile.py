@@ -108,7 +108,7 @@ def longest_gaps(events: Sequence[Event], count: int) -> list[Gap]:
 
 
 def by_name(events: Iterable[Event]) -> dict[str, tuple[float, int]]:
-    """Return name -> seconds of all events of that name and their number, the longest first."""
+    """Return the total seconds and the number of events by name, the longest total first."""
     found: dict[str, tuple[float, int]] = {}
     for event in events:
         seconds, count = found.get(event.name, (0.0, 0))

@@ -52,7 +52,7 @@ class ReferenceSide:
         self._optimizer_name, self._optimizer = _optimizer(self._model.get_parameters())
 
     def about(self) -> dict[str, Any]:
-        """Return size and precision."""
+        """Return the size and the precision of the model as text."""
         return {
             "num_parameters": self._num_parameters,
             "optimizer": f"{self._optimizer_name}, {self._job.dtype} weights updated in place, no master",
@@ -76,7 +76,7 @@ class ReferenceSide:
         return StepSeen(float(loss), {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Free its threads and memory."""
+        """Free the threads and the memory of this side."""
         self._model.cleanup()
         return {}
 

@@ -20,10 +20,11 @@ Result = Mapping[str, Any]
 
 
 class Rows:
-    """Prints rows named after a part.
+    """Printer of the rows of one part.
 
     Args:
-        report: of the part's T. name: of the part.
+        report: Report of the part's T.
+        name: Name of the part, which begins each row's name.
     """
 
     def __init__(self, report: Report, name: str, part: Part) -> None:
@@ -44,7 +45,7 @@ class Rows:
             self.row(f"{side}.runs", 0, "1", target=1, ok=False)
 
     def start(self, side: str, result: Result) -> None:
-        """Print the facts of a side before its first step: size, optimizer, seconds of the start and of its parts."""
+        """Print what is known of a side before its first step: size, optimizer, and seconds of the start by part."""
         row = self.row
         row(f"{side}.parameters", result["num_parameters"], "1")
         if "num_layers" in result:
@@ -162,7 +163,7 @@ class Rows:
 
 
 def measured(result: Result, num_warm: int) -> Sequence[Mapping[str, Any]]:
-    """Return the measured steps, or the warm-up if time ended before one."""
+    """Return the measured steps, or the warm-up steps if the time ended before the first measured step."""
     steps: Sequence[Mapping[str, Any]] = result["steps"]
     return steps[num_warm:] or steps
 

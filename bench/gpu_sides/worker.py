@@ -23,7 +23,7 @@ from bench.gpu_sides.job import Job, StepSeen
 #: Seconds for products of square matrices.
 _MATMUL_S = 1.0
 _SAMPLE_S = 0.1
-#: Share of a side's seconds for steps; the rest is for its end.
+#: Share of a side's time for steps. The rest is for ending the side.
 _SHARE_FOR_STEPS = 0.9
 
 
@@ -43,7 +43,7 @@ class Side(Protocol):
         ...
 
     def finish(self) -> dict[str, Any]:
-        """Return the figures that only exist at the end of the run."""
+        """Return the measurements that exist only at the end of the run."""
         ...
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         if job.has_profile and not _is_time_up(job, begin_s, result["steps"]):
             try:
                 result["profile"] = side.profile()
-            except Exception as error:  # torch's profiler has failed on new machines: bytes and peaks still count
+            except Exception as error:  # the profiler fails on some new machines, but bytes and peaks are valid
                 result["profile"] = {"failed": (f"{type(error).__name__}: {error}"[:500], "reason")}
             write(job.result, result)
         else:
@@ -143,7 +143,7 @@ def matmul_rate(job: Job) -> float:
 
 
 def device_memory(device: str) -> dict[str, int]:
-    """Return the most bytes that tensors took on the GPU, and that torch held for them; 0 on the CPU."""
+    """Return the peak bytes of tensors on the GPU and the peak bytes that torch reserved; 0 on a CPU."""
     if device != "cuda":
         return {"device_bytes": 0, "device_reserved_bytes": 0}
     return {
@@ -199,7 +199,7 @@ class HostMemory:
         return max(0, self._before - self._least)
 
     def peak_rss(self) -> int:
-        """Return the peak of the process."""
+        """Return the peak resident memory of the process."""
         status = Path("/proc/self/status").read_text(encoding="ascii")
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         assert found is not None, status

@@ -1,4 +1,4 @@
-"""DeepSpeed's side of a part of `gpu.py`: ZeRO-3 with parameters and optimizer state in page-locked RAM, one GPU."""
+"""The DeepSpeed side of `gpu.py`: ZeRO-3 on one GPU, with parameters and optimizer state in page-locked RAM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Zero3Side:
         self._batches = [{k: v.to(job.device) for k, v in batch.items()} for batch in job.micro_batches()]
 
     def about(self) -> dict[str, Any]:
-        """Return size and precision."""
+        """Return the size and the precision of the model as text."""
         return {"num_parameters": self._num_parameters, "optimizer": "DeepSpeedCPUAdam, fp32 master and moments"}
 
     def step(self, *, is_last: bool) -> StepSeen:

@@ -115,7 +115,7 @@ def drop_cached(paths: Iterable[Path]) -> None:
 
 
 def fill_randomly(tensor: Tensor) -> None:
-    """Fill bytes with noise that no drive can compress; the noise repeats every 16 MiB."""
+    """Fill bytes with noise that no drive can compress. The noise repeats every 16 MiB."""
     noise = torch.randint(0, 256, (16 * MiB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     flat = tensor.view(torch.uint8).view(-1)
     for start in range(0, flat.numel(), noise.numel()):
@@ -176,5 +176,5 @@ class Samples:
 
     @property
     def cpu_s_per_gb(self) -> list[float]:
-        """Return processor seconds per 1e9 bytes of each round."""
+        """Return the CPU seconds per 1e9 bytes of each round."""
         return [sample.cpu_s / (self.nbytes / 1e9) for sample in self.each]

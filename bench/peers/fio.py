@@ -1,4 +1,4 @@
-"""fio's sides of `links.py`: the rate of the drive for a program that does nothing else."""
+"""The fio sides of `links.py`, which measure the rate of the drive for a program that does nothing else."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class FioSide(Side):
             "--fallocate=none",
             "--overwrite=1",
             "--allow_file_create=0",
-            "--scramble_buffers=0",  # less work for fio
+            "--scramble_buffers=0",  # reduces the CPU work of fio
             "--gtod_reduce=1",
             "--output-format=json",
         ]
@@ -110,7 +110,7 @@ class FioSide(Side):
         return reports
 
     def close(self) -> None:
-        """Do nothing: fio runs only while it measures."""
+        """Do nothing, because fio runs only during measurements."""
 
 
 def _job(operation: str, offset: int, nbytes: int) -> list[str]:

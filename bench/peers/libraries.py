@@ -28,7 +28,7 @@ from bench.peers.base import (
 from tiered.ext import HostSlab
 from tiered.units import PAGE_BYTES, MiB
 
-#: Compiling DeepSpeed's operator at its first use takes minutes.
+#: Limit for compiling DeepSpeed's operator at its first use, which takes minutes.
 COMPILE_TIMEOUT_S = 1200.0
 #: Limit for code that hangs, such as cuFile's driver.
 START_TIMEOUT_S = 60.0
@@ -47,7 +47,7 @@ class KvikioSide(Side):
     name = "kvikio"
 
     def __init__(self, work: Work, path: Path) -> None:
-        # Without its driver module, cuFile's start-up spins for ever; plain POSIX is the same for host memory.
+        # Without its driver module, cuFile's start spins forever. For host memory, plain POSIX I/O is equivalent.
         if not (os.path.exists("/proc/modules") and os.path.exists("/run/udev")):
             os.environ["KVIKIO_COMPAT_MODE"] = "ON"
         require(_KVIKIO_READS, START_TIMEOUT_S)
@@ -104,7 +104,7 @@ class ZarrSide(Side):
             dtype="uint8",
             compressors=None,
             filters=None,
-            config={"write_empty_chunks": True},  # else it searches every chunk for a number that is not zero
+            config={"write_empty_chunks": True},  # False would search every chunk for a nonzero number
         )
         self._tensor = torch.empty(work.nbytes, dtype=torch.uint8)
         fill_randomly(self._tensor)
@@ -130,7 +130,7 @@ class ZarrSide(Side):
         return sample
 
     def close(self) -> None:
-        """Do nothing: it holds no file open."""
+        """Do nothing, because this side keeps no file open."""
 
 
 class SafetensorsSide(Side):
@@ -163,13 +163,13 @@ class SafetensorsSide(Side):
         with timed() as sample:
             if operation == READ:
                 for path in self._paths:
-                    load_file(path)["block"][::PAGE_BYTES].sum()  # else the bytes would still be on the drive
+                    load_file(path)["block"][::PAGE_BYTES].sum()  # touching every page reads the bytes from the drive
             else:
                 self._write()
         return sample
 
     def close(self) -> None:
-        """Do nothing: it holds no file open."""
+        """Do nothing, because this side keeps no file open."""
 
 
 class DeepSpeedSide(Side):
@@ -178,7 +178,7 @@ class DeepSpeedSide(Side):
     def __init__(self, work: Work, path: Path, *, request_mib: int, depth: int, num_threads: int) -> None:
         self.name = f"deepspeed_aio_{request_mib}M_qd{depth}_x{num_threads}"
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
-        # Another ninja than the one that compiled the operator would compile it again.
+        # A different ninja than the one that compiled the operator would compile it again.
         os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         require(_DEEPSPEED_LOADS, COMPILE_TIMEOUT_S)
         from deepspeed.ops.op_builder import AsyncIOBuilder

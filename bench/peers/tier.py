@@ -62,7 +62,7 @@ class TierSide(Side):
 
     @property
     def huge_page_bytes(self) -> int:
-        """Return the bytes of the RAM slots on huge pages."""
+        """Return the bytes of RAM slots that are on huge pages."""
         return self._ram.huge_page_bytes
 
     def measure(self, operation: str) -> Sample:
@@ -97,7 +97,7 @@ class TierSide(Side):
             self._nvme.sync()
 
     def _stamp(self, key: str) -> None:
-        """Make a dirty copy in RAM, which differs from all earlier versions in its first number."""
+        """Make the copy in RAM dirty. Its first number differs from all earlier versions."""
         self._written += 1
         with self._store.acquire(key, "ram", "w") as lease:
             lease.tensor[0] = self._written
