@@ -189,7 +189,7 @@ class TokenCache:
         """Write an entry under a temporary name, then rename it, so that a crash never leaves a partial entry."""
         partial, final = self._folder / (key + _PARTIAL), self._folder / key
         self._remove_folder(partial)
-        self._remove_folder(final)  # a damaged entry, because `get` failed to open it
+        self._remove_folder(final)  # if it exists, it is damaged, because `get` failed to open it
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Kind of rows that become one document each: chats, prompts with completions, plain texts and tokens."""
+"""Row kind for chats, prompts with completions, plain texts and tokens. Each row becomes one document."""
 
 from __future__ import annotations
 

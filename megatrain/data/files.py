@@ -422,7 +422,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # Decompression reveals how many list values a row has. In a stream, free RAM must not affect the results.
+            # The list values per row are unknown before decompression. A stream must not depend on the free RAM.
             if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {number}",

@@ -68,7 +68,7 @@ class ImageRef:
         Raises:
             RowError: The value has another type, or the file cannot be read.
         """
-        if isinstance(value, Mapping):  # as the datasets library and parts of messages store images
+        if isinstance(value, Mapping):  # the datasets library and chat messages store images as mappings
             given = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
             if not given:
                 raise RowError(where, "an image has neither bytes nor a path", "Fix or remove the row")

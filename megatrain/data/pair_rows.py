@@ -1,4 +1,4 @@
-"""Kind of rows with a better and a worse answer to one prompt, which become two documents, the chosen answer first."""
+"""Row kinds for pairs of a chosen and a rejected answer. Each pair becomes two documents, the chosen answer first."""
 
 from __future__ import annotations
 

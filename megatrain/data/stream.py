@@ -321,7 +321,7 @@ class StreamLoader(BatchLoader):
 
     @property
     def dataset(self) -> TokenDataset:
-        """Sources of the loader, a dataset without documents."""
+        """Dataset with the sources, which itself has no documents."""
         return self._streams
 
     # -- windows -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Kind of rows with labelled answers (KTO). Two documents each: the answer, and its prompt with another answer."""
+"""Row kind for labelled answers (KTO). Each answer becomes two documents: itself, and its prompt with another answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kind of rows with plain text or tokens, which are split into documents of at most ``max_length`` tokens."""
+"""Row kind for plain text or tokens, which are split into documents of at most ``max_length`` tokens."""
 
 from __future__ import annotations
 

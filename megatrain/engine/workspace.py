@@ -158,7 +158,7 @@ def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
         return sum(
             _FP32_BYTES
             * block.num_elements
-            * (program.sharding.own_lanes.most_open_sums - (block.dtype == torch.float32))
+            * (program.sharding.own_lanes.max_open_sums - (block.dtype == torch.float32))
             for block in blocks
             if block.kind == "gradients"
         )
@@ -241,7 +241,7 @@ class _CollectiveMemory:
         assert tick.serves is not None
         made = self._served[tick.serves, tick.visit]
         sums = self._full_bytes(number)
-        open_sums = self._own_lanes.most_open_sums - self._num_sums
+        open_sums = self._own_lanes.max_open_sums - self._num_sums
         yield Transient("open sums", sum(sums.values()) // self._num_sums * open_sums, (made, 0), (made, 0))
         last: dict[str, int] = {}  # turn of each layout's last part
         for turn, block in enumerate(self._exchanged(number)):
@@ -272,7 +272,7 @@ class _CollectiveMemory:
                 num_sums = len(self._own_lanes.subtrees)
                 nbytes = _FP32_BYTES * self._shards.size * block.num_elements
                 yield Transient("sums of a part", num_sums * nbytes, using, exchanging)
-                open_sums += (self._own_lanes.most_open_sums - num_sums) * nbytes
+                open_sums += (self._own_lanes.max_open_sums - num_sums) * nbytes
                 received = self._lanes.num_sums * _FP32_BYTES * block.num_elements
                 yield Transient("received sums", received, exchanging, exchanging)
         yield Transient("open sums", open_sums, using, using)

@@ -206,7 +206,7 @@ def _limit_token(value: Any) -> Any:
     return value if value < VOCABULARY else 0
 
 
-_NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # words
+_NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # number of documents, and their minimum and maximum words
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return the bytes that the working set saves if gradients and split weights pass one part at a time."""
 
     def spared(layout: UnitLayout) -> int:
-        nbytes = 4 * program.sharding.own_lanes.most_open_sums
+        nbytes = 4 * program.sharding.own_lanes.max_open_sums
         nbytes += graph.dtype.itemsize if layout.name in program.cuts.weights else 0
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 

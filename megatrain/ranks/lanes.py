@@ -21,7 +21,7 @@ __all__ = [
     "lanes_of_rank",
     "micro_batches_of_lane",
     "micro_batches_of_rank",
-    "most_open_sums",
+    "max_open_sums",
     "num_merges",
     "split",
     "subtrees",
@@ -96,7 +96,7 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
     """Return how often the last two open sums must be added after a lane's sum is complete.
 
     A caller that processes its lanes in order and merges sums in this way ends with the sums of ``subtrees``, and never
-    has more than ``most_open_sums`` open sums.
+    has more than ``max_open_sums`` open sums.
 
     Args:
         own: Lanes that the caller processes.
@@ -116,7 +116,7 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
     return count
 
 
-def most_open_sums(num_lanes: int, own: range | None = None) -> int:
+def max_open_sums(num_lanes: int, own: range | None = None) -> int:
     """Return the maximum number of open sums while lanes are processed in order.
 
     Args:
@@ -164,9 +164,9 @@ class Lanes:
         return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
 
     @property
-    def most_open_sums(self) -> int:
+    def max_open_sums(self) -> int:
         """Maximum number of open sums."""
-        return most_open_sums(self.num_lanes, self.own)
+        return max_open_sums(self.num_lanes, self.own)
 
     def lane_of(self, micro_batch: int) -> int:
         """Return the lane of a micro-batch, given its index among the micro-batches of this rank."""

@@ -88,5 +88,5 @@ class JudgedExamples:
 
     def judge(self, gather: Gather[CollectedExamples]) -> SetFigures:
         """Return the loss and metrics of the examples of all ranks."""
-        loss, num_tokens, figures = CollectedExamples.of_ranks(gather(self._collected)).judge(self._loss)
+        loss, num_tokens, figures = CollectedExamples.join(gather(self._collected)).judge(self._loss)
         return SetFigures(loss, num_tokens, figures)

@@ -353,7 +353,7 @@ class Evaluator:
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
             self._activity.begin(f"continuing rows of {name}", num_parts=sampler.num_ticks)
-            found = sampler.samples_of(each.name, self._store, self._activity, self._should_stop, self._ranks)
+            found = sampler.generate_samples(each.name, self._store, self._activity, self._should_stop, self._ranks)
             samples = tuple(found)
         if self._should_stop():
             return False
@@ -494,7 +494,7 @@ class Sampler:
         """Plan of a pass."""
         return self._generation.plan
 
-    def samples_of(
+    def generate_samples(
         self,
         name: str,
         store: TieredStore,

@@ -314,7 +314,7 @@ class CollectedExamples:
         self._parts.append(part)
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[CollectedExamples]) -> CollectedExamples:
+    def join(cls, ranks: Sequence[CollectedExamples]) -> CollectedExamples:
         """Join the examples of all ranks in the order of a single process: by pass, then by rank."""
         found = cls()
         pairs = [(part, batch) for each in ranks for part, batch in zip(each._parts, each._batches, strict=True)]

@@ -242,9 +242,9 @@ def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: WholeRun) -> 
         store, activity = opened.store, Activity()
         before = set(store), store.stats().tiers["ram"].used_bytes
         answers = iter([False, False, True])  # after the second of five passes
-        stopped = sampler.samples_of("held_out", store, activity, lambda: next(answers))
+        stopped = sampler.generate_samples("held_out", store, activity, lambda: next(answers))
         assert stopped == [] and before == (set(store), store.stats().tiers["ram"].used_bytes)
-        whole = sampler.samples_of("held_out", store, activity, lambda: False)
+        whole = sampler.generate_samples("held_out", store, activity, lambda: False)
         assert tuple(whole) == sampled.told.evaluations[0].samples
         assert before == (set(store), store.stats().tiers["ram"].used_bytes)
 

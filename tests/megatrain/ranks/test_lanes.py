@@ -11,9 +11,9 @@ from megatrain.ranks.lanes import (
     Subtree,
     lane_of,
     lanes_of_rank,
+    max_open_sums,
     micro_batches_of_lane,
     micro_batches_of_rank,
-    most_open_sums,
     num_merges,
     split,
     subtrees,
@@ -61,7 +61,7 @@ def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
                 for _ in range(num_merges(lane, num_lanes, own)):
                     right = opened.pop()
                     opened.append(add(opened.pop(), right))
-            assert most == most_open_sums(num_lanes, own), (num_ranks, num_lanes, rank)
+            assert most == max_open_sums(num_lanes, own), (num_ranks, num_lanes, rank)
             sums.update(zip(subtrees(0, num_lanes, own.start, own.stop), opened, strict=True))
         by_one = total(0, num_lanes, {(lane, lane + 1): str(lane) for lane in range(num_lanes)}, add)
         assert total(0, num_lanes, sums, add) == by_one, (num_ranks, num_lanes)
@@ -69,12 +69,12 @@ def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
 
 @pytest.mark.parametrize(("num_lanes", "open_sums"), [(1, 1), (2, 2), (4, 3), (8, 4), (16, 5)])
 def test_open_sums_of_one_rank_are_the_depth_of_the_tree(num_lanes: int, open_sums: int) -> None:
-    assert most_open_sums(num_lanes) == open_sums
+    assert max_open_sums(num_lanes) == open_sums
     # A rank with a separate subtree needs the same number of sums as without other lanes.
     for num_ranks in (2, 4, 8):
         if num_ranks <= num_lanes:
             own = lanes_of_rank(num_ranks - 1, num_ranks, num_lanes)
-            assert most_open_sums(num_lanes, own) == most_open_sums(num_lanes // num_ranks)
+            assert max_open_sums(num_lanes, own) == max_open_sums(num_lanes // num_ranks)
 
 
 def test_numbers_are_the_same_for_every_number_of_ranks() -> None:
