@@ -1,4 +1,4 @@
-"""Row kind for labelled answers (KTO). Each answer becomes two documents: itself, and its prompt with another answer."""
+"""Row kind for labelled answers (KTO). Documents: each answer, and its prompt with the answer of another example."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ def is_multimodal(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
 def multimodal_class(config: PretrainedConfig) -> Any:
     """Return the multimodal class of transformers for a configuration, or None.
 
-    Returns None for a configuration without a separate text part, because it does not define the language model.
+    Returns None for a configuration without a separate text part, because it does not show which weights belong to the
+    language model.
     """
     from transformers import AutoModelForMultimodalLM
 
