@@ -55,7 +55,7 @@ def warnings_of(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
 def test_rates_of_all_parameters(optim: str, rate: str, key: str, large: ModelGraph, tmp_path: Path) -> None:
     found = list(warnings_of(config(tmp_path, f"optim={optim}", f"optimizer.learning_rate={rate}"), large))
     assert len(found) == bool(key)
-    assert all(text.startswith("optimizer.learning_rate = ") and key in text and ". Write " in text for text in found)
+    assert all(text.startswith("optimizer.learning_rate = ") and key in text and ". Use " in text for text in found)
 
 
 def test_rates_from_scratch_and_of_small_models(graph: ModelGraph, tmp_path: Path) -> None:
