@@ -217,6 +217,7 @@ def test_comparison_without_deepspeed_is_reported() -> None:
     assert "/nowhere/python" in rows[0]["value"]
 
 
+@pytest.mark.slow
 def test_disk_offload_gives_the_same_scores_and_tokens_from_as_little_memory() -> None:
     rows = {row["name"]: row["value"] for row in run("compare/disk_offload")}
     if "accelerate.skipped" in rows:

@@ -70,6 +70,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_guide_configs_train(tmp_path: Path) -> None:
     """Muon with the best model and samples, moments in 8 bits with an average of the weights, preferences."""
     options = [f"-c{tmp_path}/recipes/{name}.toml" for name in ("muon", "best_model")]

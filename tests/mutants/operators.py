@@ -255,7 +255,8 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         plain = [each for each in node.args if not isinstance(each, ast.Starred)]
-        for first, second in itertools.pairwise(plain):
+        is_symmetric = isinstance(node.func, ast.Name) and node.func.id in ("max", "min")
+        for first, second in [] if is_symmetric else itertools.pairwise(plain):
             start, end = self._span(first)[0], self._span(second)[1]
             between = self._text[self._span(first)[1] : self._span(second)[0]]
             self._add("swapped arguments", start, end, self._source(second) + between + self._source(first))

@@ -63,6 +63,10 @@ def test_messages_annotations_and_imports_stay(source: str) -> None:
     assert not changed(source)
 
 
+def test_arguments_of_a_symmetric_function_are_not_swapped() -> None:
+    assert "swapped arguments" not in changed("x = max(a, b)")
+
+
 def test_places_count_characters_and_not_bytes() -> None:
     source = 'x = "µ", a < b'
     assert changed(source)["comparison"] == {'x = "µ", a <= b'}

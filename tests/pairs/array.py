@@ -19,7 +19,7 @@ from typing import Any
 from pairs.factors import EXCLUSIONS, FACTORS, Row, is_excluded
 
 #: A day's selection draws one row in this many.
-SHARE = 26
+SHARE = 52
 FILE = Path(__file__).with_name("rows.jsonl")
 
 
