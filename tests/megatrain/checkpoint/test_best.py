@@ -79,7 +79,7 @@ def test_the_metric_is_a_figure_of_a_set() -> None:
         assert metric(name).value_of(found) == value
     assert metric("perplexity").value_of(found) == pytest.approx(math.exp(1.5))
     metric("second_loss").check(found)
-    with pytest.raises(ConfigError, match="There are loss, first_loss, second_loss"):
+    with pytest.raises(ConfigError, match="Known metrics: loss, first_loss, second_loss"):
         metric("third_loss").check(found)
     with pytest.raises(ConfigError, match="second_rewards/accuracies"):
         metric("bleu").value_of(found)
